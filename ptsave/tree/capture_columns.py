@@ -1,4 +1,4 @@
-"""Checks of the types of captured records, column by column.
+"""Checks the types of captured records, column by column.
 
 A check gets one field of all records of a block.
 """
@@ -12,32 +12,19 @@ from typing import Any
 
 from ptsave.tree.capture_schema import GRADIENT_PHASES, PHASES, Statistics
 
-__all__ = ["are_texts", "is_column_right"]
-
 _NAME = re.compile(rf"[0-9]{{1,18}}/(?:{'|'.join(PHASES)})/[^/#]*#[0-9]{{1,18}}(?:/[^/]*)+")
 _MAX_NUMBER = (1 << 64) - 1
 
 
 def is_column_right(kind: str, field: str, column: Collection[Any]) -> bool:
-    """Return whether a field of some calls or values is of its type.
+    """Return whether a field of records of a `kind`, ``call`` or ``value``, has its type.
 
-    Parameters
-    ----------
-    kind : {"call", "value"}
-        Whether they are calls.
-    field : str
-        Name of a field of `CapturedCall` or `CapturedValue`.
-    column : collection
-        The field of each.
-
-    Examples
-    --------
     >>> is_column_right("call", "order", (1, 2)), is_column_right("call", "order", (1, -2))
     (True, False)
     """
     try:
         return _CHECKS.get((kind, field), are_texts)(column)
-    except TypeError:  # something in it cannot be in a set
+    except TypeError:  # a value cannot be in a set
         return False
 
 
@@ -70,7 +57,7 @@ def _are_tuples(column: Collection[Any]) -> bool:
 
 
 def _are_shapes(column: Collection[Any]) -> bool:
-    """Return whether all are tuples of sizes; those of nested tensors may be symbols."""
+    """Return whether all are tuples of sizes; sizes of nested tensors may be symbols."""
     sizes = set(chain.from_iterable(set(column))) if _are_tuples(column) else {None}
     return _are_counts([size for size in sizes if type(size) is not str])
 
@@ -80,7 +67,7 @@ def _are_stacks(column: Collection[Any]) -> bool:
 
 
 def _are_statistics(column: Collection[Any]) -> bool:
-    # Values that are one tensor have one tuple.
+    # Values that are the same tensor share one tuple.
     found = {id(each): each for each in column if each is not None}.values()
     n_fields = len(Statistics._fields)
     if not _are_tuples(found) or min(map(len, found), default=n_fields) < n_fields:
@@ -118,7 +105,7 @@ _STATISTICS: dict[str, Callable[[Collection[Any]], bool]] = {
     **dict.fromkeys(("std", "min", "max", "norm"), _are_numbers),
     "mean": _are_means,
 }
-# Fields that are not here are texts.
+# All other fields are texts.
 _CHECKS: dict[tuple[str, str], Callable[[Collection[Any]], bool]] = {
     **{("call", name): _are_counts for name in ("id", "step", "call", "order", "end")},
     ("call", "phase"): _one_of(*GRADIENT_PHASES.values()),

@@ -1,7 +1,8 @@
-"""The records of a capture: which calls of modules there were, and the values of each.
+"""The records of a capture: the calls of modules, and the values of each.
 
-A capture is an archive of one dict.  Beside tensors it holds plain dicts, tuples, numbers and text,
-so that ``torch.load(..., weights_only=True)`` opens it; docs/format.md, "Captures", lists its keys.
+A capture is an archive of one dict. Beside tensors it holds only plain dicts, tuples, numbers and
+text, so that ``torch.load(..., weights_only=True)`` opens it; docs/format.md, "Captures", lists its
+keys.
 """
 
 from __future__ import annotations
@@ -11,59 +12,28 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
-__all__ = [
-    "CALL_FIELDS",
-    "FORMAT",
-    "GRADIENT_PHASES",
-    "HEADER",
-    "PHASES",
-    "SUMMARY",
-    "VALUE_FIELDS",
-    "VERSION",
-    "CapturedCall",
-    "CapturedValue",
-    "Name",
-    "Statistics",
-    "block_key",
-    "block_to_plain",
-    "check_header",
-    "escape",
-    "is_block_key",
-    "is_capture",
-    "name_of",
-    "parse_name",
-]
-
 FORMAT = "ptsave.capture"
 VERSION = 1  # readers refuse a larger one
 HEADER = "capture"  # the key of the header, the first entry
 SUMMARY = "capture/end"  # the key of the totals, the last entry; a killed run has none
 
-# In the order of a step.  A gradient belongs to the call whose value it is the gradient of.
+# In the order of a step.  A gradient belongs to the call that has its value.
 PHASES = ("params", "forward", "recompute", "backward", "recompute_backward", "grads")
-# Those of gradients with respect to the values of calls, and the phases of these calls.
+# Phases of gradients with respect to the values of calls, and the phases of these calls.
 GRADIENT_PHASES = {"backward": "forward", "recompute_backward": "recompute"}
 
 
 class Name(NamedTuple):
     """The parts of ``step/phase/module.path#call/argument/path``.
 
-    Attributes
-    ----------
-    step : int
-        Number of the training step.
-    phase : str
-        One of `PHASES`.
-    module : str
-        Path of the module, as :meth:`torch.nn.Module.named_modules` says it, without the prefixes
-        of wrappers such as ``module.`` (DDP); ``""`` is the model itself.
-    call : int
-        How many calls of this module came before in this step and phase.  For ``grads``, how many
-        times the gradient of this parameter had been accumulated before.
-    path : tuple of str
-        ``("inputs", "0")``, ``("inputs", "mask")``, ``("outputs",)``, ``("outputs", "logits")``;
-        for ``params`` and ``grads`` the name of the parameter, ``("weight",)``.  A key whose text
-        is that of another one has its type, too: ``("outputs", "1:int")`` beside ``"1"``.
+    `module` is the path in :meth:`torch.nn.Module.named_modules`, without the prefixes of wrappers
+    such as ``module.`` (DDP); the model itself is ``""``. `call` is the number of earlier calls of
+    the module in this step and phase. For ``grads`` it is the number of earlier accumulations of
+    this parameter's gradient.
+
+    `path` is ``("inputs", "0")``, ``("outputs",)`` or ``("outputs", "logits")``; for ``params`` and
+    ``grads`` it is the name of the parameter, ``("weight",)``. A key with the same text as another
+    key has its type, too: ``("outputs", "1:int")`` beside ``"1"``.
     """
 
     step: int
@@ -74,25 +44,23 @@ class Name(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of one tensor; all but the counts and the checksum are of its finite values.
+    """Statistics of one tensor; all but the counts and the checksum are of its finite elements.
 
     Attributes
     ----------
     numel : int
         Number of elements; of a sparse tensor, of its stored values.
     n_nan, n_inf, n_zero : int
-        Elements that are NaN, infinite, zero.
+        Numbers of elements that are NaN, infinite, zero.
     mean, std : float or complex
-        Of the finite elements, accumulated in double precision; std is the square root of the
-        unbiased variance.  NaN where there is nothing to divide by.  Only the mean of complex
-        elements is complex.
+        Accumulated in double precision; std is the square root of the unbiased variance.  NaN if
+        there are too few elements.  The mean of complex elements is complex.
     min, max : int or float
-        Of the finite elements, exact; of complex ones, of their absolute values.  NaN if there is
-        none.
+        Exact; for complex elements, of their absolute values.  NaN if there are no elements.
     norm : float
-        The L2 norm of the finite elements.
+        The L2 norm.
     checksum : int
-        CRC-32 of the elements' bytes in row-major order, whatever the strides.
+        CRC-32 of the elements' bytes in row-major order, for any strides.
     """
 
     numel: int
@@ -116,23 +84,23 @@ class CapturedCall:
     id : int
         Unique in the run, in the order in which the calls began.
     step, phase, module, call
-        As in `Name`; the phase is ``forward``, or ``recompute`` where activation checkpointing
-        runs a forward again during the backward.
+        As in a value's name.  The phase is ``forward``, or ``recompute`` where activation
+        checkpointing runs a forward again during the backward.
     class_name : str
         The module's class, for example ``"torch.nn.modules.linear.Linear"``.
     order, end : int
         Numbers of the events of its beginning and its end; events of a run are counted from 0.
     parent : int or None
-        `id` of the call that this one was made in, by the same thread.
+        `id` of the call that contains this one, in the same thread.
     status : {"returned", "raised", "stopped", "unfinished"}
-        "stopped" is a recomputation that ended early, when it had all that the backward needs;
-        "unfinished" a call whose end no hook saw, because of a KeyboardInterrupt for example (its
-        `end` is the beginning of the next call), or because the process was killed: of that one
-        only its values are known.
+        "stopped" is a recomputation that ended early, when it had all that the backward needs.
+        "unfinished" is a call whose end no hook saw, for example because of a KeyboardInterrupt;
+        its `end` is the beginning of the next call.  If the process was killed, only the call's
+        values are known.
     error : str
         Type and message of the exception of a call that raised.
     stack : tuple of str
-        Where it was called, outermost first, as ``"file:line function"``; empty unless asked for.
+        Where it was called, outermost first, as ``"file:line function"``.  Empty unless asked for.
     values : mapping of str to CapturedValue
         Arguments and results by their paths in the name, ``"inputs/0"`` or ``"outputs/logits"``,
         with the containers that they are in.  Only calls that were read have them.
@@ -159,7 +127,7 @@ class CapturedCall:
 
     @property
     def inputs(self) -> list[CapturedValue]:
-        """The tensors among its arguments, also of nested ones, in their order."""
+        """The tensors among its arguments, also nested ones, in their order."""
         return self._tensors("inputs")
 
     @property
@@ -198,12 +166,12 @@ class CapturedValue:
     nbytes : int
         Bytes of the tensor's elements.
     requires_grad : bool
-        Whether a tensor does.
+        Whether a tensor requires gradients.
     stored : str
-        The key of the archive that holds the tensor: its own name, or that of an earlier one with
-        the same bytes; ``""`` if it is not there.
+        The key of the archive that holds the tensor: its own name, or the name of an earlier tensor
+        with the same bytes.  ``""`` if the archive does not hold it.
     value : object
-        A plain value: None, a bool, a number or a text; of anything else the `repr`, cut.
+        A plain value: None, a bool, a number or a text.  Other values are a shortened `repr`.
     note : str
         Why something is missing or different: ``"meta: no values"``, ``"dropped: memory"``, ...
     statistics : Statistics or None
@@ -249,15 +217,8 @@ def name_of(step: int, phase: str, module: str, call: int, path: Iterable[str]) 
 
 
 def parse_name(name: str) -> Name:
-    """Return the parts of a value's name.
+    """Return the parts of a value's name; any other text is a ValueError.
 
-    Raises
-    ------
-    ValueError
-        If it is none.
-
-    Examples
-    --------
     >>> parse_name("3/forward/layers.0.mlp#0/inputs/0")
     Name(step=3, phase='forward', module='layers.0.mlp', call=0, path=('inputs', '0'))
     """
@@ -277,7 +238,7 @@ def block_key(step: int, number: int) -> str:
 
 
 def is_block_key(key: object) -> bool:
-    """Return whether a key of a capture's dict is that of a block of records."""
+    """Return whether a key of a capture's dict belongs to a block of records."""
     return isinstance(key, str) and "/records/" in key and key.split("/")[1] == "records"
 
 
@@ -295,19 +256,13 @@ def block_to_plain(
 
 
 def is_capture(obj: object) -> bool:
-    """Return whether a loaded object is that of a capture, of whatever version."""
+    """Return whether a loaded object is a capture, of any version."""
     header = dict.get(obj, HEADER) if isinstance(obj, dict) else None
     return isinstance(header, dict) and dict.get(header, "format") == FORMAT
 
 
 def check_header(header: Mapping[str, Any], file: str) -> None:
-    """Refuse a capture that a later ptsave has written in another way.
-
-    Raises
-    ------
-    ValueError
-        If its version is larger than this one.
-    """
+    """Raise ValueError for a capture of a later version than this ptsave reads."""
     if header["version"] > VERSION:
         raise ValueError(
             f"{file}: a capture of version {header['version']}, and this ptsave reads up to "
@@ -324,5 +279,5 @@ def _row(record: Any) -> tuple[Any, ...]:
         return record
     row = {each.name: getattr(record, each.name) for each in fields(record) if each.compare}
     if row.get("statistics") is not None:
-        row["statistics"] = tuple(row["statistics"])  # a named tuple is a class of its own
+        row["statistics"] = tuple(row["statistics"])  # a named tuple is a class, too
     return tuple(row.values())

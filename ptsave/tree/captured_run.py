@@ -1,7 +1,7 @@
 """The calls and values of a capture, from the object of its file.
 
-There may be 100,000 calls: the records stay tuples until they are asked for, and are checked column
-by column, which takes less time than one object for each of them.
+Records stay tuples until they are asked for, and are checked column by column. There may be 100,000
+calls, and making an object for each takes longer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ from ptsave.tree.names import entry_not_found
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CapturedRecords", "CapturedRun", "Row", "with_short_records"]
-
 Row = tuple[Any, ...]
 
 _CALL_PHASES = frozenset(GRADIENT_PHASES.values())
@@ -44,28 +42,11 @@ _NAME, _CALL, _STATISTICS = map(VALUE_FIELDS.index, ("name", "call", "statistics
 
 
 class CapturedRun:
-    """A capture that is open.
+    """An open capture; the tensors of the saved object `obj` may have no values.
 
-    Parameters
-    ----------
-    obj : object
-        The saved object; its tensors may have no values.
-    path : str
-        Name of the file in messages.
-
-    Raises
-    ------
-    ValueError
-        If it is no capture, or that of a later version.
-    CorruptCheckpointError
-        If its records are none.
-
-    Attributes
-    ----------
-    header : dict
-        Of the capture, as docs/format.md lists it.
-    totals : dict or None
-        Those of the end; None if the capture was killed before.
+    `header` is as docs/format.md lists it. `totals` are those of the end, and None if the capture
+    was killed before. An object that is no capture is a ValueError, and so is one of a later
+    version; damaged records are a CorruptCheckpointError.
     """
 
     def __init__(self, obj: object, path: str) -> None:
@@ -91,25 +72,25 @@ class CapturedRun:
 
     @property
     def model(self) -> str:
-        """Full name of the model's class."""
+        """The full name of the model's class."""
         found = self.header.get("model")
         return found if type(found) is str else ""
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """Names of the classes of the modules that were selected, by their paths."""
+        """The names of the selected modules' classes, by the modules' paths."""
         found = self._dict_of(self.header.get("modules"), {})
         return {path: name for path, name in found.items() if type(path) is type(name) is str}
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The steps of which there are records."""
+        """The steps that have records."""
         texts = {row[_NAME].partition("/")[0] for row in self.value_rows}
         found = {*map(int, texts), *(row[CALL_FIELDS.index("step")] for row in self.call_rows)}
         return tuple(sorted(found))
 
     def total(self, name: str) -> int | None:
-        """Return a total that the end of the capture has; None if it has none."""
+        """Return a total from the end of the capture; None if it has no such total."""
         found = (self.totals or {}).get(name)
         return found if type(found) is int and 0 <= found < 1 << 64 else None
 
@@ -118,7 +99,7 @@ class CapturedRun:
         return list(self._calls)
 
     def values(self, phase: str | None = None, step: int | None = None) -> Iterator[CapturedValue]:
-        """Yield values in the order of their events: all, or those of a phase and a step."""
+        """Yield values in the order of their events, of all phases and steps or of one."""
         for row in self.value_rows:
             if phase is not None or step is not None:
                 of_step, of_phase, _ = row[_NAME].split("/", 2)
@@ -127,13 +108,7 @@ class CapturedRun:
             yield _value_of(row)
 
     def value(self, name: str) -> CapturedValue:
-        """Return the value of a name.
-
-        Raises
-        ------
-        EntryNotFoundError
-            If there is none; the message suggests similar ones.
-        """
+        """Return the value with a name; an EntryNotFoundError suggests similar names."""
         row = self._by_name.get(name)
         if row is None:
             raise entry_not_found(self.path, name, self._by_name)
@@ -142,14 +117,8 @@ class CapturedRun:
     def tensor(self, name: str) -> Tensor:
         """Return the tensor of a value, as it is in the object.
 
-        Raises
-        ------
-        EntryNotFoundError
-            If there is no such value, or the file does not hold its tensor.
-        TypeError
-            If it is no tensor.
-        CorruptCheckpointError
-            If the file should hold it.
+        A tensor that the capture has left out is an EntryNotFoundError. One that the file should
+        hold, but does not, is a CorruptCheckpointError.
         """
         value = self.value(name)
         if value.kind != "tensor":
@@ -173,13 +142,13 @@ class CapturedRun:
             groups.setdefault(row[_CALL], []).append(row)
         calls = [_call_of(row, groups.pop(row[0], ())) for row in self.call_rows]
         groups.pop(None, None)
-        if groups:  # of calls that went on when the process was killed
+        if groups:  # calls that were not finished when the process was killed
             calls += filter(None, map(self._unfinished, groups.values()))
         calls.sort(key=lambda call: call.order)
         return calls
 
     def _unfinished(self, rows: list[Row]) -> CapturedCall | None:
-        """Return a call of which there are values only."""
+        """Return a call that has values but no record."""
         values = list(map(_value_of, rows))
         name = parse_name(values[0].name)
         phase = GRADIENT_PHASES.get(name.phase, name.phase)
@@ -216,7 +185,7 @@ class CapturedRun:
         return found
 
     def _dict_of(self, value: Any, default: Any = None) -> Any:
-        """Return a plain copy of a dict, whose methods are those of dicts."""
+        """Return a plain copy of a dict, without methods that a file has replaced."""
         return dict(dict.items(value)) if isinstance(value, dict) else default
 
     def _rows(
@@ -249,7 +218,7 @@ class CapturedRun:
 
 
 class CapturedRecords:
-    """Stands for a block of records, which may have 100,000 parts, where a file is listed."""
+    """Stands for a block of records, which may have 100,000 parts, in a list of a file."""
 
     def __init__(self, block: dict[str, Any]) -> None:
         self._block = block
@@ -260,13 +229,13 @@ class CapturedRecords:
 
 
 def with_short_records(obj: object, path: str) -> object:
-    """Return a saved object; that of a capture with `CapturedRecords` in place of its blocks."""
+    """Return a saved object; a capture has `CapturedRecords` in place of its blocks."""
     if not isinstance(obj, dict) or not is_capture(obj):
         return obj
     try:
         CapturedRun(obj, path)
     except (CorruptCheckpointError, ValueError):
-        return obj  # anything may be in them
+        return obj  # a damaged capture is listed as it is
     return {
         key: CapturedRecords(value) if is_block_key(key) else value
         for key, value in dict.items(obj)
@@ -274,7 +243,7 @@ def with_short_records(obj: object, path: str) -> object:
 
 
 class _Values(Mapping[str, CapturedValue]):
-    """Values of a call by their paths, made when one of them is asked for."""
+    """The values of a call by their paths, made when one of them is asked for."""
 
     __slots__ = ("_found", "_phases", "_rows")
 
@@ -307,7 +276,7 @@ class _Values(Mapping[str, CapturedValue]):
 
 
 def _call_of(row: Row, values: Sequence[Row]) -> CapturedCall:
-    make: Any = CapturedCall  # a row has as many fields as it takes
+    make: Any = CapturedCall  # its fields are those of a row, and the values
     return make(*row, _Values(values, _CALL_PHASES), _Values(values, GRADIENT_PHASES))  # type: ignore[no-any-return]
 
 

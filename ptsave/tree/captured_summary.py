@@ -19,11 +19,9 @@ from ptsave.support.text import (
 from ptsave.tree.capture_schema import VALUE_FIELDS, CapturedCall
 from ptsave.tree.captured_run import CapturedRun, Row
 
-__all__ = ["CaptureSummary", "ClassSummary", "summary_of"]
-
 _WIDTH = 80
 _MIN_CLASS_WIDTH = 12
-_CLASS, _OUTPUTS = 0, 3  # columns that are cut where there is no room
+_CLASS, _OUTPUTS = 0, 3  # columns that are cut if there is no room
 _LEFT = {_CLASS, _OUTPUTS, 4}
 
 
@@ -36,14 +34,14 @@ class ClassSummary:
     class_name : str
         Full name, ``"torch.nn.modules.linear.Linear"``.
     n_modules, n_calls, n_raised : int
-        How many modules there were calls of, how many calls, and how many raised.
+        Numbers of modules that were called, of calls, and of calls that raised.
     shapes : tuple of tuple
         Shapes of tensors in outputs, each once, in the order of their first appearance.
     dtypes : tuple of str
         Dtypes of tensors in arguments, results and gradients, ``"torch.float32"``, each once.
     n_tensors, nbytes : int
-        How many such tensors there are, and the bytes of their elements; the same tensor counts as
-        often as it is an argument or a result.
+        Number of such tensors, and the bytes of their elements.  A tensor counts each time that it
+        is an argument or a result.
     n_nan, n_inf : int
         Their elements that are NaN or infinite; 0 if the capture has no statistics.
     """
@@ -76,16 +74,16 @@ class CaptureSummary:
     model : str
         Full name of the model's class.
     steps : tuple of int
-        Those of which there are records.
+        The steps that have records.
     n_calls, n_values : int
-        How many records there are of calls, and of values: arguments, results, gradients,
-        parameters, and containers.
+        Numbers of the records of calls, and of values: arguments, results, gradients, parameters
+        and containers.
     stored_nbytes : int or None
         Bytes of tensors in the file; None if the capture was killed.
     n_dropped : int or None
         Tensors that were left out for lack of room; None if the capture was killed.
     is_finished : bool
-        Whether it was stopped; else the process was killed, and the file was recovered.
+        Whether the capture was stopped.  If not, the process was killed, and the file recovered.
     classes : tuple of ClassSummary
         In the order of their first calls.
     """
@@ -101,7 +99,7 @@ class CaptureSummary:
     classes: tuple[ClassSummary, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as dicts, lists, numbers and text, for ``json.dumps``."""
+        """Return everything as dicts, lists, numbers and text, for ``json.dumps``."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -173,7 +171,7 @@ _CALL, _KIND, _NAME, _SHAPE, _DTYPE, _NBYTES, _STATISTICS = map(
 
 
 def summary_of(run: CapturedRun) -> CaptureSummary:
-    """Return the totals of a capture; errors as of `CapturedRun`."""
+    """Return the totals of a capture."""
     calls = run.calls()
     totals: dict[str, _Totals] = {}
     by_call = {}

@@ -1,7 +1,7 @@
 """Items of dicts, lists and tuples, read past attributes that a file has given to them.
 
-A pickle sets attributes of an ``OrderedDict`` or a ``Counter``, which is how ``_metadata`` travels.
-One that is called ``items`` takes the method's place in ``value.items()``; it does not here.
+A pickle can set attributes of an ``OrderedDict`` or a ``Counter``, as it does for ``_metadata``. An
+attribute called ``items`` would replace the method in ``value.items()``; here it does not.
 """
 
 from __future__ import annotations
@@ -12,29 +12,16 @@ from typing import Any, TypeAlias
 from ptsave.support.tensor_types import tensor_types
 from ptsave.tree.paths import MAX_DEPTH, Path
 
-__all__ = [
-    "CONTAINERS",
-    "Visit",
-    "attributes_of",
-    "is_container",
-    "items_of",
-    "nested_too_deep",
-    "set_attributes",
-    "values_of",
-    "walk",
-    "walk_entries",
-]
-
 # Their instances hold the entries of a saved object.
 CONTAINERS = (Mapping, list, tuple)
 
-# Path and prefix ("a.b.") of a container, key and value of a part of it, whether that is itself a
-# container, and if it is one that has been met before, its name there.
+# Path and prefix ("a.b.") of a container, key and value of a part of it, whether the part is itself
+# a container, and its earlier name if it has been met before.
 Visit: TypeAlias = tuple[Path, str, Any, Any, bool, str | None]
 
 
 def is_container(value: Any) -> bool:
-    """Whether something is a dict, a list or a tuple."""
+    """Return whether a value is a dict, a list or a tuple."""
     return isinstance(value, CONTAINERS)
 
 
@@ -77,9 +64,9 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
-    """Give attributes to an instance as torch's unpickler does, which assigns none.
+    """Write attributes into an instance's dict, as torch's unpickler does, without assigning.
 
-    So one that is called ``__class__`` is an attribute and changes no type.
+    So an attribute called ``__class__`` does not change the type.
     """
     if attributes:
         value.__dict__.update(attributes)
@@ -95,21 +82,10 @@ def walk(
 ) -> list[Any]:
     """Return an object and all that is in it, in order: containers once, before their parts.
 
-    Parameters
-    ----------
-    obj : object
-        The object.
-    kinds : tuple of type
-        Containers that are looked into.
-    exactly : bool, default False
-        Whether instances of subclasses are none.
-    keys : bool, default False
-        Whether the keys of a mapping are among its parts.
-    attributes : bool, default True
-        Whether the values of a container's attributes are.
+    Containers of `kinds` are looked into; with `exactly`, those of subclasses are not. With `keys`,
+    a mapping's keys are parts, too. With `attributes`, so are the values of a container's
+    attributes.
 
-    Examples
-    --------
     >>> walk({"a": [1, 2]})
     [{'a': [1, 2]}, [1, 2], 1, 2]
     """
@@ -135,20 +111,10 @@ def walk_entries(
 ) -> Iterator[Visit]:
     """Yield every part of a container and of those in it, in order, before its own parts.
 
-    A container is looked into where it is met first, down to `MAX_DEPTH` levels: one below, which
-    is yielded with a path of that length, is not.
+    A container is looked into where it is met first, down to `MAX_DEPTH` levels. A container below
+    is yielded with a path of that length, but not looked into. `is_container` is not asked about
+    tensors. `whole` is the name of `obj` itself, if it contains itself.
 
-    Parameters
-    ----------
-    obj : mapping, list or tuple
-        The outermost container.
-    is_container : callable, optional
-        Whether a value that is no tensor is looked into.
-    whole : str, optional
-        The name of `obj` itself, where it contains itself.
-
-    Examples
-    --------
     >>> [f"{prefix}{key}" for _, prefix, key, _, _, _ in walk_entries({"a": [1, 2]})]
     ['a', 'a.0', 'a.1']
     """
@@ -172,12 +138,6 @@ def walk_entries(
 
 
 def nested_too_deep(file: str = "") -> ValueError:
-    """Return the error for containers below `MAX_DEPTH` levels, where they may not be left out.
-
-    Parameters
-    ----------
-    file : str, optional
-        The file that they are in.
-    """
+    """Return the error for containers below `MAX_DEPTH` levels that may not be left out."""
     where = f"{file}: " if file else ""
     return ValueError(f"{where}containers are nested deeper than {MAX_DEPTH} levels")

@@ -13,28 +13,15 @@ from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.containers import attributes_of, items_of, set_attributes, walk
 from ptsave.tree.opaque import refuse_opaque
 
-__all__ = ["leaves_of", "read_entry", "require_picklable", "tensors_over"]
-
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 
 
 def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]], name: str) -> Any:
     """Return an entry of an archive, with values.
 
-    Parameters
-    ----------
-    entry : object
-        Its tensors and storages may have no values.  Objects that it shares within itself are
-        shared in the result, too.
-    read : callable
-        Returns tensors with values for some without.
-    name : str
-        What is read, for messages.
-
-    Raises
-    ------
-    pickle.UnpicklingError
-        If it holds an object that is not built.
+    The entry's tensors and storages may have no values, and `read` returns tensors with values for
+    them. Objects that the entry shares within itself are shared in the result, too. An object that
+    is not built is an UnpicklingError with `name`.
     """
     refuse_opaque(entry, name)
     leaves = {id(leaf): leaf for leaf in leaves_of(entry)}
@@ -52,18 +39,15 @@ def leaves_of(entry: Any) -> list[Any]:
 
 
 def tensors_over(entry: Any) -> list[Tensor]:
-    """Return the tensors of an entry, and one of all the bytes of each of its storages."""
+    """Return the tensors of an entry, and for each storage a tensor of all its bytes."""
     return [*map(_tensor_over, leaves_of(entry))]
 
 
 def require_picklable(entry: Any, path: str) -> None:
-    """Refuse containers whose attributes take the place of methods that pickling calls.
+    """Raise ValueError for containers whose attributes replace methods that pickling calls.
 
-    Raises
-    ------
-    ValueError
-        Pickling an ``OrderedDict`` asks for its ``items``: an attribute of that name would be asked
-        instead, and the entries be lost.
+    Pickling an ``OrderedDict`` calls its ``items``. An attribute of that name would be called
+    instead, and the entries would be lost.
     """
     for container in _containers_in(entry):
         for name in attributes_of(container):
@@ -92,7 +76,7 @@ def _back(leaf: Any, values: Tensor) -> Any:
 
 
 def _copy(entry: Any, made: dict[int, Any]) -> Any:
-    """Return a copy of the containers with `made` leaves in them; deep ones need no recursion."""
+    """Return a copy of the containers with `made` leaves in them, without recursion."""
     containers = _containers_in(entry)
     for container in containers:
         if type(container) is not tuple:
@@ -117,7 +101,7 @@ def _made(part: Any, made: dict[int, Any]) -> Any:
 
 
 def _make_tuple(value: tuple[Any, ...], made: dict[int, Any]) -> None:
-    """Make the copy of a tuple after those of the tuples in it."""
+    """Make the copy of a tuple after the copies of the tuples in it."""
     pending = [value]
     while pending:
         last = pending[-1]

@@ -1,7 +1,8 @@
 """Bounds how much larger tensors may become when each gets memory of its own.
 
 A tensor can be far larger than its storage: one number, expanded to 2**36 elements, is a file of a
-KiB and 256 GiB of safetensors; so are 1,000 views of one storage 1,000 copies of it.
+KiB, and 256 GiB of safetensors. In the same way, 1,000 views of one storage become 1,000 copies of
+it.
 """
 
 from __future__ import annotations
@@ -15,17 +16,15 @@ from torch import Tensor
 from ptsave.support.sizes import parse_size
 from ptsave.support.torch_tensors import storage_id
 
-__all__ = ["ADVICE", "check_expansion", "default_limit", "nbytes_of", "stored_nbytes_of"]
-
 _MIN_LIMIT_NBYTES = 1 << 30
 _MAX_FACTOR = 8
 
-# For operations without such an option, whose input can be written in full first.
+# For operations without such an option: their input can be written in full first.
 ADVICE = "if that is meant, write it in full first: ptsave convert --max-size"
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements when each is written."""
+    """Return the bytes that a tensor's elements take when each is written."""
     return prod(tensor.shape) * tensor.itemsize
 
 
@@ -40,10 +39,8 @@ def stored_nbytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def default_limit(stored_nbytes: int) -> int:
-    """Return how many bytes tensors may take in full whose storages take so many.
+    """Return how many bytes tensors may take in full if their storages take `stored_nbytes`.
 
-    Examples
-    --------
     >>> default_limit(4), default_limit(10**10)
     (1073741824, 80000000000)
     """
@@ -57,27 +54,11 @@ def check_expansion(
     max_size: int | str | None = None,
     advice: str = "if that is meant, pass --max-size (max_size=)",
 ) -> None:
-    """Refuse tensors that take much more when each is written in full than they do now.
+    """Raise ValueError if tensors take much more when each is written in full than they do now.
 
-    Parameters
-    ----------
-    tensors : iterable of torch.Tensor
-        All that are to be written; their values are not looked at.
-    path : str
-        The file they are from, for messages.
-    max_size : int or str, optional
-        Bytes that they may take, such as ``"300GB"``; by default 8 times those of their
-        storages, at least 1 GiB.
-    advice : str, optional
-        A remedy, for the message.
+    The limit is `max_size`, such as ``"300GB"``.  By default it is 8 times the bytes of the
+    storages, and at least 1 GiB.  No values are looked at.
 
-    Raises
-    ------
-    ValueError
-        If they take more.
-
-    Examples
-    --------
     >>> check_expansion([torch.zeros(3, 1).expand(3, 1000)], "mask.pt")
     >>> check_expansion([torch.zeros(1).expand(1 << 36)], "bomb.pt")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Flattens an object to a dict of tensors, as safetensors hold, and lists the losses."""
+"""Flattens an object to a dict of tensors, as safetensors files hold it, and lists the losses."""
 
 from __future__ import annotations
 
@@ -20,23 +20,15 @@ from ptsave.tree.containers import (
 from ptsave.tree.opaque import type_name_of
 from ptsave.tree.paths import MAX_DEPTH, Path
 
-__all__ = ["Flattened", "flatten"]
-
 _N_NAMED = 5
 
 
 @dataclass
 class Flattened:
-    """The tensors of an object.
+    """The tensors of an object by dotted name, in the order of the object.
 
-    Attributes
-    ----------
-    tensors : dict of str to torch.Tensor
-        By dotted name, in the order of the object.
-    losses : list of str
-        Entries that the format cannot hold, each with the reason.
-    remarks : list of str
-        Entries that are kept, but changed.
+    `losses` are entries that the format cannot hold, each with the reason. `remarks` are about
+    entries that are kept, but changed.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -49,19 +41,9 @@ def flatten(
 ) -> Flattened:
     """Return the tensors of an object by dotted name.
 
-    Parameters
-    ----------
-    obj : object
-        Dicts, lists and tuples are looked into.
-    dtypes : collection of torch.dtype or None
-        Dtypes of the format; None for all.
-    keeps_ties : bool, default False
-        Whether contiguous tensors that are the same memory in the same shape stay so.
-
-    Raises
-    ------
-    ValueError
-        If two entries have the same dotted name, or if containers are nested too deep.
+    `dtypes` are those of the format, or None for all. With `keeps_ties`, contiguous tensors with
+    the same memory and shape stay tied. Two entries with one dotted name are a ValueError, and so
+    are containers that are nested too deep.
     """
     result = Flattened()
     paths: dict[str, Path] = {}
@@ -109,7 +91,7 @@ def _remark(result: Flattened, n: int, what: str) -> None:
 
 
 def _leaves(obj: Any, result: Flattened) -> Iterator[tuple[Path, str, Any]]:
-    """Yield leaves with their paths and dotted names; each container is looked into once."""
+    """Yield leaves with their paths and dotted names, looking into each container once."""
     if not is_container(obj):
         yield (), "", obj
         return
@@ -135,7 +117,7 @@ def _remark_on_metadata(container: Any, name: str, result: Flattened) -> None:
 
 
 def _reason_against(value: Any, dtypes: Collection[torch.dtype] | None) -> str | None:
-    """Return why a format of plain tensors cannot hold something; None if it can."""
+    """Return why a format of plain tensors cannot hold a value; None if it can."""
     if not isinstance(value, Tensor):
         return type_name_of(value)
     if value.layout != torch.strided:

@@ -1,7 +1,7 @@
 """Dotted names of the entries of a saved object, and the entry that a name means.
 
-Each container is listed once, under its first path, so that a file of shared lists cannot multiply;
-every other path finds it, too.
+Each container is listed once, under its first path, so that a file of shared lists cannot multiply.
+Every other path finds it, too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from ptsave.tree.tree import EntryTree
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EntryNames", "entry_not_found"]
-
 _MAX_COMPARED = 20_000
 _MAX_SUGGESTED = 3
 
@@ -27,19 +25,8 @@ _MAX_SUGGESTED = 3
 class EntryNames:
     """The names of the tensors of an object, and the way from a name to an entry.
 
-    Parameters
-    ----------
-    obj : object
-        Dicts, lists and tuples are looked into, each of them once, however often it is there.
-    path : str
-        Name of the file in messages.
-
-    Attributes
-    ----------
-    tensors : list of torch.Tensor
-        In the order of the file.
-    names : list of (str or tuple)
-        Names of these tensors: dotted, but for those that would have the name of another.
+    `tensors` and `names` are in the order of the file. A name is dotted, or a tuple of keys if
+    another tensor has the same dotted name.
     """
 
     def __init__(self, obj: Any, path: str) -> None:
@@ -59,7 +46,7 @@ class EntryNames:
             self._tell_apart()
 
     def _tell_apart(self) -> None:
-        """Give every tensor whose dotted name is another's, too, the tuple for a name."""
+        """Give tensors that share a dotted name their tuples of keys as names."""
         for number, (name, entry, _) in enumerate(_tensors_of(self._obj, self._path)):
             if name in self._ambiguous:
                 if self._numbers[name] == number:
@@ -70,12 +57,7 @@ class EntryNames:
     def find(self, name: str | Path) -> Any:
         """Return the entry that a name means.
 
-        Raises
-        ------
-        KeyError
-            If there is none, or if several have the same dotted name.
-        TypeError
-            If it is no name.
+        A name of no entry, or a dotted name of several, is an EntryNotFoundError.
         """
         if isinstance(name, tuple):
             return self._follow(name)
@@ -95,12 +77,12 @@ class EntryNames:
         return self._follow(paths[0])
 
     def number_of(self, name: str | Path, tensor: Tensor) -> int:
-        """Return the number of a tensor that `find` has found."""
+        """Return the number of a tensor that `find` has returned for this name."""
         for each in (name, dotted(name) if isinstance(name, tuple) else name):
             number = self._numbers.get(each)
             if number is not None and self.tensors[number] is tensor:
                 return number
-        # A second way to a container.
+        # The name leads to its container by a second path.
         return next(i for i, other in enumerate(self.tensors) if other is tensor)
 
     def _follow(self, path: Path) -> Any:
@@ -109,7 +91,7 @@ class EntryNames:
             if not is_container(value):
                 raise self._missing(path)
             try:
-                if isinstance(value, Mapping) and key not in value:  # a Counter has all
+                if isinstance(value, Mapping) and key not in value:  # a Counter has all keys
                     raise KeyError(key)
                 value = value[key]
             except (KeyError, IndexError, TypeError):
@@ -121,14 +103,14 @@ class EntryNames:
 
 
 def entry_not_found(file: str, name: str | Path, names: Iterable[str]) -> EntryNotFoundError:
-    """Return the error for a name that is none of `names`; it suggests similar ones."""
+    """Return the error for a name that is not in `names`; it suggests similar ones."""
     nearest = _nearest(dotted(name) if isinstance(name, tuple) else name, names)
     hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
     return EntryNotFoundError(f"{file}: no entry {name!r}{hint}")
 
 
 def _tensors_of(obj: Any, file: str) -> Iterator[tuple[str, Path, Tensor]]:
-    """Yield dotted name, path and value of every tensor."""
+    """Yield the dotted name, the path and the value of every tensor."""
     if is_tensor(obj):
         yield "", (), obj
         return

@@ -1,4 +1,4 @@
-"""`Opaque`: an object in a file that is not built, so that a look at it needs no trust."""
+"""`Opaque`: an object in a file that is not built, so that inspecting the file needs no trust."""
 
 from __future__ import annotations
 
@@ -10,29 +10,16 @@ from typing import Any
 from ptsave.support.tensor_types import is_tensor
 from ptsave.tree.containers import attributes_of, values_of, walk
 
-__all__ = [
-    "OPAQUE_HOLDERS",
-    "Opaque",
-    "drop_opaque_attributes",
-    "holds_opaque",
-    "refuse_opaque",
-    "type_name_of",
-]
-
 _BY_CLASS = ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__")
-# Containers in which something may lie that is not built.
+# Containers that may hold objects that are not built.
 OPAQUE_HOLDERS = (Mapping, list, tuple, set, frozenset, deque)
 
 
 class Opaque:
     """A class, a function or an object that a pickle names, and that is not built.
 
-    Parameters
-    ----------
-    type_name : str
-        Full name of the class or function, or of that which would make the object.
-    parts : list
-        What the pickle gives to it: names of steps, and their operands.
+    `type_name` is the full name of the class or function, or of the one that would make the object.
+    `parts` are what the pickle gives to it: names of steps, and their operands.
     """
 
     __slots__ = ("parts", "type_name")
@@ -45,7 +32,7 @@ class Opaque:
         return f"<{self.type_name}>"
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Note an item, as the engine's unpickler sets those of a dict."""
+        """Note an item, because the engine's unpickler sets those of a dict so."""
         self.parts += ["item", key, value]
 
     def made_with(self, arguments: Any) -> Opaque:
@@ -66,9 +53,9 @@ def type_name_of(value: Any) -> str:
 
 
 def holds_opaque(value: Any) -> Opaque | None:
-    """Return the first object in a value, or the value itself, that is not built; or None.
+    """Return the first object that is not built, in a value or the value itself; or None.
 
-    Keys and attributes count, those of tensors, too.
+    Keys and attributes count, also those of tensors.
     """
     seen: set[int] = set()
     pending = [value]
@@ -91,7 +78,7 @@ def holds_opaque(value: Any) -> Opaque | None:
 
 
 def drop_opaque_attributes(obj: Any) -> None:
-    """Take attributes and hooks that are not built from the tensors of an object."""
+    """Remove attributes and hooks that are not built from the tensors of an object."""
     tensors: dict[int, Any] = {}
     pending = [obj]
     while pending:
@@ -102,7 +89,7 @@ def drop_opaque_attributes(obj: Any) -> None:
     for leaf in reversed(tensors.values()):  # those in attributes first
         attributes = attributes_of(leaf)
         lost = {name for name, value in attributes.items() if holds_opaque(value)}
-        if lost:  # marks of torch.compile, as on jagged tensors, are not complete without it
+        if lost:  # torch.compile's marks, as on jagged tensors, are incomplete without it
             lost |= {name for name in attributes if name.startswith("_dynamo_")}
         for name in lost:
             del leaf.__dict__[name]
@@ -111,20 +98,7 @@ def drop_opaque_attributes(obj: Any) -> None:
 
 
 def refuse_opaque(value: Any, name: str) -> None:
-    """Refuse a value that holds an object that is not built.
-
-    Parameters
-    ----------
-    value : object
-        The value.
-    name : str
-        Where it lies, for the message.
-
-    Raises
-    ------
-    pickle.UnpicklingError
-        It names the class, and says how to trust it.
-    """
+    """Raise UnpicklingError, which says how to trust the class, for an object that is not built."""
     found = holds_opaque(value)
     if found is None:
         return

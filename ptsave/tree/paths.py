@@ -5,22 +5,20 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-__all__ = ["MAX_DEPTH", "Path", "dotted", "path_in"]
-
 Path: TypeAlias = tuple[Any, ...]
 
-# The limit of everything that names entries: a file says how deep its object is, and each level
+# The limit for all code that names entries.  A file decides how deep its object is, and each level
 # makes the names below it longer.  torch.save reaches 970 levels before a RecursionError.
 MAX_DEPTH = 1000
 
 
 def dotted(path: Path) -> str:
-    """Return a path as it is written with dots."""
+    """Return a path as text with dots."""
     return ".".join(map(str, path))
 
 
 def path_in(text: str) -> Path | None:
-    """Return the keys of a name that is written as Python's tuple; None for any other text.
+    """Return the keys of a name that is written as a Python tuple; None for any other text.
 
     >>> path_in("('a.b', 0)"), path_in("a.b")
     (('a.b', 0), None)

@@ -8,25 +8,12 @@ from typing import Any
 
 from ptsave.tree.capture_schema import Statistics
 
-__all__ = ["PooledStatistics"]
-
 
 class PooledStatistics:
-    """Statistics to which those of tensors are added.
+    """The `Statistics` of several tensors, as if they were one.
 
     The variance is that of all elements, by the parallel algorithm of Chan et al.
 
-    Attributes
-    ----------
-    numel, n_nan, n_inf, n_zero : int
-        Elements of all tensors.
-    mean : int, float or complex
-        Of the finite elements, as are the others; NaN if there are none.
-    min, max, norm : int or float
-        As of `Statistics`.
-
-    Examples
-    --------
     >>> pooled = PooledStatistics()
     >>> pooled.add((2, 0, 0, 0, 1.0, 0.0, 1.0, 1.0, 2.0**0.5, 0))  # two ones
     >>> pooled.add((2, 0, 0, 0, 3.0, 0.0, 3.0, 3.0, 18.0**0.5, 0))  # two threes
@@ -48,12 +35,12 @@ class PooledStatistics:
 
     @property
     def std(self) -> float:
-        """The square root of the unbiased variance; NaN of fewer than two finite elements."""
+        """The square root of the unbiased variance; NaN for fewer than two finite elements."""
         n = self._n_finite
         return self._deviation * math.sqrt(n / (n - 1)) if n > 1 else math.nan
 
     def add(self, statistics: Sequence[Any]) -> None:
-        """Add the fields of the `Statistics` of a tensor."""
+        """Add the fields of a tensor's `Statistics`."""
         found = Statistics(*statistics[: len(Statistics._fields)])
         self.numel += found.numel
         self.n_nan += found.n_nan
@@ -68,13 +55,13 @@ class PooledStatistics:
         self._add_moments(n_finite, found.mean, found.std)
 
     def _add_moments(self, n: int, mean: complex, std: float) -> None:
-        # No sum of squares: that of doubles would be infinite or zero where its root is neither.
+        # No sum of squares, which may be infinite or zero in doubles where its root is neither.
         deviation = std * math.sqrt((n - 1) / n) if n > 1 else 0.0
         if self._n_finite == 0:
             self._n_finite, self.mean, self._deviation = n, mean, deviation
             return
         before, total = self._n_finite, self._n_finite + n
-        half = mean / 2 - self.mean / 2  # the whole distance may be larger than any float
+        half = mean / 2 - self.mean / 2  # the whole distance may exceed any float
         spread = math.hypot(half.real, half.imag) * (2 * math.sqrt(before) * math.sqrt(n) / total)
         self._deviation = math.hypot(
             self._deviation * math.sqrt(before / total), deviation * math.sqrt(n / total), spread

@@ -14,30 +14,17 @@ from ptsave.tree.paths import MAX_DEPTH, Path, path_in
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EntryTree", "Node", "is_plain"]
-
 _PLAIN_TYPES = {int, float, complex, bool, str, bytes, type(None)}
 
 
 class Node(NamedTuple):
     """One entry: a container, a tensor or another value.
 
-    Attributes
-    ----------
-    depth : int
-        Number of containers around it, not counting the object itself.
-    parent : int
-        The number of the node of its container; -1 for the object itself.
-    prefix : str
-        The dotted path of its container, with a dot behind it.
-    key : object
-        In its container; ``""`` for an object that is no container.
-    value : object
-        The container, tensor or other value.
-    tensor : int
-        Its number among the tensors; -1 if it is none.
-    again : str or None
-        For a container that has been met before: its name there.
+    `depth` is the number of containers around it, not counting the object itself. `parent` is the
+    number of its container's node, or -1 for the object itself. `prefix` is the container's dotted
+    path, with a dot at the end. `key` is ``""`` for an object that is no container. `tensor` is its
+    number among the tensors, or -1. `again` is the earlier name of a container that has been met
+    before.
     """
 
     depth: int
@@ -55,27 +42,12 @@ class Node(NamedTuple):
 
 
 class EntryTree:
-    """All entries of an object.
+    """All entries of an object: `nodes`, with containers before their contents, and `tensors`.
 
-    Parameters
-    ----------
-    obj : object
-        Dicts, lists and tuples are looked into, each of them once, down to `MAX_DEPTH` levels.  One
-        that holds nothing but numbers and text is no container but a value.
+    Dicts, lists and tuples are looked into once, down to `MAX_DEPTH` levels; `is_whole` tells
+    whether there are none below. A list of nothing but numbers and text is not a container, but a
+    value.
 
-    Attributes
-    ----------
-    obj : object
-        The object.
-    nodes : list of Node
-        Every container in front of its contents.
-    tensors : list of torch.Tensor
-        In the same order.
-    is_whole : bool
-        Whether there are no containers below `MAX_DEPTH` levels, which are not looked into.
-
-    Examples
-    --------
     >>> import torch
     >>> tree = EntryTree({"model": {"weight": torch.ones(2)}, "sizes": [1, 2]})
     >>> [(node.depth, node.name) for node in tree.nodes]
@@ -100,7 +72,7 @@ class EntryTree:
         nodes, tensors = self.nodes, self.tensors
         types = tensor_types()
         new = tuple.__new__  # Node() takes three times as long, and there may be 100,000
-        around = [-1]  # the numbers of the containers around an entry, from outside
+        around = [-1]  # the numbers of the containers around an entry, the outermost first
         for path, prefix, key, value, is_inner, again in walk_entries(
             obj, _is_container, whole="the whole object"
         ):
@@ -122,11 +94,11 @@ class EntryTree:
 
     @cached_property
     def tensor_nodes(self) -> list[int]:
-        """The number of the node of each tensor."""
+        """The number of each tensor's node."""
         return [number for number, node in enumerate(self.nodes) if node.tensor >= 0]
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return all tensors with their names for messages: those in a set have the set's."""
+        """Return all tensors with names for messages; tensors in a set have the set's name."""
         found: list[tuple[str, Tensor]] = []
         for node in self.nodes:
             if node.tensor >= 0:
@@ -137,11 +109,11 @@ class EntryTree:
         return found
 
     def end_of(self, number: int) -> int:
-        """Return the number of the first node behind a container and all that is in it."""
+        """Return the number of the first node behind a container and its contents."""
         return self._ends.get(number, number + 1)
 
     def is_container(self, number: int) -> bool:
-        """Whether a node's value is a container whose contents are nodes, too."""
+        """Return whether a node's value is a container whose contents are nodes, too."""
         return number in self._ends
 
     def path_of(self, number: int) -> Path:
@@ -153,13 +125,10 @@ class EntryTree:
         return tuple(reversed(keys))
 
     def select(self, patterns: Sequence[str]) -> list[int]:
-        """Return the numbers of the nodes that some patterns mean, with the containers around them.
+        """Return the numbers of the nodes that patterns name, with the containers around them.
 
-        Parameters
-        ----------
-        patterns : sequence of str
-            Names, which include the contents of a container, or shell patterns.  ``"('a.b', 0)"``
-            is a path of keys.
+        A pattern is a name, which includes the contents of a container, or a shell pattern.
+        ``"('a.b', 0)"`` is a path of keys.
         """
         paths = [path for path in map(path_in, patterns) if path is not None]
         chosen: set[int] = set()
@@ -183,7 +152,7 @@ class EntryTree:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether something is a list or a tuple of numbers and text, or one of these itself."""
+    """Return whether a value is a number or text, or a list or tuple of these."""
     if isinstance(value, (list, tuple)):
         return _PLAIN_TYPES.issuperset(map(type, value))
     return type(value) in _PLAIN_TYPES

@@ -1,4 +1,4 @@
-"""Blocks of bytes of a storage that a view needs, from its offset, shape and strides."""
+"""Computes the blocks of a storage that a view needs, from its offset, shape and strides."""
 
 from __future__ import annotations
 
@@ -10,22 +10,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-__all__ = ["Blocks", "blocks_of", "check_index", "span_of"]
-
 Index: TypeAlias = int | slice | EllipsisType | None
 
 
 class Blocks(NamedTuple):
-    """Parts of a storage, all of one size, and the view over them when they are packed together.
+    """Blocks of a storage, all of one size, and the view over them when they are packed together.
 
-    Attributes
-    ----------
-    begins : list of int
-        Offsets of the blocks in the storage, in bytes.
-    nbytes : int
-        The size of each.
-    stride : tuple of int
-        Strides of the view over the packed blocks, in elements.
+    `begins` and `nbytes` are in bytes; `stride`, of the view over the packed blocks, is in
+    elements.
     """
 
     begins: list[int]
@@ -45,7 +37,7 @@ def check_index(index: Any) -> None:
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of its storage that a tensor needs, and the one behind its last."""
+    """Return the offset of the first byte that a tensor needs in its storage, and the end."""
     if tensor.numel() == 0:
         return 0, 0
     begin = int(tensor.storage_offset())
@@ -54,21 +46,15 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def blocks_of(tensor: Tensor, max_gap: int) -> Blocks:
-    """Return the parts of its storage that a view needs.
+    """Return the blocks of its storage that a strided view needs; no values are looked at.
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Strided; its values are not looked at.
-    max_gap : int
-        Bytes that nobody wants are part of a block if there are at most so many between two that
-        somebody does.
+    A gap of up to `max_gap` bytes between needed bytes is part of a block.
     """
     itemsize = tensor.itemsize
     if tensor.numel() == 0:
         return Blocks([], 0, tensor.stride())
     nbytes = itemsize
-    apart: list[int] = []  # dimensions whose steps lead from block to block
+    apart: list[int] = []  # dimensions that step from block to block
     strides = [s * itemsize for s in tensor.stride()]
     for dim in sorted(range(tensor.dim()), key=strides.__getitem__):
         n, stride = tensor.shape[dim], strides[dim]
