@@ -1,1 +1,1 @@
-"""Published weights in and out."""
+"""Loads and saves published weights."""

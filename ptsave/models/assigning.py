@@ -17,7 +17,8 @@ class Assignment:
     """``load_state_dict(assign=True)`` for tensors read from a file.
 
     `names` holds all names of the replaced tensors, and `dtype` converts only floating-point ones.
-    A parameter that requires gradients cannot become a tensor of integers: that is a RuntimeError.
+    A parameter that requires gradients cannot become a tensor of integers, which raises
+    RuntimeError.
     """
 
     def __init__(self, model: nn.Module, plan: WeightPlan, dtype: torch.dtype | None) -> None:
@@ -49,7 +50,7 @@ class Assignment:
     def allocate(
         self, tensors: Mapping[str, Tensor], device: torch.device | str | int | None
     ) -> dict[str, Tensor]:
-        """Return the new tensors by name, without values, on `device` or on the old ones'."""
+        """Return the new tensors by name, without values, on `device` or where the old ones are."""
         for delivery, names in self._deliveries:
             old = tensors[delivery.name]
             place = device if device is not None else _CPU if old.is_meta else old.device

@@ -47,7 +47,7 @@ def require_loadable(objects: Mapping[str, Any]) -> None:
     for name, value in objects.items():
         try:
             _loaded(_saved(value))
-        except Exception as error:  # torch's unpickler stumbles in every way
+        except Exception as error:  # torch's unpickler may raise anything
             reason = str(error).strip().splitlines()[0]
             raise TypeError(
                 f"entry {name!r} could not be loaded from a model's files, which are read without "
@@ -74,7 +74,7 @@ def _loaded(data: bytes) -> Any:
 class ExtraState(Mapping[str, Any]):
     """The extra state in a safetensors file's metadata; each value is loaded when it is asked for.
 
-    A value that ``weights_only=True`` refuses raises CorruptPickleError when it is asked for.
+    A value that cannot be loaded with ``weights_only=True`` raises CorruptPickleError.
     """
 
     def __init__(self, metadata: Mapping[str, str], path: str) -> None:
@@ -89,7 +89,7 @@ class ExtraState(Mapping[str, Any]):
         text = self._texts[name]
         try:
             return _loaded(base64.b64decode(text, validate=True))
-        except Exception as error:  # torch's unpickler stumbles in every way
+        except Exception as error:  # torch's unpickler may raise anything
             message = f"{self._path}: {name}: {error}"
             raise CorruptPickleError(message, path=self._path) from error
 

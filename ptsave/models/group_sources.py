@@ -34,8 +34,8 @@ from ptsave.models.shards import (
 class SentRecord(NamedTuple):
     """A record, as the other ranks know it.
 
-    `name` is the record's own, or that of the tensor that it is. `crc` is None where there is
-    nothing to verify.
+    `name` is the record's name, or the name of the tensor that makes up the record. `crc` is None
+    if there is nothing to verify.
     """
 
     name: str

@@ -93,17 +93,17 @@ class GroupWeights:
         self._records.wait(barrier)
 
     def filling(self, reader: ShardReader, progress: ProgressCallback | None) -> GroupFilling:
-        """Return the object that fills a model; it receives, so `reader` reads nothing."""
+        """Return the object that fills a model from what it receives, without `reader`."""
         return GroupFilling(self, progress)
 
     def place_of(self, entry: Entry) -> tuple[int, StorageView]:
-        """Return the number of the record of an entry with elements, and its place there."""
+        """Return the record number of an entry that has elements, and its place in the record."""
         return self._places[id(entry)]
 
     def receive(
         self, wanted: Mapping[int, Sequence[_Copy]], done: Callable[[int], None] | None
     ) -> None:
-        """Receive records, and make the copies `wanted` from each, by its number.
+        """Receive records, and make the copies that `wanted` lists by the record's number.
 
         `done` is called with the number of a record after its last byte.
         """

@@ -86,17 +86,17 @@ def load_model(
     path : str, os.PathLike or file-like
         A directory, by path or URL, or one file: an index of shards, a safetensors file, or
         anything that :func:`torch.load` reads with ``weights_only=True``.  A seekable file object
-        is a file, too.  A file's content, not its name, decides how it is read.  In a directory
-        the first of these patterns counts: ``*.safetensors``, ``pytorch_model*.bin``,
+        works, too.  A file's content, not its name, decides how it is read.  In a directory the
+        first of these patterns counts: ``*.safetensors``, ``pytorch_model*.bin``,
         ``model*.bin``, ``*.pt``, ``consolidated.*.pth``, ``*.pth``.  If there is an index, it names
         the files.
     packed_modules_mapping : mapping or list, optional
-        Modules of the checkpoint that are parts of one in the model.  The forms are
-        ``{"q_proj": ("qkv_proj", "q"), ...}``, with a shard id that may be a tuple (``("w1", 3)``);
-        a list of such tuples for a tensor that goes to several places;
-        ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``, with the shard ids 0, 1 and 2; and a list
-        of ``(packed name, name, shard id)``.  Names match whole components of a path, with or
-        without a dot at their end, and the longest name wins.  Only a tensor that fits nowhere
+        Modules of the checkpoint that are parts of one in the model, each with the packed name and
+        a shard id: ``{"q_proj": ("qkv_proj", "q"), ...}``.  The shard id may be a tuple
+        (``("w1", 3)``).  A list of such tuples is for a tensor that goes to several places.
+        ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`` has the shard ids 0, 1 and 2.  A list of
+        ``(packed name, name, shard id)`` is the same.  Names match whole components of a path, with
+        or without a dot at their end, and the longest name wins.  Only a tensor that fits nowhere
         else is looked for within components.  Default: the model's attribute of that name, if it
         has one.  A tensor whose packed parameter does not exist keeps its name.  Parts of a
         parameter without a ``weight_loader`` are put end to end, in the order of the mapping,
@@ -132,8 +132,8 @@ def load_model(
         Arguments for the file system of a URL.
     process_group : torch.distributed.ProcessGroup, optional
         One of its ranks, or one of each host, reads the files.  Every rank makes the call, with the
-        same path, and with a model and options of its own.  An error on one rank is raised on all;
-        if a model does not fit, that is before anything is overwritten.  A ``weight_loader`` with
+        same path, and with a model and options of its own.  An error on one rank is raised on all.
+        If a model does not fit, nothing has been overwritten by then.  A ``weight_loader`` with
         ``takes_slices`` gets its whole tensor in memory.
     map_location, key_mapping : optional
         Other names of `device` and `rename`.
@@ -293,7 +293,7 @@ def _fill_by_code(
     plan: WeightPlan,
     options: ModuleLoadOptions,
 ) -> None:
-    """Fill a model that has code of its own to run while it is loaded, such as hooks."""
+    """Fill a model whose own code, such as a hook, takes part in loading it."""
     load = ModuleLoad(model, plan, options)
     weights.agree()
     tied_names = plan.tied_names()

@@ -133,12 +133,12 @@ class ModuleLoad:
         return names
 
     def _add_present(self, state_dict: OrderedDict[str, Any]) -> None:
-        """Add the model's own tensors under those names; copied to themselves, they stay."""
+        """Add the model's own tensors for `_elsewhere`; copied to themselves, they stay."""
         present = tensors_in(self._model)
         state_dict.update((name, present[name]) for name in self._elsewhere)
 
     def items(self, filling: Fills, reader: ShardReader) -> list[Item]:
-        """Load the state dict, with its errors, and return the items that are left to be filled."""
+        """Load the state dict, and return the items that are left to be filled."""
         from ptsave.state.modules import load_module
 
         self._add_present(self._state_dict)  # moving the model may have replaced them
@@ -263,9 +263,9 @@ class _ReadWhenAsked(OrderedDict[str, Any]):
 class ShardCopier(CopyNow):
     """A `Copier` for stand-ins of tensors in open files.
 
-    Values replace the stand-ins in the dicts that it is shown, and live as long as these. `pending`
-    holds copies that are not made yet. With `check_only` nothing is read, because a check looks at
-    no values.
+    Values replace the stand-ins in the dicts that it is shown, and live as long as these dicts.
+    `pending` holds copies that are not made yet. With `check_only` nothing is read, because a check
+    looks at no values.
     """
 
     def __init__(self) -> None:

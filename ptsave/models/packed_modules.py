@@ -44,8 +44,8 @@ class PackedModules:
     The forms of `mapping` are those of :func:`ptsave.load_model`. In a list of tuples the packed
     name comes first: ``("qkv_proj", "q_proj", "q")``; for ``("experts.w13_",
     "experts.3.gate_proj.", 3, "w1")`` the shard id is ``("w1", 3)``. A dot at an end of a name
-    belongs to the text that the packed name replaces. A mapping of another form is a TypeError. An
-    empty name, and a name for two parts of one module, are a ValueError.
+    belongs to the text that the packed name replaces. A mapping of another form raises TypeError.
+    An empty name, and a name for two parts of one module, raise ValueError.
 
     >>> packed = PackedModules({"gate_up_proj": ["gate_proj", "up_proj"]})
     >>> packed.routes("layers.0.mlp.up_proj.weight")

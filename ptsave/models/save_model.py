@@ -1,8 +1,8 @@
 """`save_model`: a model as a set of shards in the Hugging Face layout.
 
-The index makes files a model, so it is renamed into place after all shards, whose names are new
-(with a tag, where a set is replaced). Readers prefer an unsplit file to an index: a set that
-replaces such a file removes it first.
+The index makes files a model. It is renamed into place after all shards, whose names are new: they
+have a tag where a set is replaced. Then the old files are removed, an unsplit file first, because
+readers prefer it to an index.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def split(tensors: Mapping[str, Tensor], limit: int, *, tied: bool = True) -> li
     """Fill one shard after the other with tensors, in order.
 
     A shard has at most `limit` bytes of tensors, or one larger tensor. With `tied`, tensors of the
-    same memory and shape are stored once, and get other names.
+    same memory and shape are stored once, under several names.
     """
     shards = [Shard()]
     homes: dict[object, tuple[Shard, str]] = {}

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _Range: TypeAlias = "tuple[int, int, Tensor]"  # file, offset in it, target
 
 _N_READS_AT_A_TIME = 3  # reads that open files: two threads read ahead, and a loader reads
-_MAX_FETCHED_NBYTES = 64 << 20  # tensors that are fetched before they are copied
+_MAX_FETCHED_NBYTES = 64 << 20  # of tensors that are fetched together, then copied
 _MIN_DIRECT_NBYTES = 256 << 10  # smaller blocks of an index go through the page cache
 _MAX_GAP = 1 << 10  # bytes between blocks of an index that are read rather than skipped
 
@@ -248,7 +248,7 @@ class PickledShard:
                 raise
             except UnpicklingError as error:
                 raise _more_than_tensors(error, self.path) from error
-            except Exception as error:  # torch's unpickler stumbles in every way
+            except Exception as error:  # torch's unpickler may raise anything
                 raise CorruptPickleError(f"{self.path}: {error}", path=self.path) from error
             self._tensors = self._checked(obj)
             self._open_file = stack.pop_all()
@@ -342,7 +342,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _more_than_tensors(error: UnpicklingError, path: str) -> CorruptCheckpointError:
-    """Return the error for a pickle that ``weights_only=True`` refuses, as torch reports it."""
+    """Return the error for a pickle that torch has refused, because of a global or damage."""
     refused = re.search(r"GLOBAL (\S+) was not an allowed global by default", str(error))
     if refused is None:
         return CorruptPickleError(f"{path}: {error}", path=path)
@@ -399,7 +399,7 @@ class OpenShards(NamedTuple):
 
 
 def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> OpenShards:
-    """Open all files, which `stack` closes, for the source `f` that they were found for.
+    """Open the `files` that were found for the source `f`; `stack` closes them.
 
     If there is an index, a tensor counts only in the file that the index names. Parts for ranks of
     a job, which all have the same names, raise ValueError.

@@ -33,8 +33,8 @@ def unpacked(
 ) -> dict[str, Tensor]:
     """Return tensors, with packed ones replaced by their parts, which share their memory.
 
-    The `model` may know sizes of parts that the shapes do not tell. A ValueError if nothing tells
-    how a parameter is divided, or two parts have one name.
+    The `model` may know sizes of parts that the shapes do not tell. If nothing tells how a
+    parameter is divided, or two parts have one name, it raises ValueError.
     """
     result: dict[str, Tensor] = {}
     own = {} if model is None else tensors_in(model)

@@ -114,9 +114,9 @@ def _begin_of_block(
 def parts_along(
     target: torch.Size, shapes: tuple[torch.Size, ...]
 ) -> tuple[tuple[int, int], ...] | None:
-    """Return the dimension and index at which each tensor begins if all, end to end, are `target`.
+    """Return the dimension and index at which each of several tensors begins in `target`.
 
-    None if the shapes do not tell.
+    End to end they fill the target. None if the shapes do not tell how.
 
     >>> parts_along(torch.Size([6, 4]), (torch.Size([4, 4]), torch.Size([2, 4])))
     ((0, 0), (0, 4))

@@ -1,1 +1,1 @@
-"""State dicts into modules, optimizers and dicts; no file."""
+"""Loads state dicts into modules, optimizers and dicts; needs no file."""

@@ -45,7 +45,7 @@ def load_mapping(
             copier.show({"": source})
             with torch.no_grad():
                 tensor.copy_(source)
-    # The target's owner must not get values that are still to be read, and reading may fail.
+    # The target must not get values that are still to be read, because reading may fail.
     values = [value for _, _, value in filling.replacements]
     if tensors_in(values):
         copier.show({"": values})

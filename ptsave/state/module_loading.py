@@ -228,7 +228,7 @@ class Loading:
         plan.copies = [each for each in plan.copies if id(each[0]) not in new_ones]
 
     def _copies_itself(self) -> bool:
-        """Return whether copies are made here, as no mode or option of torch changes them."""
+        """Return whether this code may copy: no mode or option of torch changes copies."""
         if self._asked_after != self.foreign_runs:
             self._asked_after = self.foreign_runs
             swaps = torch.__future__.get_swap_module_params_on_conversion()
@@ -280,7 +280,7 @@ class Loading:
     def _find_unexpected(
         self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, n_found: int
     ) -> None:
-        """Note the keys that belong to neither the module, which has `n_found`, nor a child."""
+        """Note the keys that belong to neither the module nor a child; `n_found` are its own."""
         entries, prefix = part.entries, part.prefix
         if len(entries) == n_found:
             return

@@ -29,7 +29,7 @@ from ptsave.tree.containers import items_of
 
 
 class _UnknownMethodError(Exception):
-    """A module has its own method for loading, and only calling it tells its errors."""
+    """Raised for a module with its own method for loading: only a call tells its errors."""
 
 
 class Report(Checking):

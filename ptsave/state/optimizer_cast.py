@@ -35,7 +35,7 @@ _PLAIN_CONTAINERS = {
 
 
 class _Destination:
-    """Stands in for a tensor: torch's policy calls `to` on it, or nothing."""
+    """Stands in for a tensor, because torch's policy only calls `to` on it, if anything."""
 
     dtype: torch.dtype | None = None
     device: torch.device | None = None
@@ -194,7 +194,7 @@ def _address(tensor: Tensor) -> _Place:
 
 
 def _place_in_storage(tensor: Tensor) -> _Place:
-    """Return a tensor's storage and its offset there, because it may have no memory yet.
+    """Return a tensor's storage and its offset there; the tensor may have no memory yet.
 
     Two storages of a file never share memory.
     """

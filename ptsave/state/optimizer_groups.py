@@ -102,7 +102,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_torchs(optimizer: Optimizer, method: str) -> bool:
-    """Return whether this method of an optimizer's class is only from ``torch.optim``."""
+    """Return whether ``torch.optim`` alone defines this method of an optimizer's class."""
     return all(
         f"{owner.__module__}.".startswith("torch.optim.")
         for owner in type(optimizer).__mro__

@@ -57,10 +57,10 @@ def match_by_name(
     """Match parameters by name; the arguments are those of `load_optimizer_state_dict`.
 
     `rename` leaves out a saved parameter if it returns None. `mismatched` gets the state whose
-    shape is wrong, which is then left out. The one of `namings`, or of the optimizer's own names,
-    with most saved names is taken. With `as_torch` and `strict`, only a missing parameter that
-    requires gradients is an error, as for ``torch.distributed.checkpoint``: its state dicts may be
-    of several optimizers.
+    shape is wrong, which is then left out. Of `namings` and the optimizer's own names, the one with
+    most saved names is used. With `as_torch` and `strict`, only a missing parameter that requires
+    gradients is an error, as for ``torch.distributed.checkpoint``: its state dicts may be of
+    several optimizers.
     """
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     everything = _saved_parameters(saved_groups, names)

@@ -184,7 +184,7 @@ def load_optimizer(
 
 @dataclass(frozen=True)
 class Matching:
-    """Which saved parameters belong to which of an optimizer's.
+    """The rule that pairs saved parameters with an optimizer's.
 
     The fields are those of `load_optimizer_state_dict`, but `match` may be None. Then parameters
     match by name if the file has names in place of numbers, in any form of
@@ -272,7 +272,7 @@ def check_optimizer(
 
 
 def _check_keys(optimizer: Any, state_dict: Mapping[Any, Any]) -> None:
-    """Raise KeyError, as torch does, for what is no optimizer's state, such as a module's."""
+    """Raise KeyError, as torch does, for a state dict that is not an optimizer's."""
     lacking = [key for key in ("param_groups", "state") if key not in state_dict]
     if lacking:
         raise KeyError(

@@ -105,7 +105,7 @@ def renamed(
     """Return a state dict with other keys, in the same order, and its metadata.
 
     `rename` returns None to leave an entry out; keys that are no text stay. `renamed_metadata` gets
-    the metadata and `rename`. Two keys that would become one are a ValueError.
+    the metadata and `rename`. Two keys that would become one raise ValueError.
     """
     result: OrderedDict[str, Any] = OrderedDict()
     origins: dict[str, str] = {}

@@ -1,6 +1,6 @@
 """Recognizes modules whose own entries only torch's code loads, without looking at values.
 
-`module_loading` does the same by itself for these. For every other module it calls the module's own
+`module_loading` does the work of that code itself. For every other module it calls the module's own
 code.
 """
 
@@ -36,7 +36,7 @@ from ptsave.support.torch_modules import (
 
 
 def _torchs(function: Any, home: ModuleType) -> Any:
-    """Return a function of torch's, or an object equal to none if other code replaced it."""
+    """Return a function of torch's; if other code has replaced it, an object equal to nothing."""
     code = getattr(function, "__code__", None)
     return function if code is not None and code.co_filename == home.__file__ else object()
 
@@ -100,7 +100,7 @@ def begin_plainly(
 def runs_torchs_method(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> bool:
-    """Return whether a module's method, apart from its hooks, loads as `begin_plainly` says."""
+    """Return whether a module, apart from its hooks, loads its own entries by torch's method."""
     cls = type(module)
     found = getattr(cls, LOAD_METHOD, None)
     if found is not _MODULE and not _is_trusted_norm(module, entries, prefix, metadata):

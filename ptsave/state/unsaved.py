@@ -71,7 +71,7 @@ def unsaved_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _marks_of(tensor: Tensor) -> set[int]:
-    """Return numbers that tell tensors apart by memory: the `id`, and that of a storage."""
+    """Return numbers that identify a tensor's memory: its `id`, and its storage's number."""
     storage = None if is_lazy(tensor) else storage_id_of(tensor)
     return {id(tensor)} if storage is None else {id(tensor), storage}
 

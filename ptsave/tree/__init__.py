@@ -1,1 +1,1 @@
-"""The tree of a saved object: names, leaves, views; no file."""
+"""The tree of a saved object: names, leaves and views; needs no file."""

@@ -17,7 +17,7 @@ VERSION = 1  # readers refuse a larger one
 HEADER = "capture"  # the key of the header, the first entry
 SUMMARY = "capture/end"  # the key of the totals, the last entry; a killed run has none
 
-# In the order of a step.  A gradient belongs to the call that has its value.
+# In the order of a step.  A gradient with respect to a value belongs to the value's call.
 PHASES = ("params", "forward", "recompute", "backward", "recompute_backward", "grads")
 # Phases of gradients with respect to the values of calls, and the phases of these calls.
 GRADIENT_PHASES = {"backward": "forward", "recompute_backward": "recompute"}
@@ -168,7 +168,7 @@ class CapturedValue:
     requires_grad : bool
         Whether a tensor requires gradients.
     stored : str
-        The key of the archive that holds the tensor: its own name, or the name of an earlier tensor
+        The archive's key that holds the tensor: its own name, or the name of an earlier tensor
         with the same bytes.  ``""`` if the archive does not hold it.
     value : object
         A plain value: None, a bool, a number or a text.  Other values are a shortened `repr`.
@@ -217,7 +217,7 @@ def name_of(step: int, phase: str, module: str, call: int, path: Iterable[str]) 
 
 
 def parse_name(name: str) -> Name:
-    """Return the parts of a value's name; any other text is a ValueError.
+    """Return the parts of a value's name; any other text raises ValueError.
 
     >>> parse_name("3/forward/layers.0.mlp#0/inputs/0")
     Name(step=3, phase='forward', module='layers.0.mlp', call=0, path=('inputs', '0'))
@@ -279,5 +279,5 @@ def _row(record: Any) -> tuple[Any, ...]:
         return record
     row = {each.name: getattr(record, each.name) for each in fields(record) if each.compare}
     if row.get("statistics") is not None:
-        row["statistics"] = tuple(row["statistics"])  # a named tuple is a class, too
+        row["statistics"] = tuple(row["statistics"])  # a named tuple would be saved as a class
     return tuple(row.values())

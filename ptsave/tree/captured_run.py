@@ -44,9 +44,9 @@ _NAME, _CALL, _STATISTICS = map(VALUE_FIELDS.index, ("name", "call", "statistics
 class CapturedRun:
     """An open capture; the tensors of the saved object `obj` may have no values.
 
-    `header` is as docs/format.md lists it. `totals` are those of the end, and None if the capture
-    was killed before. An object that is no capture is a ValueError, and so is one of a later
-    version; damaged records are a CorruptCheckpointError.
+    `header` is as docs/format.md lists it. `totals` are written at the end, and None if the capture
+    was killed before. An object that is no capture, or one of a later version, raises ValueError;
+    damaged records raise CorruptCheckpointError.
     """
 
     def __init__(self, obj: object, path: str) -> None:
@@ -117,8 +117,8 @@ class CapturedRun:
     def tensor(self, name: str) -> Tensor:
         """Return the tensor of a value, as it is in the object.
 
-        A tensor that the capture has left out is an EntryNotFoundError. One that the file should
-        hold, but does not, is a CorruptCheckpointError.
+        A tensor that the capture has left out raises EntryNotFoundError. One that the file should
+        hold, but does not, raises CorruptCheckpointError.
         """
         value = self.value(name)
         if value.kind != "tensor":
@@ -218,7 +218,7 @@ class CapturedRun:
 
 
 class CapturedRecords:
-    """Stands for a block of records, which may have 100,000 parts, in a list of a file."""
+    """Stands for a block of records, which may have 100,000 parts, when a file is listed."""
 
     def __init__(self, block: dict[str, Any]) -> None:
         self._block = block

@@ -15,8 +15,8 @@ from ptsave.tree.paths import MAX_DEPTH, Path
 # Their instances hold the entries of a saved object.
 CONTAINERS = (Mapping, list, tuple)
 
-# Path and prefix ("a.b.") of a container, key and value of a part of it, whether the part is itself
-# a container, and its earlier name if it has been met before.
+# Path and prefix ("a.b.") of a container, key and value of a part of it, whether the part is a
+# container, and its earlier name if it has been met.
 Visit: TypeAlias = tuple[Path, str, Any, Any, bool, str | None]
 
 

@@ -21,7 +21,7 @@ def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]], nam
 
     The entry's tensors and storages may have no values, and `read` returns tensors with values for
     them. Objects that the entry shares within itself are shared in the result, too. An object that
-    is not built is an UnpicklingError with `name`.
+    is not built raises UnpicklingError, with `name` in its message.
     """
     refuse_opaque(entry, name)
     leaves = {id(leaf): leaf for leaf in leaves_of(entry)}

@@ -42,8 +42,8 @@ def flatten(
     """Return the tensors of an object by dotted name.
 
     `dtypes` are those of the format, or None for all. With `keeps_ties`, contiguous tensors with
-    the same memory and shape stay tied. Two entries with one dotted name are a ValueError, and so
-    are containers that are nested too deep.
+    the same memory and shape stay tied. Two entries with one dotted name raise ValueError, and so
+    do containers that are nested too deep.
     """
     result = Flattened()
     paths: dict[str, Path] = {}

@@ -57,7 +57,7 @@ class EntryNames:
     def find(self, name: str | Path) -> Any:
         """Return the entry that a name means.
 
-        A name of no entry, or a dotted name of several, is an EntryNotFoundError.
+        A name of no entry, or a dotted name of several, raises EntryNotFoundError.
         """
         if isinstance(name, tuple):
             return self._follow(name)

@@ -32,7 +32,7 @@ class Opaque:
         return f"<{self.type_name}>"
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Note an item, because the engine's unpickler sets those of a dict so."""
+        """Note an item, because the engine's unpickler sets items as in a dict."""
         self.parts += ["item", key, value]
 
     def made_with(self, arguments: Any) -> Opaque:
@@ -53,7 +53,7 @@ def type_name_of(value: Any) -> str:
 
 
 def holds_opaque(value: Any) -> Opaque | None:
-    """Return the first object that is not built, in a value or the value itself; or None.
+    """Return the first object in a value, or the value itself, that is not built; or None.
 
     Keys and attributes count, also those of tensors.
     """
@@ -78,7 +78,7 @@ def holds_opaque(value: Any) -> Opaque | None:
 
 
 def drop_opaque_attributes(obj: Any) -> None:
-    """Remove attributes and hooks that are not built from the tensors of an object."""
+    """Remove from an object's tensors the attributes and hooks that are not built."""
     tensors: dict[int, Any] = {}
     pending = [obj]
     while pending:
@@ -98,7 +98,10 @@ def drop_opaque_attributes(obj: Any) -> None:
 
 
 def refuse_opaque(value: Any, name: str) -> None:
-    """Raise UnpicklingError, which says how to trust the class, for an object that is not built."""
+    """Raise UnpicklingError for a value that holds an object that is not built.
+
+    The error names the class, and says how to trust it.
+    """
     found = holds_opaque(value)
     if found is None:
         return

@@ -37,7 +37,7 @@ def check_index(index: Any) -> None:
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the offset of the first byte that a tensor needs in its storage, and the end."""
+    """Return the range of bytes that a tensor needs in its storage: begin and end."""
     if tensor.numel() == 0:
         return 0, 0
     begin = int(tensor.storage_offset())
@@ -48,7 +48,7 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
 def blocks_of(tensor: Tensor, max_gap: int) -> Blocks:
     """Return the blocks of its storage that a strided view needs; no values are looked at.
 
-    A gap of up to `max_gap` bytes between needed bytes is part of a block.
+    `max_gap` is the largest gap, in bytes, that a block may span.
     """
     itemsize = tensor.itemsize
     if tensor.numel() == 0:
