@@ -25,6 +25,8 @@ def imported_transformers() -> Any:
     """Import transformers, and let it be silent; skips the test if it is not installed."""
     library = imported("transformers", "accelerate")
     library.utils.logging.set_verbosity_error()
+    # tqdm's lock is one of all forked processes, and stays locked by a child that is killed.
+    library.utils.logging.disable_progress_bar()
     # Which takes seconds, and which children would do again: the library's own names are lazy.
     _ = library.Trainer, library.TrainingArguments, library.GPT2LMHeadModel
     return library
