@@ -1,1 +1,1 @@
-"""Any checkpoint, opened and unread."""
+"""Opens checkpoints of any kind without reading their tensors."""

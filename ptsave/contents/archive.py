@@ -1,9 +1,8 @@
-"""`open`: a checkpoint whose tensors are read only when they are asked for.
+"""`ptsave.open`: a checkpoint whose tensors are read only on request.
 
-The object is made once, by the restricted machine, over storages without bytes: its tensors have
-shapes and strides, take no memory, and are never handed out.  Indexing such a tensor gives another
-one, whose strides say which blocks of the storage to read.  Whole records are read in parallel and
-verified; of parts there is no checksum.
+The restricted machine builds the object once, over storages without bytes.  Its tensors have shapes
+and strides, take no memory, and are never handed out: indexing one gives the strides that say which
+blocks of the storage to read.  Whole records are verified; parts of records have no checksums.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Archive:
         self._open_contents: Contents | None = contents
 
     def close(self) -> None:
-        """Let go of the file; closing twice is allowed."""
+        """Close the file; closing twice is allowed."""
         self._open_contents = None
         self.__dict__.pop("_names", None)
         self.__dict__.pop("_infos", None)
@@ -147,7 +146,7 @@ class Archive:
         device : torch.device or str, optional
             Target device: the CPU by default, wherever the tensor was saved from.
         verify : bool, optional
-            Whether checksums are compared.  A checksum is of a whole storage: by default it is
+            Whether to compare checksums.  A checksum covers a whole storage: by default it is
             compared if the whole storage is read.  True reads the whole storage for it.
         map_location : torch.device or str, optional
             Another name of `device`.
@@ -201,7 +200,7 @@ class Archive:
         return TensorSlice(contents, tensor, verify, place)
 
     def tensors(self) -> Mapping[Any, Tensor]:
-        """Return a mapping from names to tensors, each of which is read when it is asked for."""
+        """Return a mapping from names to tensors, which reads a tensor on each access."""
         return _LazyTensors(self)
 
     def verify(self, *, progress: bool = False) -> None:
@@ -226,14 +225,14 @@ class Archive:
     def calls(self) -> list[CapturedCall]:
         """Return the calls of modules that :func:`ptsave.capture` has recorded; no tensor is read.
 
-        Of a file that a killed process has left, opened with ``recover=True``, they are those of
-        the records that were written; `parent` may be the id of a call whose record was not.
+        A file of a killed process, opened with ``recover=True``, has the calls whose records were
+        written.  `parent` may then be the id of a call without a record.
 
         Returns
         -------
         list of CapturedCall
-            In the order in which they began.  Each has its arguments, results and gradients by
-            their paths, with dtypes, shapes and statistics; `tensor` reads one of them.
+            In the order in which they began.  Each call has its arguments, results and gradients
+            by their paths, with dtypes, shapes and statistics.  `tensor` reads one of them.
 
         Raises
         ------
@@ -392,7 +391,7 @@ class TensorSlice:
     Attributes
     ----------
     shape : torch.Size
-        Shape in elements, as of :class:`TensorInfo`.
+        Shape in elements, as in :class:`TensorInfo`.
     dtype : torch.dtype
         Dtype of its elements.
     """
@@ -442,27 +441,27 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
 ) -> Archive:
     """Open a checkpoint to look at it, and to read parts of it.
 
-    Of a ``.pt`` file only the directory at its end and the pickle are read, and then the entries
-    that are asked for.  No code of the file runs: only objects are built that :func:`torch.load`
-    builds with ``weights_only=True``, and everything is read into CPU memory.
+    Of a ``.pt`` file, only the directory at its end and the pickle are read, and then the entries
+    that you ask for.  No code of the file runs: only objects that :func:`torch.load` builds with
+    ``weights_only=True`` are built.  Everything is read into CPU memory.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        A file, a directory of shards or their index, of torch.distributed.checkpoint, or of files
-        of which each rank has written one, by path or URL for fsspec (``s3://bucket/model.pt``);
-        or a seekable file object, from its current position on.  Its content decides how it is
-        read, whatever it is called.
+        A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable file object, which is
+        read from its current position on.  A path or URL leads to a file, an index of shards, or a
+        directory: of shards, of torch.distributed.checkpoint, or of one file per rank.  Its
+        content, not its name, decides how it is read.
     verify : bool, default True
         Whether storages that are read as a whole are compared with their CRC-32.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     recover : bool, default False
-        Whether to open a ``.pt`` or safetensors file that has lost its end, or that a
-        :class:`ptsave.ArchiveWriter` has left unfinished: with the entries that are there.  All of
-        a ``.pt`` file is read and compared with its checksums first; a warning names records that
-        are damaged or missing, and the entries left out for them: items of dicts, in other dicts,
-        too, and all of a list or another object that needs such a record.
+        Whether to open the rest of a ``.pt`` or safetensors file that has lost its end, or that a
+        :class:`ptsave.ArchiveWriter` has left unfinished.  A ``.pt`` file is first read whole and
+        compared with its checksums.  A warning names the damaged or missing records and the
+        entries left out for them.  Those are items of dicts at any depth, and whole lists or other
+        objects that need such a record.
 
     Returns
     -------
@@ -476,27 +475,28 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     CorruptCheckpointError
         If it is damaged or cut short.
     pickle.UnpicklingError
-        If its pickle is of another kind than torch's restricted machine reads.  Objects of other
-        classes than ``weights_only=True`` allows are not built: one that is asked for is this
-        error, which says how to trust its class.
+        If torch's restricted machine cannot read its pickle.  Objects of classes that
+        ``weights_only=True`` does not allow are not built.  Asking for one raises this error,
+        which says how to trust its class.
     OSError
         If it cannot be read: no such file, no permission, a directory, ...
 
     Notes
     -----
     Files of the format before torch 1.6 and archives with compressed members are loaded as a
-    whole, and so are those whose object cannot be made without looking at values: sparse and
-    quantized tensors, tensor subclasses, another byte order.  The header of a ``.safetensors`` file
-    is checked by the safetensors library.  A whole tensor of a local one that the page cache holds
-    is mapped into memory: replace such a file, but do not write into it, while there are tensors.
-    One that it does not hold, or on a network file system, is read by several threads.  Of a set
-    with more files than the process may well hold open (a sixth of ``ulimit -n``) each is open only
-    while it is read; one that was replaced meanwhile is an OSError.
+    whole.  So are files that need values to build their object: those with sparse or quantized
+    tensors, tensor subclasses, or another byte order.
 
-    Of a distributed checkpoint the metadata and the objects are read; tensors are put together from
-    the parts of all ranks when they are asked for, and `TensorInfo.chunks` says where those are.
-    Checksums are of blocks of 4 KiB in the files of `ptsave.distributed`, which are compared for
-    slices, too; and of parts in those of torch's writer.
+    The safetensors library checks the header of a ``.safetensors`` file.  A whole tensor of such a
+    file is mapped into memory if the page cache of a local file system holds it.  You may replace
+    the file while its tensors exist, but not write into it.  Several threads read other tensors.  A
+    set of more files than a sixth of ``ulimit -n`` opens each file only while reading it; a file
+    that was replaced meanwhile is an OSError.
+
+    Opening a distributed checkpoint reads its metadata and objects.  A tensor is put together from
+    the parts of all ranks when you ask for it; `TensorInfo.chunks` says where they are.  Files of
+    `ptsave.distributed` have a checksum for each block of 4 KiB, which is compared for slices,
+    too.  Files of torch's writer have a checksum for each part.
 
     Examples
     --------

@@ -37,20 +37,11 @@ from ptsave.sources.opening import Folder, folder_of, open_folder_or_file, open_
 from ptsave.sources.ranges import RangeSource
 from ptsave.support.text import some_of
 
-__all__ = [
-    "PROMISING",
-    "CheckpointFiles",
-    "checkpoint_files",
-    "find_files",
-    "look_into",
-    "named_checkpoints",
-]
-
 _INDEX = r"(?P<single>.*\.(?:safetensors|bin|pth?|ckpt))" + re.escape(INDEX_SUFFIX)
-# A file of such a name that is no checkpoint is a damaged one.
+# A file with such a name that is no checkpoint counts as damaged.
 PROMISING = r"(?i).*\.(?:safetensors|pth?|ckpt)"
-# Other programs have files of this suffix, too: these names are those of transformers, accelerate,
-# peft and diffusers.
+# Other programs use this suffix, too.  These are the names of transformers, accelerate, peft and
+# diffusers.
 _PROMISING_BIN = (
     r"(?:.*[_-])?(?:model|optimizer|scheduler|training_args|sampler|scaler|weights|dl_state_dict)"
     r"(?:[_-].*)?\.bin"
@@ -60,35 +51,12 @@ _PROMISING_BIN = (
 def find_files(
     f: Any, storage_options: Mapping[str, Any] | None = None, *, distributed: bool = False
 ) -> ShardFiles:
-    """Return the files of the checkpoint at `f`.
+    """Return the files of the checkpoint at `f`, which may be anything that `open_source` takes.
 
-    Parameters
-    ----------
-    f : str, os.PathLike or file-like
-        A file, a directory of shards or their index, by path or URL; or a seekable file object.
-    storage_options : mapping, optional
-        For the file system of a URL.
-    distributed : bool, default False
-        Whether the caller can read checkpoints of torch.distributed.checkpoint, where the file is
-        the metadata, and files of which each rank has written one.
-
-    Returns
-    -------
-    ShardFiles
-        Of a directory, those that `find_shards` finds, or else its only checkpoint.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is none in the directory, or a file of it is missing.
-    CorruptCheckpointError
-        If an index is damaged.
-    ValueError
-        If there are several checkpoints in the directory.
-    UnsupportedSourceError
-        If `f` is a file object with an index in it.
-    OSError, TypeError
-        As from `open_source`.
+    `f` may also be a directory or an index of shards.  With `distributed`, the caller can read
+    checkpoints of torch.distributed.checkpoint, by their metadata, and sets of one file per rank.
+    A directory whose names point to no model must hold only one checkpoint: several are a
+    ValueError.
     """
     place = open_folder_or_file(f, storage_options)
     if distributed and isinstance(place, Folder):
@@ -136,7 +104,7 @@ def _files_at(place: RangeSource, f: Any, storage_options: Mapping[str, Any]) ->
 
 
 def _only_checkpoint_in(folder: Folder) -> ShardFiles:
-    """Return the checkpoint in a directory where no name says which file is the model's."""
+    """Return the only checkpoint in a directory whose file names point to no model."""
     found = look_into(folder)
     if len(found.sets) == 1 and not found.problems:
         return found.sets[0]
@@ -163,40 +131,20 @@ def _only_checkpoint_in(folder: Folder) -> ShardFiles:
 
 
 class CheckpointFiles:
-    """The checkpoints and other files in a directory.
-
-    Attributes
-    ----------
-    path : str
-        The directory.
-    sets : list of ShardFiles
-        The checkpoints, in the order of their names: the shards of one model together, with their
-        index, every other file by itself.
-    problems : list of str
-        Problems of the directory: shards that are missing, damaged indices, files that are
-        named like checkpoints and are none.
-    ignored : dict of str to str
-        Names of the other files, and their formats, as far as these are known.
-    directories : list of str
-        Names of the subdirectories, which are not looked into.
-    """
+    """The checkpoints and the other files in a directory."""
 
     def __init__(self, path: str) -> None:
         self.path = path
+        # In the order of their names: the shards of a model are one set, any other file is one.
         self.sets: list[ShardFiles] = []
+        # Missing shards, damaged indices, and files named like checkpoints that are none.
         self.problems: list[str] = []
-        self.ignored: dict[str, str] = {}
-        self.directories: list[str] = []
+        self.ignored: dict[str, str] = {}  # names of other files, and their formats if known
+        self.directories: list[str] = []  # names of subdirectories, which are not searched
 
 
 def checkpoint_files(f: Any, storage_options: Mapping[str, Any] | None = None) -> CheckpointFiles:
-    """Return all checkpoints at `f`, as `find_files`; of a directory, each that lies in it.
-
-    Raises
-    ------
-    OSError
-        If `f` cannot be read, or is a directory that holds no checkpoint.
-    """
+    """Return every checkpoint at `f`, as for `find_files`; a directory with none is an OSError."""
     place = open_folder_or_file(f, storage_options)
     if not isinstance(place, Folder):
         found = CheckpointFiles(describe(f))
@@ -218,18 +166,18 @@ def checkpoint_files(f: Any, storage_options: Mapping[str, Any] | None = None) -
 
 
 def _require_all(files: ShardFiles) -> None:
-    """Raise if a shard is missing at a URL, where only opening it tells: loads leave it at that."""
+    """Raise if a shard of an index does not exist; at a URL, only opening it tells."""
     for path in files.paths if files.weight_map else ():
         try:
             files.open_one(path).close()
         except FileNotFoundError:
             raise
         except OSError:
-            pass  # which is said when it is verified
+            pass  # verification reports it
 
 
 def look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
-    """Return all that is in a directory; `distributed` as for `find_files`."""
+    """Return the checkpoints and other files of a directory; `distributed` as for `find_files`."""
     entries = folder.names()
     metadata = find_metadata(folder, entries)
     is_read = bool(metadata) and distributed
@@ -251,9 +199,9 @@ def look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
         _add_rank_sets(found, folder, names)
     for numbered in numbered_sets(names):
         if numbered.single in names:
-            continue  # which is the model, and these are files of their own
+            continue  # that file is the model, and each of these stands alone
         found.sets.append(_shards(folder, numbered.names))
-        if numbered.missing and not found.problems:  # an index may have said so
+        if numbered.missing and not found.problems:  # an index may have reported it
             found.problems.append(
                 f"{folder.join(numbered.missing)}: a shard is missing: there is "
                 f"{numbered.names[0]}, but not this one of its set"
@@ -267,13 +215,9 @@ def look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
 def named_checkpoints(folder: Folder, found: CheckpointFiles) -> dict[str, ShardFiles]:
     """Return the checkpoints that `look_into` has found in a directory, by their names.
 
-    ``""`` is the model, as readers find it, or an only checkpoint.  A step of an AsyncCheckpointer
-    is none; of a step that ranks have saved more than once this is the last save.
-
-    Raises
-    ------
-    OSError, CorruptCheckpointError, ValueError
-        As from `find_shards`.
+    ``""`` names the model, as readers find it, or the only checkpoint.  Steps of an
+    AsyncCheckpointer are no model.  If ranks have saved a step more than once, its name means the
+    last save.
     """
     are_steps = any(is_step_of_rank(name) or is_step(name) for name in folder.names())
     model = None if are_steps else find_shards(folder)
@@ -290,7 +234,7 @@ def _name_of(files: ShardFiles) -> str:
 
 
 def _add_rank_sets(found: CheckpointFiles, folder: Folder, names: set[str]) -> None:
-    """Add what ranks have written; a part of a step that lacks others is one by itself."""
+    """Add the sets that ranks have written; each part of an incomplete step stays by itself."""
     try:
         sets = rank_sets(folder, names)
     except FileNotFoundError as error:
@@ -319,7 +263,7 @@ def _shards(folder: Folder, names: Iterable[str]) -> ShardFiles:
 
 
 def _sort_by_content(found: CheckpointFiles, folder: Folder, entries: list[str]) -> set[str]:
-    """Return the names of checkpoints; note the formats of the other entries."""
+    """Return the names of checkpoints, and record the other entries in `found`."""
     names: set[str] = set()
     for name in entries:
         path = folder.join(name)
@@ -343,13 +287,7 @@ class _Else(NamedTuple):
 
 
 def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
-    """Return the format of a file that is no checkpoint; None for a checkpoint.
-
-    Raises
-    ------
-    IsADirectoryError
-        If it is a directory.
-    """
+    """Return the format of a file that is no checkpoint, or None; raise for a directory."""
     is_promising = bool(re.fullmatch(PROMISING, name) or re.fullmatch(_PROMISING_BIN, name))
     if _core.target_of_temporary(os.fsencode(name)):
         return _Else("a save that has not ended")
@@ -363,7 +301,7 @@ def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
     except OSError as error:
         if error.errno == errno.ESPIPE:
             return _Else("no regular file")
-        return None  # which is said when it is verified
+        return None  # verification reports it
     what = None if is_legacy(head) or is_safetensors(head, nbytes) else what_it_is(head, nbytes)
     if what is None:
         return None
@@ -374,7 +312,7 @@ def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
 
 
 def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[str]) -> None:
-    """Add the set of an index, unless the model is there in one file, which readers prefer."""
+    """Add the set of an index, unless the model is also there as one file, which readers prefer."""
     match = re.fullmatch(_INDEX, index)
     assert match is not None
     if match["single"] in names:
@@ -392,7 +330,7 @@ def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[
         found.problems.append(str(error))
         return
     shards = {path: files.name_of(path) for path in files.paths}
-    # A file that is no checkpoint has been named already, but for those in subdirectories.
+    # Files that are no checkpoints are reported already, except those in subdirectories.
     paths = [path for path, name in shards.items() if name in names or "/" in name]
     weight_map = {name: path for name, path in (files.weight_map or {}).items() if path in paths}
     found.sets.append(files._replace(paths=paths, weight_map=weight_map))

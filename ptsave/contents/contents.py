@@ -1,4 +1,4 @@
-"""`Contents`: the object of an open checkpoint, and the reading of its tensors' values."""
+"""`Contents`: the object of an open checkpoint, which reads the values of its tensors."""
 
 from __future__ import annotations
 
@@ -26,19 +26,8 @@ from ptsave.support.torch_tensors import storage_id_of
 from ptsave.support.user_warnings import warn_user
 from ptsave.tree.view_blocks import span_of
 
-__all__ = [
-    "CPU",
-    "ChunkInfo",
-    "Contents",
-    "LoadedContents",
-    "OneFile",
-    "Place",
-    "UnreadContents",
-    "as_saved",
-]
-
 CPU = torch.device("cpu")
-_ALIGNMENT = 16  # the largest size of an element
+_ALIGNMENT = 16  # bytes of the largest element
 
 
 # Place of a storage in a file: a key of its own, the archive's record, the offset in bytes, and the
@@ -47,7 +36,7 @@ Place: TypeAlias = tuple[object, str | None, int | None, str | None]
 
 
 class ChunkInfo(NamedTuple):
-    """A part of a tensor of a distributed checkpoint, which a rank has written.
+    """A part of a tensor that one rank has written into a distributed checkpoint.
 
     Attributes
     ----------
@@ -71,29 +60,16 @@ class ChunkInfo(NamedTuple):
 
 
 class Contents(Protocol):
-    """The contents of a file, as `Archive` uses them.  Safe for concurrent use.
+    """An open checkpoint of any format, safe for concurrent use by threads.
 
-    Attributes
-    ----------
-    path : str
-        Its name in messages.
-    kind : str
-        The format: ``"pt"``, ``"safetensors"``, ...
-    obj : object
-        The saved object.  The values of its tensors may not be there.
-    metadata : dict
-        Metadata of the file.
-    nbytes : int
-        The size of the file.
-    parts : sequence of Contents
-        Those of its files: itself, if it is one.
+    `parts` has the contents of each file; a single file is its own part.
     """
 
-    path: str
-    kind: str
-    obj: Any
+    path: str  # for messages
+    kind: str  # the format: "pt", "safetensors", ...
+    obj: Any  # the saved object; its tensors may have no values
     metadata: dict[str, str]
-    nbytes: int
+    nbytes: int  # the size of the file
 
     @property
     def parts(self) -> Sequence[Contents]: ...
@@ -118,10 +94,10 @@ class Contents(Protocol):
 
 
 class OneFile:
-    """The parts of a single file, which is itself; its tensors go to devices once they are read."""
+    """The methods of `Contents` that single files share."""
 
     def park(self) -> None:
-        """Close the file, if it is open and has a path, until it is read."""
+        """Close the file until it is read, if it is open and has a path."""
 
     @property
     def parts(self: Contents) -> Sequence[Contents]:
@@ -131,33 +107,22 @@ class OneFile:
         return [(self, tensors)]
 
     def chunks_of(self: Contents, tensor: Tensor) -> Sequence[ChunkInfo]:
-        """Return the parts of a tensor that ranks have written: none."""
+        """Return the chunks that ranks have written: none."""
         return ()
 
     def read_to(
         self: Contents, device: torch.device, tensor: Tensor, verify: bool | None
     ) -> Tensor:
-        """Read a tensor and return it on a device."""
+        """Read a tensor into CPU memory, then copy it to a device."""
         (values,) = self.read([tensor], verify)
         return to_device(values, device)
 
 
 class UnreadContents(OneFile):
-    """Contents with unread tensors, whose storages take no memory and hold no values.
+    """Contents whose tensors are unread: their storages take no memory and hold no values.
 
-    Parameters
-    ----------
-    reader : RecordReader
-        An archive for which `can_defer_reading` holds.
-    file : LocalFile, optional
-        Its file, parked, if it is one.
-
-    Attributes
-    ----------
-    reader : RecordReader
-        The archive.
-    begin : int
-        Where in its file it begins.
+    `can_defer_reading` must hold for `reader`.  `file` is the archive's local file, parked, and the
+    archive begins at `begin` in it.
     """
 
     def __init__(self, reader: RecordReader, file: LocalFile | None = None) -> None:
@@ -195,7 +160,7 @@ class UnreadContents(OneFile):
     def read(
         self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
     ) -> list[Tensor]:
-        """Read tensors; those that share a storage do so afterwards."""
+        """Read tensors; tensors that share a storage in the file share one afterwards."""
         if len(tensors) == 1:
             values = self.read_slice(tensors[0], ..., verify, allocate=allocate)
             return [as_saved(tensors[0], values)]
@@ -203,7 +168,7 @@ class UnreadContents(OneFile):
         for tensor in tensors:
             number = self.reader.engine.record_of(tensor)
             begin, end = span_of(tensor)
-            begin -= begin % _ALIGNMENT  # the others may be of other dtypes
+            begin -= begin % _ALIGNMENT  # other views may have other dtypes
             if number is not None and begin < end:
                 first, last = extents.get(number, (begin, end))
                 extents[number] = min(first, begin), max(last, end)
@@ -226,7 +191,7 @@ class UnreadContents(OneFile):
         return as_saved(tensor, self.read_slice(tensor, ..., verify, device))
 
     def can_read_packed(self, tensors: list[Tensor]) -> bool:
-        """Whether each of these tensors has a record of its own."""
+        """Whether each tensor has a record of its own."""
         numbers = set(self.reader.engine.records_of(tensors))
         return None not in numbers and len(numbers) == len(tensors)
 
@@ -237,18 +202,10 @@ class UnreadContents(OneFile):
         nbytes: int,
         allocate: Allocator = new_storage,
     ) -> Tensor:
-        """Return one row of bytes with tensors in it, and zeros between them.
+        """Read tensors into one row of `nbytes` bytes, with zeros between them.
 
-        Parameters
-        ----------
-        tensors : list of torch.Tensor
-            `can_read_packed` has to hold; each is contiguous and the whole of its storage.
-        begins : list of int
-            Offset of each in the row, in bytes.
-        nbytes : int
-            The length of the row.
-        allocate : callable
-            Gives its memory.
+        `can_read_packed` must hold, and each tensor must be contiguous and fill its storage.
+        `begins` are the byte offsets of the tensors in the row.
         """
         row = bytes_of(allocate(nbytes)).zero_()
         spans = []
@@ -274,7 +231,7 @@ class UnreadContents(OneFile):
         )
 
     def check(self, records: Sequence[int]) -> None:
-        """Compare some records, by their numbers, with their checksums."""
+        """Compare records, given by their numbers, with their checksums."""
         self._spans.check(records)
 
     def verify(self, *, progress: bool) -> None:
@@ -291,7 +248,7 @@ class UnreadContents(OneFile):
             try:
                 raise error
             finally:
-                del error  # whose traceback refers to this frame, and that to the archive
+                del error  # its traceback refers to this frame, and so to the archive
 
     def _find_error(self, progress: ProgressCallback | None) -> Exception | None:
         from ptsave.archive.checks import find_damage
@@ -308,16 +265,8 @@ class UnreadContents(OneFile):
 class LoadedContents(OneFile):
     """Contents with tensors in memory, of a file that can only be loaded as a whole.
 
-    Parameters
-    ----------
-    obj : object
-        The saved object, in memory.
-    locations : dict of int to str
-        The locations of its storages, by `storage_id`.
-    metadata : dict
-        As of `Contents`.
-    source : RangeSource
-        The file, which is not kept.
+    `locations` has the devices that storages were saved from, by `storage_id`.  `source` is not
+    kept.
     """
 
     def __init__(
@@ -369,16 +318,16 @@ class LoadedContents(OneFile):
         begin, end = span_of(view)
         if view.nbytes <= end - begin:
             return view.clone()
-        storage = new_storage(end - begin)  # a clone of an expanded tensor would take all of it
+        storage = new_storage(end - begin)  # clone() would expand the tensor in memory
         bytes_of(storage).copy_(bytes_of(view.untyped_storage())[begin:end])
         return view_as(storage, view, 0, view.stride())
 
     def verify(self, *, progress: bool) -> None:
-        """Do nothing: checksums were compared, as far as there are any, when it was loaded."""
+        """Do nothing: loading has compared the checksums, if there are any."""
 
 
 def as_saved(like: Tensor, values: Tensor) -> Tensor:
-    """Return values as a tensor of the kind that was saved."""
+    """Return values as a parameter, or with `requires_grad`, if `like` is so."""
     if isinstance(like, Parameter):
         return Parameter(values, requires_grad=like.requires_grad)
     return values.requires_grad_() if like.requires_grad else values

@@ -1,7 +1,7 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP) behind the interface of an archive.
+"""Opens checkpoints of torch.distributed.checkpoint (DCP) as `Contents`.
 
-A tensor is as many chunks as ranks have written; whatever is wanted of it is read from the files of
-all ranks at once, each chunk's part straight to its place.
+Ranks have written each tensor as chunks.  A read takes the wanted part of each chunk straight to
+its place, from the files of all ranks at once.
 """
 
 from __future__ import annotations
@@ -36,21 +36,19 @@ from ptsave.support.text import some_of
 from ptsave.support.torch_tensors import storage_id
 from ptsave.support.user_warnings import warn_user
 
-__all__ = ["DcpContents"]
-
 _MIN_HUGE_NBYTES = 64 << 10
-# Files that are open at a time, and runs of bytes that are planned at a time.
+# The most files that are open at once, and the most runs of bytes that are planned at once.
 _MAX_FILES = 256
 _MAX_RUNS = 1 << 18
-# Objects in memory at a time, in bytes, before they are made.
+# The most bytes of saved objects that are read at once; a larger object is read alone.
 _BATCH_NBYTES = 32 << 20
-# So often a checkpoint may be replaced while it is opened.
+# Attempts to open a checkpoint while other saves replace it.
 _MAX_OPENINGS = 3
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Elements of a tensor, by their numbers in each dimension, and memory for them."""
+    """The elements of a tensor to read, as a range in each dimension, and memory for them."""
 
     tensor: DcpTensor
     region: tuple[range, ...]
@@ -59,40 +57,20 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class _Part:
-    """The elements of one chunk among those wanted."""
+    """The wanted elements of one chunk, and memory for them."""
 
     tensor: DcpTensor
     chunk: Chunk
-    begins: tuple[int, ...]  # of the first, in the chunk
+    begins: tuple[int, ...]  # index in the chunk of the first element
     steps: tuple[int, ...]
     out: Tensor
 
 
 class DcpContents(OneFile):
-    """The contents of a checkpoint of many ranks: `Contents` for it.
+    """`Contents` of a checkpoint of many ranks.
 
-    Parameters
-    ----------
-    source : RangeSource
-        Its metadata, a local file or one at a URL; closed.
-    verify : bool
-        Whether checksums are compared while objects are made.
-
-    Attributes
-    ----------
-    checkpoint : DcpCheckpoint
-        Where everything is.
-    locations : dict of int to str
-        Devices other than the CPU that tensors in objects were saved from, by `storage_id`.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the metadata is damaged or says what cannot be, or an object is damaged.
-    FileNotFoundError
-        If a file is not there.
-    UnpicklingError
-        If an object needs more than ``weights_only=True`` allows.
+    `source` is its metadata, a local file or one at a URL, and is closed.  `locations` has the
+    devices other than the CPU that tensors in objects were saved from, by `storage_id`.
     """
 
     def __init__(self, source: RangeSource, *, verify: bool) -> None:
@@ -113,7 +91,7 @@ class DcpContents(OneFile):
         source.close()
 
     def _opened(self, source: RangeSource, verify: bool) -> tuple[dict[str, Any], dict[int, str]]:
-        """Read the metadata and the objects: of the next checkpoint if one takes its place."""
+        """Read the metadata and the objects; start again if another save replaces the files."""
         metadata = source if isinstance(source, FsspecFile) else source.name
         for n_left in reversed(range(_MAX_OPENINGS)):
             self.checkpoint = DcpCheckpoint(metadata)
@@ -123,12 +101,12 @@ class DcpContents(OneFile):
             except OSError as error:
                 if error.errno != errno.ESTALE or n_left == 0:
                     raise
-        raise AssertionError  # the last one has returned or raised
+        raise AssertionError  # the last attempt has returned or raised
 
     # ------------------------------------------------------------------------- its objects
 
     def _objects(self, verify: bool) -> tuple[dict[str, Any], dict[int, str]]:
-        """Make the values that are no tensors; return them, and where their tensors were."""
+        """Load the values that are no tensors; return them and the locations of their storages."""
         self._require_room()
         objects: dict[str, Any] = {}
         locations: dict[int, str] = {}
@@ -142,7 +120,7 @@ class DcpContents(OneFile):
         return objects, locations
 
     def _require_room(self) -> None:
-        """Refuse metadata by which objects take more than the files: many are the same bytes."""
+        """Raise if objects take more bytes than all files have: such objects share their bytes."""
         nbytes = sum(info.length for info in self.checkpoint.objects.values())
         if nbytes > self.checkpoint.nbytes:
             raise CorruptCheckpointError(
@@ -190,7 +168,7 @@ class DcpContents(OneFile):
     # ------------------------------------------------------------------------- its tensors
 
     def chunks_of(self, tensor: Tensor) -> Sequence[ChunkInfo]:
-        """Return the parts of a tensor; none for one that is in an object."""
+        """Return the chunks of a tensor; a tensor inside an object has none."""
         stored = self._stored.get(id(tensor))
         chunks = () if stored is None else stored.chunks
         return tuple(
@@ -199,7 +177,7 @@ class DcpContents(OneFile):
         )
 
     def stored_tensor(self, tensor: Tensor) -> DcpTensor | None:
-        """Return what the metadata says of a tensor; None for one that is in an object."""
+        """Return the metadata's entry for a tensor, or None for a tensor inside an object."""
         return self._stored.get(id(tensor))
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
@@ -274,7 +252,7 @@ class DcpContents(OneFile):
         files.read(boxes)
 
     def _box(self, files: RankFiles, part: _Part, *, check_items: bool) -> Box | None:
-        """Return where the bytes of a part are; None if it has been read by a copy."""
+        """Return the box of a part's bytes, or None if this call has copied the values itself."""
         if check_items:
             self._check_item(files, part)
         stored = self.checkpoint.stored(files, part.tensor, part.chunk)
@@ -294,7 +272,7 @@ class DcpContents(OneFile):
         return Box(stored.file, stored.name, offset, tuple(strides), part.out)
 
     def _check_item(self, files: RankFiles, part: _Part) -> None:
-        """Compare all of an item of torch's writer with its checksums, once."""
+        """Compare a whole item of torch's writer with its checksums, once."""
         key = id(part.chunk)
         if key in self._checked_items or files.is_checked(part.chunk.info):
             return
@@ -309,7 +287,7 @@ class DcpContents(OneFile):
         self._checked_items.add(key)
 
     def _whole(self, files: RankFiles, part: _Part) -> Tensor:
-        """Load a chunk that only torch can read: a sparse tensor, say."""
+        """Load a chunk that only torch can read, such as a sparse tensor."""
         name, chunk = part.tensor.name, part.chunk
         data = files.read_whole(chunk.info, name)
         path = files.file(chunk.file)
@@ -330,7 +308,7 @@ class DcpContents(OneFile):
         return values.to_dense() if values.layout != torch.strided else values
 
     def verify(self, *, progress: bool) -> None:
-        """Compare everything with its checksum."""
+        """Compare everything with its checksums; warn about parts that have none."""
         with progress_bar(progress, "verifying", self.nbytes) as callback:
             found = find_dcp_damage(self.checkpoint, callback)
         for damage in found.damage:
@@ -359,7 +337,7 @@ def _require_saved(data: bytes, path: str, name: str) -> None:
 
 
 def _memory_for(shape: torch.Size, dtype: torch.dtype, allocate: Allocator) -> Tensor:
-    """Return a contiguous tensor with any values."""
+    """Return an uninitialised contiguous tensor, on huge pages if it is large."""
     nbytes = shape.numel() * dtype.itemsize
     is_fresh = allocate is new_storage and nbytes >= _MIN_HUGE_NBYTES
     flat = bytes_of((_C.huge_page_storage if is_fresh else allocate)(nbytes))
@@ -367,7 +345,7 @@ def _memory_for(shape: torch.Size, dtype: torch.dtype, allocate: Allocator) -> T
 
 
 def _region_of(index: Any, shape: Sequence[int]) -> tuple[range, ...]:
-    """Return the numbers of the elements of each dimension that an index selects.
+    """Return the range of elements that an index selects in each dimension.
 
     >>> _region_of((slice(1, None), ..., 2), (4, 5, 6))
     (range(1, 4), range(0, 5), range(2, 3))
@@ -389,7 +367,7 @@ def _numbers(part: slice | int, n: int) -> range:
 
 
 def _part_of(wanted: _Wanted, chunk: Chunk) -> _Part | None:
-    """Return the elements of a chunk among those wanted; None if there are none."""
+    """Return the wanted elements of a chunk, or None if the chunk has none of them."""
     begins: list[int] = []
     out = wanted.out
     for dim, numbers in enumerate(wanted.region):
@@ -405,7 +383,7 @@ def _part_of(wanted: _Wanted, chunk: Chunk) -> _Part | None:
 
 
 def _n_runs(part: _Part) -> int:
-    """Return about how many runs of bytes a part is."""
+    """Estimate the number of contiguous runs of bytes in a part."""
     shape = part.out.shape
     if not shape:
         return 1
@@ -414,7 +392,7 @@ def _n_runs(part: _Part) -> int:
 
 
 def _pieces(part: _Part) -> Iterator[_Part]:
-    """Yield a part in pieces of so many runs that they are planned in little memory."""
+    """Split a part into pieces of at most `_MAX_RUNS` runs, which need little memory to plan."""
     if _n_runs(part) <= _MAX_RUNS:
         yield part
         return

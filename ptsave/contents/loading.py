@@ -1,4 +1,4 @@
-"""`load`: a checkpoint of any kind, from anywhere; its content decides who reads it."""
+"""`ptsave.load`: loads a checkpoint of any kind; its content decides which reader it gets."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from ptsave.support.together import failing_together, has_others
 if TYPE_CHECKING:
     from ptsave.contents.shard_files import ShardFiles
     from ptsave.sources.ranges import FsspecFile, RangeSource
-
-__all__ = ["load", "load_source"]
 
 _HEADER_OFFSET = 8  # in a safetensors file
 
@@ -50,9 +48,9 @@ def load(
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable object with ``read``: of
-        a ``.pt`` file of any age, a safetensors file, or (a path only) an index of shards or their
-        directory.
+        A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable object with ``read``.  It
+        is a ``.pt`` file of any age or a safetensors file; a path or URL may also lead to an index
+        of shards or their directory.
     map_location : callable, torch.device, str, dict or None
         As for :func:`torch.load`.
     pickle_module : module or None
@@ -61,8 +59,8 @@ def load(
         As for :func:`torch.load`: by default only tensors, plain containers and allow-listed types
         are built, and no code of the file runs.
     mmap : bool or None
-        Whether to map the file instead of reading it.  Nothing is read ahead then, so nothing is
-        verified.  Only for local paths.
+        Whether to map a local file instead of reading it.  Then nothing is verified, because
+        nothing is read ahead.
     verify : bool, default True
         Whether every record is compared with its CRC-32, while its bytes are in the cache.  Files
         whose storages were overwritten in place on purpose need ``verify=False``, or
@@ -72,10 +70,9 @@ def load(
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     process_group : torch.distributed.ProcessGroup, optional
-        The ranks that load the same path or URL at the same time, one archive of torch 1.6 or
-        later: rank 0 of the group reads each byte once, for all, or the first rank of each host
-        does, if the file is there.  Every rank calls this, with options of its own, as to where its
-        tensors belong.  None: each rank reads.
+        Ranks that load the same path or URL together, an archive of torch 1.6 or later.  Rank 0 of
+        the group reads each byte once for all, or the first rank of each host does if the file is
+        there.  Every rank makes this call, and may choose its own devices.  None: each rank reads.
     device : torch.device, str or int, optional
         Another name of `map_location`.
     **pickle_load_args
@@ -93,7 +90,7 @@ def load(
     UnsupportedUrlError
         A :class:`FileNotFoundError`: fsspec cannot read such a URL.
     ValueError
-        `mmap` is asked of something else than a local path.
+        `mmap` is true, and `f` is no local path.
     pickle.UnpicklingError
         As from :func:`torch.load`.
     RuntimeError, TypeError
@@ -101,15 +98,15 @@ def load(
 
     Notes
     -----
-    With `process_group`, what fails on one rank (the file is damaged, a pickle is refused there)
-    is an error on all, which names the rank and the file.  A chunk of 8 MiB is on its way while the
-    next is read; a rank needs 40 MiB above its tensors, and compares the checksums itself.  One
-    that uses no bytes (``map_location="meta"``) keeps none.
+    With `process_group`, a failure of one rank (a damaged file, a refused pickle) is an error on
+    all ranks, which names the rank and the file.  A chunk of 8 MiB is sent while the next is read.
+    A rank needs 40 MiB above its tensors, and compares the checksums itself.  A rank that uses no
+    bytes (``map_location="meta"``) keeps none.
 
     Formats before torch 1.6, TorchScript archives and compressed archives are loaded by torch.
     File-like objects other than real files, :class:`io.BytesIO` and fsspec's wrappers of local
-    files are read in order, one storage at a time.  The position of any file-like object is behind
-    the last storage afterwards, where torch leaves it.  A safetensors file has no checksums.
+    files are read in order, one storage at a time.  Afterwards the position of a file-like object
+    is behind the last storage, where torch leaves it.  A safetensors file has no checksums.
 
     Examples
     --------
@@ -136,7 +133,7 @@ def load_source(
     storage_options: Mapping[str, Any] | None = None,
     process_group: Any = None,
 ) -> Any:
-    """Load a checkpoint; parameters and errors as of :func:`ptsave.load`.
+    """Load a checkpoint, as `ptsave.load` does.
 
     A local file that begins as an archive is opened once, and nothing else is asked of the system.
     """
@@ -159,13 +156,7 @@ def load_source(
 
 
 def _files_in(directory: str) -> ShardFiles:
-    """Return the files of the checkpoint in a directory.
-
-    Raises
-    ------
-    IsADirectoryError
-        If it holds none: torch's words, and why.
-    """
+    """Return the files of a checkpoint in a directory; if there are none, raise as torch does."""
     from ptsave.contents.checkpoint_files import find_files
 
     try:
@@ -178,7 +169,7 @@ def _files_in(directory: str) -> ShardFiles:
 
 
 def _load_path(f: Any, options: LoadOptions) -> Any:
-    """Load a safetensors file, or the files of an index; torch loads the rest, or refuses it."""
+    """Load a safetensors file or the files of an index; leave other files to torch."""
     from ptsave.contents.checkpoint_files import find_files
 
     path: object = os.fspath(f)
@@ -196,7 +187,7 @@ def _load_path(f: Any, options: LoadOptions) -> Any:
 
 
 def _load_stream(f: Any, options: LoadOptions) -> Any:
-    """Load what is no archive from a file object: a safetensors file, or torch does."""
+    """Load a safetensors file from a file object; leave other files to torch."""
     head = _head_of(f)
     if head.lstrip().startswith(b"{"):
         from ptsave.contents.checkpoint_files import find_files
@@ -213,25 +204,25 @@ def _load_stream(f: Any, options: LoadOptions) -> Any:
 
             _refuse_mmap(source, options)
             tensors = load_safetensors(source, options)
-            del source  # a BytesIO cannot grow meanwhile
+            del source  # while it exists, a BytesIO cannot grow
             f.seek(0, os.SEEK_END)
             return tensors
     return load_file(f, options, None)
 
 
 def _head_of(f: Any) -> bytes:
-    """Return the first bytes of a file object, from its position on; none if it has no such."""
+    """Return the first bytes from a file object's position on, or none if reading fails."""
     try:
         begin = f.tell()
         head = f.read(HEAD_NBYTES)
         f.seek(begin)
-    except Exception:  # of anybody's file-like object: torch says what is missing
+    except Exception:  # any error of a user's object: torch says what is missing
         return b""
     return head if isinstance(head, bytes) else b""
 
 
 def _load_files(files: ShardFiles, options: LoadOptions) -> Any:
-    """Load the files of a checkpoint, one after another, as one dict; a single one as it is."""
+    """Load a single file as it is, or several files one after another as one dict."""
     from ptsave.contents.shard_files import merged
 
     if files.is_one:
@@ -242,7 +233,7 @@ def _load_files(files: ShardFiles, options: LoadOptions) -> Any:
 
 
 def _load_file(source: RangeSource, options: LoadOptions, path: Any = None) -> Any:
-    """Load a file that was opened by its path, to be named as that was given, or its URL."""
+    """Load an opened file; messages name it by `path`, or else by its source's name."""
     from ptsave.sources.ranges import FsspecFile
 
     path = source.name if path is None else path

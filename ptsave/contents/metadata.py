@@ -1,10 +1,8 @@
-"""The metadata of an archive, from its small records."""
+"""Collects the metadata of an archive from its small records."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-__all__ = ["metadata_of"]
 
 _SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "storage_alignment")
 

@@ -1,4 +1,4 @@
-"""Opens checkpoints of any kind and from anywhere: their content decides who reads them."""
+"""Opens checkpoints of any kind from any place; a file's content decides which reader it gets."""
 
 from __future__ import annotations
 
@@ -36,17 +36,6 @@ from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id
 from ptsave.support.user_warnings import warn_user
 
-__all__ = [
-    "open_contents",
-    "open_each",
-    "open_file",
-    "open_files",
-    "open_one",
-    "reporting_damage",
-    "require_checkpoint",
-    "require_saved_object",
-]
-
 _LEGACY = {"format": "torch before 1.6"}
 Localizer: TypeAlias = Callable[[RangeSource], RangeSource]
 
@@ -60,52 +49,11 @@ def open_contents(
     localize: Localizer | None = None,
     stays_open: bool = False,
 ) -> Contents:
-    """Open a checkpoint of any kind, and read none of its tensors if that can be.
+    """Open a checkpoint of any kind, if possible without reading its tensors.
 
-    Of more files than the process may well hold open, each is open only while it is read.
-
-    Parameters
-    ----------
-    f : str, os.PathLike or file-like
-        A ``.pt`` file of any age or a safetensors file under any name; a directory of shards or
-        their index, of torch.distributed.checkpoint or its metadata, or of files of which each rank
-        has written one; by path or URL; or a seekable file object, from its current position on.
-    storage_options : mapping, optional
-        For the file system of a URL.
-    verify : bool, default True
-        Whether checksums are compared.
-    recover : bool, default False
-        Whether files that have lost their end are read as far as they are there.  A
-        `CheckpointWarning` names the entries that are left out.
-    localize : callable, optional
-        Gets each file and returns the one to read instead, such as a copy.
-    stays_open : bool, default False
-        Whether all files stay open, however many there are.
-
-    Returns
-    -------
-    Contents
-        Of several files one dict.
-
-    Raises
-    ------
-    NotCheckpointError
-        If a file is something else; the message names its format.
-    CorruptCheckpointError
-        If one is damaged, or lacks a tensor that the index promises; it names the file.
-    pickle.UnpicklingError
-        If its pickle is of another kind than torch's restricted machine reads.
-    OSError, TypeError, ValueError
-        As from `find_files`; of several files, if one holds no dict, or two the same name.
-
-    Examples
-    --------
-    >>> import io, torch
-    >>> stream = io.BytesIO()
-    >>> torch.save({"weight": torch.ones(2)}, stream)
-    >>> _ = stream.seek(0)
-    >>> open_contents(stream).kind
-    'pt'
+    `f`, `verify` and `recover` are those of `ptsave.open`.  Several files give one dict.  More
+    files than `n_files_to_hold` are open only while they are read, unless `stays_open`.  `localize`
+    gets each file and returns the file to read instead, such as a copy.
     """
     files = find_files(f, storage_options, distributed=True)
     return open_files(
@@ -121,9 +69,9 @@ def open_files(
     localize: Localizer | None = None,
     stays_open: bool = False,
 ) -> Contents:
-    """Open the files of a checkpoint as one; parameters and errors as of `open_contents`."""
+    """Open the files of a checkpoint as one; the options are those of `open_contents`."""
     if not files.is_one and any(map(is_zero_file, files.paths)):
-        refuse_files_of_ranks(files)  # before their pickles, which name DeepSpeed's classes
+        refuse_files_of_ranks(files)  # before their pickles are read: they name DeepSpeed's classes
     parts = list(
         open_each(files, verify=verify, recover=recover, localize=localize, stays_open=stays_open)
     )
@@ -150,7 +98,7 @@ def open_each(
     localize: Localizer | None = None,
     stays_open: bool = False,
 ) -> Iterator[Contents]:
-    """Open the files of a checkpoint one by one; parameters and errors as of `open_contents`."""
+    """Open the files of a checkpoint one by one; the options are those of `open_contents`."""
     parks = not stays_open and len(files.paths) > n_files_to_hold()
     for path in files.paths:
         try:
@@ -176,7 +124,7 @@ def open_one(
     recover: bool = False,
     localize: Localizer | None = None,
 ) -> Contents:
-    """Open one of the files of a checkpoint; parameters and errors as of `open_contents`."""
+    """Open one file of a checkpoint; the options are those of `open_contents`."""
     try:
         if recover:
             from ptsave.contents.recovery import recovered
@@ -190,14 +138,14 @@ def open_one(
 
 
 def open_file(source: RangeSource, *, verify: bool) -> Contents:
-    """Open one file; errors as of `open_contents`."""
+    """Open a file by its kind, and close it if that fails."""
     try:
         refuse_file_of_rank(source)
         if is_metadata(source):
             require_files_beside(source)
         with reporting_damage(source.name):
             if is_metadata(source):
-                from ptsave.contents.dcp import DcpContents  # torch's module takes a second
+                from ptsave.contents.dcp import DcpContents  # imports a torch module, for a second
 
                 return DcpContents(source, verify=verify)
             kind = require_checkpoint(source)
@@ -215,7 +163,7 @@ def open_file(source: RangeSource, *, verify: bool) -> Contents:
 
 @contextmanager
 def reporting_damage(path: str) -> Iterator[None]:
-    """Map errors that torch raises for unexpected damage to `CorruptCheckpointError`."""
+    """Turn the errors that torch raises for unexpected damage into `CorruptCheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -224,7 +172,7 @@ def reporting_damage(path: str) -> Iterator[None]:
     except (CorruptCheckpointError, ImportError, MemoryError):
         raise
     except UnpicklingError as error:
-        error.path = path  # type: ignore[attr-defined]  # torch's message does not say it
+        error.path = path  # type: ignore[attr-defined]  # torch's message does not name it
         raise
     except Exception as error:
         raise CorruptCheckpointError(
@@ -233,13 +181,7 @@ def reporting_damage(path: str) -> Iterator[None]:
 
 
 def require_checkpoint(source: RangeSource) -> Kind:
-    """Return the kind of a checkpoint; refuse a file that does not begin as one of any kind.
-
-    Raises
-    ------
-    NotCheckpointError
-        The message names the format of the file.
-    """
+    """Return the kind of a checkpoint, or raise NotCheckpointError, which names the format."""
     kind = source.kind
     what = what_it_is(source.head, source.nbytes) if kind in (None, "zip") else None
     if what is not None:
@@ -261,14 +203,14 @@ def _open_zip(source: RangeSource, verify: bool) -> Contents:
     if not can_defer_reading(reader, restricted_unpickler):
         return _load_whole(source, metadata_of(reader.small_records()), verify)
     if isinstance(source, LocalFile):
-        source.park()  # the engine has it open: of many shards each descriptor counts
+        source.park()  # the engine has it open, and many shards need many descriptors
         return UnreadContents(reader, source)
     source.close()
     return UnreadContents(reader)
 
 
 def require_saved_object(reader: RecordReader) -> None:
-    """Refuse an archive that `torch.save` has not written."""
+    """Raise NotCheckpointError for an archive that `torch.save` has not written."""
     if reader.engine.find("constants.pkl") is not None:
         raise NotCheckpointError(
             f"{reader.path} is a TorchScript archive: load it with torch.jit.load", path=reader.path

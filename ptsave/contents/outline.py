@@ -1,9 +1,8 @@
-"""Outlines: what plain files hold, found without torch, which takes a second to import.
+"""Outlines of plain files, made without torch, whose import takes a second.
 
-A file is plain if it holds tensors, parameters, numbers and text in dicts, lists and tuples, as
-state dicts and the states of optimizers do, and nothing of it is damaged.  For any other one there
-is no outline: it is opened with torch, whose words then say what is wrong with it.  A listing made
-of an outline equals the one that torch's objects give.
+A plain file is undamaged and holds only tensors, parameters, numbers and text in dicts, lists and
+tuples.  Any other file has no outline: torch opens it and reports what is wrong.  A listing is the
+same either way.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from ptsave.support import config
 if TYPE_CHECKING:
     from ptsave.contents.contents import Place
 
-__all__ = ["Outline", "outline_of", "plain_archive", "plain_pickle"]
-
 _SMALL = (
     ".format_version",
     "byteorder",
@@ -41,29 +38,24 @@ _SMALL = (
     ".data/version",
 )
 _MAX_SMALL_NBYTES = 64 << 10
-_VERSIONS = re.compile(rb"([1-9]|10)\n?")  # those that torch reads
-# With these, torch's loader does something else.
+_VERSIONS = re.compile(rb"([1-9]|10)\n?")  # the versions that torch reads
+# Environment variables that change what torch's loader does.
 _VARIABLES = ("TORCH_SERIALIZATION_DEBUG", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
-# Of the dtypes that safetensors files have: the sizes of their elements.
+# Element sizes, in bytes, of the dtypes that safetensors files have.
 _ITEMSIZES = {
     name: int(bits) // 8 or 1
     for name in DTYPES.values()
     for bits in re.findall(r"(?:float|int|complex)(\d+)", name)
 } | {"bool": 1}
-del _ITEMSIZES["float4_e2m1fn_x2"]  # whose elements are pairs
+del _ITEMSIZES["float4_e2m1fn_x2"]  # an element holds two numbers
 
 
 @dataclass(frozen=True)
 class Outline:
     """The contents of a file, with an `OutlinedTensor` in place of each tensor.
 
-    Attributes
-    ----------
-    path, kind, obj, metadata, nbytes
-        As of `Contents`.
-    archive : _core.Archive or None
-        The open file, if it is one.
+    The fields are those of `Contents`.  `archive` is open, and None for a safetensors file.
     """
 
     path: str
@@ -74,29 +66,17 @@ class Outline:
     archive: _core.Archive | None = None
 
     def facts_of(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the facts of tensors, as `tensor_info.facts_of`."""
+        """Return the facts of tensors, like `tensor_info.facts_of`."""
         return [tensor[0] for tensor in tensors]
 
     def places_of(self, tensors: Sequence[Any]) -> list[Place]:
-        """Return the places of tensors, as `Contents.places_of`."""
+        """Return the places of tensors, like `Contents.places_of`."""
         return [tensor[1] or (id(tensor), None, None, None) for tensor in tensors]
 
 
 def outline_of(source: RangeSource) -> Outline | None:
-    """Return the outline of a local file; None if there is none, which torch may say why.
+    """Return the outline of a local file, which stays open; None if the file is not plain.
 
-    Parameters
-    ----------
-    source : RangeSource
-        The file, which is not closed.
-
-    Raises
-    ------
-    OSError
-        If it cannot be read.
-
-    Examples
-    --------
     >>> import os, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = os.path.join(folder, "model.pt")
@@ -123,7 +103,7 @@ def outline_of(source: RangeSource) -> Outline | None:
 
 
 def plain_archive(source: RangeSource) -> _core.Archive | None:
-    """Open a local archive as torch.save writes them; None for any other file."""
+    """Open a local archive with the layout of torch.save; return None for any other file."""
     if not isinstance(source, LocalFile) or source.kind != "zip":
         return None
     if what_it_is(source.head, source.nbytes) is not None:
@@ -157,7 +137,7 @@ def _is_plain(archive: _core.Archive) -> bool:
 
 
 def plain_pickle(source: RangeSource) -> bytes | None:
-    """Return the pickle of a plain local archive; None for any other file."""
+    """Return the pickle of a plain local archive, or None for any other file."""
     archive = plain_archive(source)
     try:
         return None if archive is None else archive.read("data.pkl")
@@ -191,5 +171,5 @@ def _tensors_in(fields: SafetensorsFields, file_nbytes: int) -> dict[str, Outlin
         steps = accumulate((max(n, 1) for n in reversed(shape[1:])), int.__mul__, initial=1)
         stride = tuple(reversed([*steps])) if shape else ()
         facts = (dtype, shape, stride, 0, nbytes, nbytes)
-        tensors[name] = OutlinedTensor((facts, (name, None, begin, None)))  # type: ignore[arg-type, call-arg]  # as of C
+        tensors[name] = OutlinedTensor((facts, (name, None, begin, None)))  # type: ignore[arg-type, call-arg]  # a C type
     return tensors

@@ -1,4 +1,4 @@
-"""Recognises directories into which many ranks have saved, by the files in them."""
+"""Recognises directories of torch.distributed.checkpoint by the files in them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,8 @@ from ptsave.sources.opening import Folder, open_source
 from ptsave.sources.ranges import FsspecFile, LocalFile, RangeSource
 from ptsave.support.text import some_of
 
-__all__ = [
-    "find_metadata",
-    "is_metadata",
-    "is_rank_file",
-    "metadata_files",
-    "nbytes_of_ranks",
-    "refuse_file_of_rank",
-    "require_files_beside",
-]
-
 _METADATA = ".metadata"
-# Patterns take time to compile, so only names that begin as these are matched.
+# Patterns take time to compile, so only names with this beginning are matched.
 _OF_RANK = "__"
 _RANK_METADATA = r"__\d+\.metadata"
 _SUFFIX = ".distcp"
@@ -32,7 +22,7 @@ _RANK_FILE = r"__\d+_(?:[0-9a-f]{16}|\d+)\.distcp"
 
 
 def is_rank_file(name: str) -> bool:
-    """Whether a file belongs to a checkpoint of torch.distributed.checkpoint, by its name."""
+    """Whether a file name is that of a file of torch.distributed.checkpoint."""
     return name.endswith(_SUFFIX) or name == _METADATA or _is_rank_metadata(name)
 
 
@@ -41,13 +31,13 @@ def _is_rank_metadata(name: str) -> bool:
 
 
 def is_metadata(source: RangeSource) -> bool:
-    """Whether a file is the metadata of such a checkpoint: by its content, or its name."""
+    """Whether a file is the metadata of such a checkpoint, by its content or its name."""
     name = os.path.basename(source.name)
     return source.kind == "dcp" or name == _METADATA or _is_rank_metadata(name)
 
 
 def require_files_beside(source: RangeSource) -> None:
-    """Raise UnsupportedSourceError for metadata of such a checkpoint that has no directory."""
+    """Raise UnsupportedSourceError for such metadata that has no directory, as in a file object."""
     if not isinstance(source, (LocalFile, FsspecFile)):
         raise UnsupportedSourceError(
             f"{source.name} is the metadata of a distributed checkpoint, whose other files lie "
@@ -56,7 +46,7 @@ def require_files_beside(source: RangeSource) -> None:
 
 
 def refuse_file_of_rank(source: RangeSource) -> None:
-    """Raise UnsupportedSourceError for what one rank has saved: archives that lie end to end."""
+    """Raise UnsupportedSourceError for the file of one rank, whose archives lie end to end."""
     folder, name = os.path.split(source.name)
     if name.startswith(_OF_RANK) and re.fullmatch(_RANK_FILE, name):
         raise UnsupportedSourceError(
@@ -66,7 +56,7 @@ def refuse_file_of_rank(source: RangeSource) -> None:
 
 
 def nbytes_of_ranks(path: str) -> int:
-    """Return the sizes of the files that may belong to local metadata; 0 for another file."""
+    """Return the size of all files that local metadata may describe; 0 for another file."""
     folder, name = os.path.split(path)
     if name != _METADATA and not _is_rank_metadata(name):
         return 0
@@ -75,24 +65,10 @@ def nbytes_of_ranks(path: str) -> int:
 
 
 def find_metadata(folder: Folder, names: list[str]) -> list[str]:
-    """Return the metadata in a directory of torch.distributed.checkpoint; none in another one.
+    """Return the names of the metadata in a directory of such a checkpoint; none in others.
 
-    Parameters
-    ----------
-    folder : Folder
-        The directory.
-    names : list of str
-        Those of all that is in it.
-
-    Returns
-    -------
-    list of str
-        Their names: one of all ranks, or else those of ranks that have saved by themselves.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there are files of ranks and no metadata.
+    There is one for all ranks, or else one for each rank that has saved by itself.  Files of ranks
+    without metadata are a FileNotFoundError.
     """
     has_files = any(name.endswith(_SUFFIX) for name in names)
     if _METADATA in names and (has_files or _is_metadata(folder, _METADATA)):
@@ -118,13 +94,7 @@ def _is_metadata(folder: Folder, name: str) -> bool:
 
 
 def metadata_files(folder: Folder, names: list[str]) -> ShardFiles:
-    """Return the only checkpoint in a directory, by the names of its metadata.
-
-    Raises
-    ------
-    ValueError
-        If ranks have saved by themselves, and there are several.
-    """
+    """Return the only checkpoint in a directory; several names of metadata are a ValueError."""
     if len(names) > 1:
         raise ValueError(
             f"{folder.path} holds the checkpoints of {len(names)} ranks, each saved by itself: "

@@ -1,7 +1,7 @@
-"""Recognises files of which each rank of a job has written one, and makes them one checkpoint.
+"""Recognises sets of files, one from each rank of a job, and makes each set one checkpoint.
 
-Nothing in such files says how parts of one tensor belong together.  So what a rank has is an entry
-of its own, ``rank0``, ``rank1``, ..., below the item if the names say which: ``model.rank0``.
+Such files do not say how the parts of a tensor belong together.  So each rank's object is an entry
+of its own, ``rank0``, ``rank1``, ..., or ``model.rank0`` if the file names give an item.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from collections.abc import Iterable
 from ptsave.contents.shard_files import ShardFiles, is_parallel_part, is_zero_file
 from ptsave.sources.opening import Folder
 
-__all__ = ["find_rank_set", "is_step", "is_step_of_rank", "rank_sets", "ranks_of_parts"]
-
 # <item>_<rank>.pt, as torch_checkpointing names them.
 _ITEM = r"(?P<item>.+)_(?P<rank>0|[1-9]\d{0,6})\.pt"
-# Those of ptsave.AsyncCheckpointer: a step, a save, and a part of it.
+# Files of ptsave.AsyncCheckpointer: a step, one save of it, and a rank's part of the save.
 _STEP = (
     r"(?P<save>step-(?P<step>\d+)\.(?P<session>[0-9a-f]{16})-(?P<count>\d{1,9}))"
     r"\.rank-(?P<rank>\d{1,9})-of-(?P<size>\d{1,9})\.pt"
@@ -27,7 +25,7 @@ _Keys = tuple[str, ...]
 
 
 def is_step(name: str) -> bool:
-    """Whether a file is a step that an AsyncCheckpointer of one process has saved, by its name.
+    """Whether a file name is that of a step of an AsyncCheckpointer of one process.
 
     >>> is_step("step-00000100.pt")
     True
@@ -36,7 +34,7 @@ def is_step(name: str) -> bool:
 
 
 def is_step_of_rank(name: str) -> bool:
-    """Whether a file is a part that an AsyncCheckpointer of several ranks has saved, by its name.
+    """Whether a file name is that of a rank's part of a step of an AsyncCheckpointer.
 
     >>> is_step_of_rank("step-00000100.0123456789abcdef-0.rank-1-of-2.pt")
     True
@@ -45,14 +43,10 @@ def is_step_of_rank(name: str) -> bool:
 
 
 def find_rank_set(folder: Folder, names: Iterable[str]) -> ShardFiles | None:
-    """Return the files of a directory that ranks have written; None if it is another one.
+    """Return the files that ranks have written into a directory, or None.
 
-    Of several steps of an AsyncCheckpointer the newest counts of which all parts are there.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the file of a rank is missing.
+    The newest complete step of an AsyncCheckpointer counts.  If there are only incomplete steps, or
+    a rank's file of an item is missing, this is a FileNotFoundError.
     """
     names = list(names)
     sets = rank_sets(folder, names)
@@ -63,12 +57,9 @@ def find_rank_set(folder: Folder, names: Iterable[str]) -> ShardFiles | None:
 
 
 def rank_sets(folder: Folder, names: Iterable[str]) -> list[ShardFiles]:
-    """Return all such sets in a directory of which no file is missing, the newest last.
+    """Return all complete sets of ranks' files in a directory, the newest last.
 
-    Raises
-    ------
-    FileNotFoundError
-        If a number is missing between those of an item's ranks.
+    A gap in the rank numbers of an item is a FileNotFoundError.
     """
     names = list(names)
     steps = _steps(folder, names)
@@ -96,10 +87,7 @@ def rank_sets(folder: Folder, names: Iterable[str]) -> list[ShardFiles]:
 
 
 def ranks_of_parts(files: ShardFiles) -> tuple[_Keys, ...] | None:
-    """Return keys for the parts of a model that was divided among ranks; None if it was not.
-
-    Those are ``consolidated.00.pth`` and so on, whose entries have the same names.
-    """
+    """Return a key for each of ``consolidated.00.pth``, ``.01.pth``, ...; None for other files."""
     if files.weight_map is not None or not all(map(is_parallel_part, files.paths)):
         return None
     return tuple((f"rank{number}",) for number in range(len(files.paths)))

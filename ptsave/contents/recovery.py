@@ -1,4 +1,4 @@
-"""Makes a file whole that has lost its end: an archive, or a safetensors file."""
+"""Completes an archive or a safetensors file that has lost its end."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ from ptsave.errors import CheckpointWarning, CorruptCheckpointError
 from ptsave.sources.ranges import RangeSource
 from ptsave.support.user_warnings import warn_user
 
-__all__ = ["recover", "recovered"]
-
 
 def recovered(source: RangeSource) -> RangeSource:
-    """Return the source of a file that is whole: the given one, or with an end of its own.
+    """Return the source of a whole file: the given one, or one with a new end.
 
-    Entries that need what is damaged or missing are not in it, which a `CheckpointWarning` says.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If nothing of it can be recovered.
+    A `CheckpointWarning` names the entries that are left out, because their bytes are damaged or
+    missing.
     """
     found = recover(source)
     if found is None:
@@ -32,13 +26,7 @@ def recovered(source: RangeSource) -> RangeSource:
 
 
 def recover(source: RangeSource) -> Recovery | None:
-    """Return the rest of a file without its end; None if it is whole, or of another kind.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        As of `recovered`.
-    """
+    """Return the recovery of a file without its end; None if it is whole or of another kind."""
     if source.kind == "safetensors":
         return _recover_safetensors(source)
     if source.kind not in ("zip", None) or not source.nbytes:
@@ -47,12 +35,12 @@ def recover(source: RangeSource) -> Recovery | None:
 
 
 def _recover_safetensors(source: RangeSource) -> Recovery | None:
-    """Return a file of the tensors that are there: they are stored one behind the other."""
+    """Return a file of the tensors before the cut: tensors are stored one behind the other."""
     try:
         read_fields(source)
     except CorruptCheckpointError as error:
         head = fetch_header(source)
-        if not error.entries:  # it is something else that is wrong
+        if not error.entries:  # something else is wrong
             raise
         fields = json.loads(head[LENGTH_NBYTES:])
         ends = {name: fields[name]["data_offsets"] for name in error.entries}
@@ -62,7 +50,7 @@ def _recover_safetensors(source: RangeSource) -> Recovery | None:
         if not whole:
             raise
         last = max(kept[name]["data_offsets"][1] for name in whole)
-        for name in ends.keys() & kept.keys():  # of no bytes
+        for name in ends.keys() & kept.keys():  # tensors without bytes
             kept[name]["data_offsets"] = [last, last]
         header = json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
         nbytes = len(head) - LENGTH_NBYTES

@@ -1,4 +1,4 @@
-"""Safetensors files behind the interface of an archive."""
+"""Presents a safetensors file as `Contents`."""
 
 from __future__ import annotations
 
@@ -25,39 +25,16 @@ from ptsave.contents.safetensors_header import StoredTensor, read_header
 from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.support import config
 
-__all__ = ["SafetensorsContents"]
-
 # Smaller tensors are copied: a process may have 65,530 mappings in all, and a copy costs less.
 _MIN_MAPPED_NBYTES = 64 << 10
 
 
 class SafetensorsContents(OneFile):
-    """The tensors of a safetensors file: `Contents` for it.
+    """`Contents` of a safetensors file.
 
-    Parameters
-    ----------
-    source : RangeSource
-        The file.
-    maps : bool, default False
-        Whether tensors of a local file are mapped into memory in any case.  Otherwise they are if
-        the page cache holds them and the file system is no network's: each fault of a mapping that
-        is cold waits for a request of a few pages, and large reads by several threads do not.
-
-    Attributes
-    ----------
-    source : RangeSource
-        The file.
-    header : SafetensorsHeader
-        Its header.
-    spans : SpanReader
-        Reads parts of tensors, numbered as in the header.
-
-    Raises
-    ------
-    ImportError
-        If safetensors is not installed.
-    CorruptCheckpointError
-        If the library refuses the file.
+    `maps` maps every large tensor of a local file into memory.  By default, only tensors in the
+    page cache of a local file system are mapped.  Each fault of a cold mapping waits for a few
+    pages, while several threads read large blocks.  `spans` numbers tensors as the header does.
     """
 
     def __init__(self, source: RangeSource, *, maps: bool = False) -> None:
@@ -104,7 +81,7 @@ class SafetensorsContents(OneFile):
         return found
 
     def _mapped(self, number: int) -> Tensor | None:
-        """Return a tensor whose bytes come from the page cache when they are used, if that pays."""
+        """Return a tensor mapped from the page cache, or None if the file is better read."""
         file, stored = self.source, self._stored[number]
         if not isinstance(file, LocalFile) or stored.nbytes < _MIN_MAPPED_NBYTES:
             return None

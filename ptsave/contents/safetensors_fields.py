@@ -17,17 +17,8 @@ from ptsave.sources.kinds import (
 )
 from ptsave.sources.ranges import RangeSource
 
-__all__ = [
-    "DTYPES",
-    "LENGTH_NBYTES",
-    "SafetensorsFields",
-    "fetch_header",
-    "let_library_read",
-    "read_fields",
-]
-
-LENGTH_NBYTES = 8  # of the number before the header
-_FIRST_NBYTES = 64 << 10  # fetched at once: most headers are in there
+LENGTH_NBYTES = 8  # of the header's length, which stands before it
+_FIRST_NBYTES = 64 << 10  # one fetch, enough for most headers
 
 DTYPES = {  # the format's names, and torch's
     "BOOL": "bool",
@@ -54,38 +45,18 @@ DTYPES = {  # the format's names, and torch's
 
 
 class SafetensorsFields(NamedTuple):
-    """The header of a safetensors file, as its library has judged it sound.
+    """The header of a safetensors file that the safetensors library has accepted.
 
-    Attributes
-    ----------
-    tensors : list of (str, dict)
-        Names and fields (``dtype``, ``shape``, ``data_offsets``), in the order of their bytes.
-    metadata : dict of str to str
-        The writer's ``__metadata__``.
-    nbytes : int
-        Bytes of the header and its length: the data begins there.
+    `tensors` has names and their fields ``dtype``, ``shape`` and ``data_offsets``.
     """
 
-    tensors: list[tuple[str, dict[str, Any]]]
-    metadata: dict[str, str]
-    nbytes: int
+    tensors: list[tuple[str, dict[str, Any]]]  # in the order of their bytes
+    metadata: dict[str, str]  # the writer's __metadata__
+    nbytes: int  # of the length and the header: the data begins there
 
 
 def read_fields(source: RangeSource) -> SafetensorsFields:
-    """Read a header.
-
-    Parameters
-    ----------
-    source : RangeSource
-        The file.  Only its header is read.
-
-    Raises
-    ------
-    ImportError
-        If safetensors is not installed.
-    CorruptCheckpointError
-        If the library refuses the file.
-    """
+    """Read the header of a file, or raise CorruptCheckpointError if the library refuses it."""
     if sys.byteorder != "little":
         raise NotImplementedError(
             f"{source.name}: safetensors files are little-endian, this machine is not"
@@ -99,7 +70,7 @@ def read_fields(source: RangeSource) -> SafetensorsFields:
 
 
 def fetch_header(source: RangeSource) -> bytes:
-    """Return the length and the header, or less if there cannot be such a header."""
+    """Return the length and the header, or fewer bytes if there cannot be such a header."""
     (head,) = source.read([(0, min(_FIRST_NBYTES, source.nbytes))])
     end = LENGTH_NBYTES + int.from_bytes(head[:LENGTH_NBYTES], "little")
     if len(head) < end <= min(source.nbytes, LENGTH_NBYTES + MAX_SAFETENSORS_HEADER_NBYTES):
@@ -109,7 +80,7 @@ def fetch_header(source: RangeSource) -> bytes:
 
 
 def _judge(source: RangeSource, head: bytes) -> None:
-    """Let the library look at a file of the same size with nothing but the header in it."""
+    """Let the library check the header, in a file of the same size that has nothing else."""
     try:
         from safetensors import SafetensorError
     except ImportError:
@@ -130,7 +101,7 @@ def _judge(source: RangeSource, head: bytes) -> None:
 
 
 def _refuse_another_kind(source: RangeSource) -> None:
-    """Raise NotCheckpointError for a file of another kind under a safetensors file's name."""
+    """Raise NotCheckpointError for a file of another kind with a safetensors name."""
     (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
     what = what_it_surely_is(head, source.nbytes)
     if what is not None:
@@ -138,27 +109,13 @@ def _refuse_another_kind(source: RangeSource) -> None:
 
 
 def let_library_read(head: bytes, nbytes: int, name: str) -> None:
-    """Let the library read a header, in front of a file that takes no memory.
+    """Let the library read a header, in a file of `nbytes` bytes that takes no memory.
 
-    Parameters
-    ----------
-    head : bytes
-        The header, with its length.
-    nbytes : int
-        The size of the whole file.
-    name : str
-        Name of the file in messages.
-
-    Raises
-    ------
-    safetensors.SafetensorError
-        If the library does not accept it.
-    OSError
-        If the system refuses such a file, or one more.
+    `head` includes the length.  `name` is the name of the file in errors.
     """
     from safetensors import safe_open
 
-    # For torch all of the file would be mapped, which the system refuses if it is large.
+    # For torch, the library maps the whole file, which the system refuses if it is large.
     framework = "np" if find_spec("numpy") else "pt"
     try:
         with open(os.memfd_create("ptsave", os.MFD_CLOEXEC), "wb") as stand_in:
@@ -169,7 +126,7 @@ def let_library_read(head: bytes, nbytes: int, name: str) -> None:
             try:
                 with safe_open(path, framework=framework):
                     pass
-            except FileNotFoundError:  # which the library calls any reason not to open it
+            except FileNotFoundError:  # raised for any failure to open it
                 os.close(os.open(path, os.O_RDONLY))
                 raise
     except OSError as error:
@@ -178,7 +135,7 @@ def let_library_read(head: bytes, nbytes: int, name: str) -> None:
 
 
 def _tensors_cut_off(head: bytes, file_nbytes: int) -> list[str]:
-    """Return the tensors of a damaged file that are not all there, as far as its header says."""
+    """Return the names of tensors that end behind the end of a damaged file, by its header."""
     try:
         fields = json.loads(head[LENGTH_NBYTES:])
         fields.pop("__metadata__", None)

@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file, which its library has judged sound, and makes one."""
+"""Reads the header of a safetensors file, which its library checks, and makes new headers."""
 
 from __future__ import annotations
 
@@ -21,81 +21,31 @@ from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import RangeSource
 from ptsave.support.garbage import pausing_garbage_collection
 
-__all__ = [
-    "SafetensorsHeader",
-    "StoredTensor",
-    "header_of",
-    "names_in_order",
-    "read_header",
-    "safetensors_dtypes",
-    "stored_shape",
-]
-
 _HEADER_ALIGNMENT = 8
 
-# Of a dtype of torch that packs several numbers into an element: how many, which the format counts.
+# Numbers in an element of torch's packed dtypes; the format's shapes count the numbers.
 _N_PACKED = {torch.float4_e2m1fn_x2: 2}
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of the file; a tuple, because there may be 100,000.
-
-    Attributes
-    ----------
-    name : str
-        Its name.
-    shape : torch.Size
-        Shape in elements.
-    dtype : torch.dtype
-        Dtype of its elements.
-    offset : int
-        Position of its first byte in the file.
-    nbytes : int
-        Size in bytes.
-    """
+    """A tensor of the file; a tuple, because there may be 100,000."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    offset: int
+    offset: int  # of its first byte in the file
     nbytes: int
 
 
 class SafetensorsHeader(NamedTuple):
-    """The tensors and the metadata of a safetensors file.
+    """The tensors and the metadata of a safetensors file."""
 
-    Attributes
-    ----------
-    tensors : list of StoredTensor
-        In the order of their bytes.
-    metadata : dict of str to str
-        The writer's ``__metadata__``.
-    """
-
-    tensors: list[StoredTensor]
-    metadata: dict[str, str]
+    tensors: list[StoredTensor]  # in the order of their bytes
+    metadata: dict[str, str]  # the writer's __metadata__
 
 
 def read_header(source: RangeSource) -> SafetensorsHeader:
-    """Read a header.
-
-    Parameters
-    ----------
-    source : RangeSource
-        The file.  Only its header is read.
-
-    Returns
-    -------
-    SafetensorsHeader
-        All its tensors lie within the file, and none on another.
-
-    Raises
-    ------
-    ImportError
-        If safetensors is not installed.
-    CorruptCheckpointError
-        If the library refuses the file, or torch has no such dtype.
-    """
+    """Read a header; its tensors lie within the file and do not overlap."""
     with pausing_garbage_collection():
         stored = read_fields(source)
         tensors = list(_stored_tensors(source, stored))
@@ -103,15 +53,10 @@ def read_header(source: RangeSource) -> SafetensorsHeader:
 
 
 def stored_shape(dtype: torch.dtype, shape: Sequence[int]) -> list[int]:
-    """Return the shape that the format has for a tensor of torch's.
+    """Return the format's shape for a tensor of torch, which counts packed numbers one by one.
 
-    Raises
-    ------
-    ValueError
-        If it has none: numbers that are packed in pairs need a dimension to be pairs in.
+    A packed dtype without dimensions has no shape in the format, which is a ValueError.
 
-    Examples
-    --------
     >>> stored_shape(torch.float32, [3, 2]), stored_shape(torch.float4_e2m1fn_x2, [3, 2])
     ([3, 2], [3, 4])
     """
@@ -125,7 +70,7 @@ def stored_shape(dtype: torch.dtype, shape: Sequence[int]) -> list[int]:
 
 
 def _shape_in_torch(dtype: torch.dtype, shape: Sequence[int]) -> torch.Size | None:
-    """Return the shape that torch has for a tensor of the format; None if it has none."""
+    """Return torch's shape for a tensor of the format, or None if torch has no such shape."""
     n_packed = _N_PACKED.get(dtype, 1)
     if n_packed == 1:
         return torch.Size(shape)
@@ -136,14 +81,14 @@ def _shape_in_torch(dtype: torch.dtype, shape: Sequence[int]) -> torch.Size | No
 
 @functools.cache
 def _dtype_of(name: str) -> torch.dtype | None:
-    """Return the dtype that the format has a name for; None if torch has not got it."""
+    """Return torch's dtype for a name of the format, or None if torch lacks it."""
     dtype: torch.dtype | None = getattr(torch, DTYPES.get(name, ""), None)
     return dtype
 
 
 def _stored_tensors(source: RangeSource, stored: SafetensorsFields) -> Iterator[StoredTensor]:
     first, max_end = stored.nbytes, source.nbytes
-    kinds: dict[tuple[Any, ...], tuple[torch.Size, torch.dtype, int]] = {}  # layers are alike
+    kinds: dict[tuple[Any, ...], tuple[torch.Size, torch.dtype, int]] = {}  # many tensors are alike
     for name, entry in stored.tensors:
         key = (entry["dtype"], *entry["shape"])
         if key not in kinds:
@@ -157,7 +102,7 @@ def _stored_tensors(source: RangeSource, stored: SafetensorsFields) -> Iterator[
                 path=source.name,
                 offset=begin,
             )
-        # As StoredTensor(...), whose own code takes twice as long.
+        # StoredTensor(...) takes twice as long.
         yield tuple.__new__(StoredTensor, (name, shape, dtype, begin, nbytes))
 
 
@@ -175,12 +120,12 @@ def _kind_of(
     return shape, dtype, prod(shape) * dtype.itemsize
 
 
-# ----------------------------------------------------------------------------------- made anew
+# ----------------------------------------------------------------------------------- new files
 
 
 @functools.cache
 def safetensors_dtypes() -> dict[torch.dtype, str]:
-    """Return the dtypes that the library writes, in its order, with its names for them."""
+    """Return the dtypes that the library writes, in its order, and its names for them."""
     try:
         from safetensors.torch import save
     except ImportError:
@@ -198,13 +143,13 @@ def safetensors_dtypes() -> dict[torch.dtype, str]:
 def _can_write(save: Callable[[dict[str, Tensor]], bytes], dtype: torch.dtype) -> bool:
     try:
         save({"": torch.empty(0, dtype=dtype)})
-    except Exception:  # it says so in many ways
+    except Exception:  # the library raises errors of many types
         return False
     return True
 
 
 def names_in_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors in the order of a file."""
+    """Return the names of tensors in the order in which a file stores them."""
     ranks = {dtype: rank for rank, dtype in enumerate(safetensors_dtypes())}
     return sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name.encode()))
 
@@ -212,13 +157,7 @@ def names_in_order(tensors: Mapping[str, Tensor]) -> list[str]:
 def header_of(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> tuple[list[Tensor], bytes]:
-    """Return tensors in the order of a file, and its header, as the library writes it.
-
-    Raises
-    ------
-    ValueError
-        If the format has not got the shape of one.
-    """
+    """Return tensors in the order of a file, and the header that the library writes for them."""
     dtypes = safetensors_dtypes()
     names = names_in_order(tensors)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -1,4 +1,4 @@
-"""Loads a safetensors file as torch loads its own: a dict of tensors with memory of their own."""
+"""Loads a safetensors file as `torch.load` would: into tensors with memory of their own."""
 
 from __future__ import annotations
 
@@ -21,28 +21,14 @@ from ptsave.support import config
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.torch_serialization import restore_location
 
-__all__ = ["load_safetensors"]
-
 _CPU = torch.device("cpu")
 
 
 def load_safetensors(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
     """Load all tensors of a file, in the order of their bytes.
 
-    Parameters
-    ----------
-    source : RangeSource
-        The file.
-    options : LoadOptions
-        To `map_location` every tensor was saved on the CPU.  `mmap` maps tensors of local files.
-        `verify` has nothing to compare: such a file has no checksums.
-
-    Raises
-    ------
-    RuntimeError
-        If safetensors is not installed: torch's words.
-    CorruptCheckpointError
-        If the library refuses the file.
+    For `map_location`, every tensor was saved on the CPU.  `verify` has no effect, because the
+    format has no checksums.  A missing safetensors package is a RuntimeError with torch's words.
     """
     location = options.map_location
     with _torchs_words_for_missing_library():
@@ -108,7 +94,7 @@ def _read(
 
 
 def _placed(tensor: Tensor, map_location: Any) -> Tensor:
-    """Return a tensor where torch's rules put what was saved on the CPU."""
+    """Return a tensor where `map_location` puts a tensor that was saved on the CPU."""
     storage = restore_location(map_location)(tensor.untyped_storage(), "cpu")
     placed = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     return placed.set_(storage, 0, tensor.shape, tensor.stride())

@@ -1,4 +1,4 @@
-"""The files of a model in a directory, by the names that the Hugging Face layout gives them."""
+"""Finds the files of a model in a directory, by their names in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -18,27 +18,6 @@ from ptsave.support.text import some_of
 from ptsave.support.user_warnings import warn_user
 from ptsave.tree.containers import items_of
 
-__all__ = [
-    "FORMATS",
-    "INDEX_SUFFIX",
-    "NumberedSet",
-    "ShardFiles",
-    "ShardFormat",
-    "find_shards",
-    "is_index",
-    "is_parallel_part",
-    "is_zero_file",
-    "merged",
-    "name_lost_entries",
-    "numbered_sets",
-    "read_index",
-    "refuse_files_of_ranks",
-    "refuse_parallel_parts",
-    "refuse_what_came_instead",
-    "those_in_index",
-    "without_lost",
-]
-
 _T = TypeVar("_T")
 
 INDEX_SUFFIX = ".index.json"
@@ -53,11 +32,11 @@ class ShardFormat(NamedTuple):
 
     stem: str
     suffix: str
-    pattern: str  # of shards where there is no index
+    pattern: str  # of shards without an index
 
     @property
     def single(self) -> str:
-        """The file of a model that is not split."""
+        """Name of the only file of a model that is not split."""
         return self.stem + self.suffix
 
     @property
@@ -65,7 +44,7 @@ class ShardFormat(NamedTuple):
         return self.single + INDEX_SUFFIX
 
 
-# In the order in which they are preferred, as transformers and inference engines do.
+# In the order of preference that transformers and inference engines have.
 FORMATS = {
     "safetensors": ShardFormat("model", ".safetensors", r"[^.].*\.safetensors"),
     "bin": ShardFormat("pytorch_model", ".bin", r"pytorch_model.*\.bin"),
@@ -74,9 +53,9 @@ FORMATS = {
     "consolidated": ShardFormat("consolidated", ".pth", r"consolidated.*\.pth"),
     "pth": ShardFormat("model", ".pth", r"[^.].*\.pth"),
 }
-# consolidated.00.pth, as Llama and Mistral were published
+# consolidated.00.pth: Llama and Mistral were published so.
 _PARALLEL_PART = r"consolidated\.\d+\.pth(?:$|[?#:])"
-# <item>_<rank>.pt of torch_checkpointing, and the files of DeepSpeed's ZeRO.
+# <item>_<rank>.pt of torch_checkpointing, parts of ptsave's steps, and files of DeepSpeed's ZeRO.
 _FILE_OF_RANK = r"(?P<item>.+)_\d+\.pt"
 _STEP_OF_RANK = r"step-\d+\..+\.rank-\d+-of-\d+\.pt"
 _ZERO_FILE = r"(?:(?:bf16|fp16)_)?zero_pp_rank_\d+_mp_rank_\d+.*_states\.pt"
@@ -84,47 +63,29 @@ _NUMBERED = r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffix>\.\w+)"
 
 
 class ShardFiles(NamedTuple):
-    """The files of a checkpoint.
+    """The files of a checkpoint."""
 
-    Attributes
-    ----------
-    paths : list of str
-        Paths or URLs, in the order of their names.
-    weight_map : dict of str to str or None
-        Paths of files by names of tensors, if there is an index that says so.
-    index_path : str
-        The index, or "".
-    path : str
-        The directory, index or file that was asked for.
-    storage_options : mapping
-        For the file system of URLs.
-    source : RangeSource or None
-        The only file, open.
-    ranks : tuple of tuple of str or None
-        For each file the keys below which its object is, if ranks have written one each.
-    """
-
-    paths: list[str]
-    weight_map: dict[str, str] | None = None
+    paths: list[str]  # paths or URLs, in the order of their names
+    weight_map: dict[str, str] | None = None  # file paths by tensor names, from the index
     index_path: str = ""
-    path: str = ""
+    path: str = ""  # the directory, index or file that the caller asked for
     storage_options: Mapping[str, Any] = MappingProxyType({})
-    source: RangeSource | None = None
-    ranks: tuple[tuple[str, ...], ...] | None = None
+    source: RangeSource | None = None  # the only file, open
+    ranks: tuple[tuple[str, ...], ...] | None = None  # keys above each file's object
 
     @property
     def is_one(self) -> bool:
-        """Whether this is one file, all of which counts."""
+        """Whether this is a single file without an index."""
         return len(self.paths) == 1 and self.weight_map is None and self.ranks is None
 
     def name_of(self, path: str) -> str:
-        """Return the name of a file in the directory of all of them."""
+        """Return the path of a file relative to the checkpoint's directory."""
         folder = folder_of(self.index_path or self.paths[0], self.storage_options).path
         links = zip(folder.split("::"), path.split("::"), strict=True)
         return next(link[len(own) :].lstrip("/") for own, link in links if own != link)
 
     def close(self) -> None:
-        """Let go of the file that is open, if one is: its name is enough to open it again."""
+        """Close `source`, if there is one; its name is enough to open it again."""
         if self.source is not None:
             self.source.close()
 
@@ -133,7 +94,7 @@ class ShardFiles(NamedTuple):
         return map(self.open_one, self.paths)
 
     def open_one(self, path: str) -> RangeSource:
-        """Open one of the files; the error says so if it is a shard that is missing."""
+        """Open one of the files; the error for a missing shard names the index and lost tensors."""
         if self.source is not None:
             return self.source
         try:
@@ -144,7 +105,7 @@ class ShardFiles(NamedTuple):
             raise self.missing(path) from error
 
     def missing(self, path: str) -> FileNotFoundError:
-        """Return the error for a shard that the index names and that is not there."""
+        """Return the error for a shard that the index names and that does not exist."""
         tensors = [name for name, shard in (self.weight_map or {}).items() if shard == path]
         return FileNotFoundError(
             errno.ENOENT,
@@ -156,19 +117,8 @@ class ShardFiles(NamedTuple):
 def find_shards(folder: Folder) -> ShardFiles | None:
     """Return the files of the model in a directory, by their names; None if there are none.
 
-    A directory with several formats is read as the first of safetensors, ``pytorch_model*.bin``,
-    ``model*.bin``, ``*.pt``, ``consolidated*.pth`` and ``*.pth``.  Within a format, an unsplit
-    ``model.safetensors`` (``pytorch_model.bin``) beside an index, or beside numbered shards, is the
-    model, as it is for transformers.
-
-    Raises
-    ------
-    FileNotFoundError
-        If an index, or the names of the others, promise a file that is not there.
-    CorruptCheckpointError
-        If an index is damaged.
-    ValueError
-        If there are several indices.
+    The first of `FORMATS` that has files counts.  An unsplit ``model.safetensors`` or
+    ``pytorch_model.bin`` wins over an index or numbered shards beside it, as in transformers.
     """
     names = folder.names()
     for each in FORMATS.values():
@@ -181,17 +131,8 @@ def find_shards(folder: Folder) -> ShardFiles | None:
 def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> list[_T]:
     """Return the items of a model's files, each from the file that the index names.
 
-    Parameters
-    ----------
-    found : iterable of (str, str, object)
-        Names, the paths of their files, and their items.
-    files : ShardFiles
-        The files; a name counts in the one that the index says.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the index promises a name that is in no file.
+    `found` yields the name of each item, the path of its file, and the item.  A name that the index
+    promises and no file has is a CorruptCheckpointError.
     """
     if files.weight_map is None:
         return [each for _, _, each in found]
@@ -211,16 +152,10 @@ def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> l
 
 
 def without_lost(files: ShardFiles, objects: Iterable[tuple[str, Any]]) -> ShardFiles:
-    """Return a set with an index of only the entries that its shards, of which some are cut, hold.
+    """Reduce a set's index to the entries that its shards hold, after some shards were cut.
 
-    A `CheckpointWarning` names the others.
-
-    Parameters
-    ----------
-    files : ShardFiles
-        The files.
-    objects : iterable of (str, object)
-        The paths of the files, and the object of each.
+    `objects` gives the path and the object of each file.  A `CheckpointWarning` names the lost
+    entries.
     """
     if files.weight_map is None:
         return files
@@ -234,19 +169,9 @@ def without_lost(files: ShardFiles, objects: Iterable[tuple[str, Any]]) -> Shard
 
 
 def refuse_parallel_parts(found: Iterable[tuple[str, str]], files: ShardFiles) -> None:
-    """Refuse files of which each has a part of the same tensors, for one rank of a job.
+    """Raise ValueError if files hold parts of the same tensors, one part for each rank of a job.
 
-    Parameters
-    ----------
-    found : iterable of (str, str)
-        Names, and the paths of their files.
-    files : ShardFiles
-        The files.
-
-    Raises
-    ------
-    ValueError
-        The message says how to go on.
+    `found` gives the names of tensors and the paths of their files.
     """
     if files.weight_map is not None or not all(map(is_parallel_part, files.paths)):
         return
@@ -264,7 +189,7 @@ def refuse_parallel_parts(found: Iterable[tuple[str, str]], files: ShardFiles) -
 
 
 def is_parallel_part(path: str) -> bool:
-    """Whether a file is a part of a model that was divided among ranks, by its name.
+    """Whether a file, by its name, is one rank's part of a divided model.
 
     >>> is_parallel_part("llama/consolidated.00.pth")
     True
@@ -273,7 +198,7 @@ def is_parallel_part(path: str) -> bool:
 
 
 def is_zero_file(path: str) -> bool:
-    """Whether a file is one rank's of DeepSpeed's ZeRO, by its name.
+    """Whether a file, by its name, is one rank's file of DeepSpeed's ZeRO.
 
     >>> is_zero_file("global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     True
@@ -282,13 +207,7 @@ def is_zero_file(path: str) -> bool:
 
 
 def refuse_files_of_ranks(files: ShardFiles) -> None:
-    """Refuse files that ranks of a job have written, each its own part, by their names.
-
-    Raises
-    ------
-    ValueError
-        The message names their writer, and says how to go on.
-    """
+    """Raise ValueError for files, known by their names, that each hold one rank's own part."""
     names = [path.rpartition("/")[2] for path in files.paths]
     if any(map(is_zero_file, names)):
         raise ValueError(
@@ -315,7 +234,7 @@ def refuse_files_of_ranks(files: ShardFiles) -> None:
 
 
 def name_lost_entries(error: CorruptCheckpointError, path: str, files: ShardFiles) -> None:
-    """Name the tensors of a shard that is too damaged to name them, if there is an index."""
+    """Add to an error the tensors that the index puts into a shard too damaged to list them."""
     if not error.entries and files.weight_map is not None:
         error.entries = [name for name, shard in files.weight_map.items() if shard == path]
         more = ", ..." if len(error.entries) > _N_NAMED else ""
@@ -324,23 +243,11 @@ def name_lost_entries(error: CorruptCheckpointError, path: str, files: ShardFile
 
 
 def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, Any]:
-    """Return the dicts of a model's files as one.
+    """Return the dicts of a model's files as one dict.
 
-    Parameters
-    ----------
-    objects : iterable of (str, object)
-        The paths of the files, and the object of each.
-    files : ShardFiles
-        The files; a name counts in the one that the index says.
-
-    Raises
-    ------
-    TypeError
-        If one of the objects is no dict.
-    CorruptCheckpointError
-        If the index promises a name that is in no file.
-    ValueError
-        If a name is in two files and no index says which one counts.
+    `objects` gives the path and the object of each file.  A name comes from the file that the index
+    names; without an index, a name in two files is a ValueError.  Objects of ranks lie below the
+    keys of their ranks.
     """
     if files.ranks is not None:
         return _nested(zip(files.ranks, objects, strict=True))
@@ -348,7 +255,7 @@ def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, A
     homes: dict[Any, str] = {}
     found: Iterable[tuple[Any, str, Any]]
     found = (item for path, obj in objects for item in _items_of(obj, path))
-    if files.weight_map is not None:  # or each file is looked at before the next one is loaded
+    if files.weight_map is not None:  # otherwise each file is checked before the next loads
         found = those_in_index(((item[0], item[1], item) for item in found), files)
     for name, path, each in found:
         if name in result:
@@ -364,7 +271,7 @@ def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, A
 
 
 def _nested(objects: Iterable[tuple[tuple[str, ...], tuple[str, Any]]]) -> dict[Any, Any]:
-    """Return the objects of ranks below their keys."""
+    """Return the object of each rank below the keys of that rank."""
     result: dict[Any, Any] = {}
     for keys, (_, obj) in objects:
         place = result
@@ -400,13 +307,13 @@ def _find_format(folder: Folder, names: list[str], shard_format: ShardFormat) ->
 
 
 def _belong(numbered: Iterable[str], shard_format: ShardFormat) -> bool:
-    """Whether a set of shards has names that begin and end like those of an unsplit model."""
+    """Whether a numbered shard begins and ends like the file of the unsplit model."""
     ours = (shard_format.stem, shard_format.suffix)
     return any(name.startswith(ours[0]) and name.endswith(ours[1]) for name in numbered)
 
 
 def _require_all_numbers(folder: Folder, names: Iterable[str]) -> None:
-    """Refuse a set that its names, ``...-00002-of-00008...``, say is not complete."""
+    """Raise if a file of a numbered set, ``...-00002-of-00008...``, does not exist."""
     for numbered in numbered_sets(names):
         if numbered.missing:
             raise FileNotFoundError(
@@ -417,21 +324,11 @@ def _require_all_numbers(folder: Folder, names: Iterable[str]) -> None:
 
 
 class NumberedSet(NamedTuple):
-    """Files whose names say that they belong together.
+    """Files whose numbered names say that they belong together."""
 
-    Attributes
-    ----------
-    names : list of str
-        Those that are there, in their order.
-    missing : str
-        The first that is not, or "".
-    single : str
-        Name of the file if the set were not split.
-    """
-
-    names: list[str]
-    missing: str
-    single: str
+    names: list[str]  # of the files that exist, in order
+    missing: str  # the first missing name, or ""
+    single: str  # the name that one unsplit file would have
 
 
 def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
@@ -443,7 +340,7 @@ def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
     sets: dict[tuple[str, ...], list[str]] = {}
     for match in filter(None, map(re.compile(_NUMBERED).fullmatch, sorted(names))):
         if match["stem"].endswith(".rank"):
-            continue  # a rank's part of an AsyncCheckpointer, of which the first is 0
+            continue  # a rank's part of an AsyncCheckpointer; ranks begin at 0
         key = match["stem"], match["count"], match["suffix"], str(len(match["number"]))
         sets.setdefault(key, []).append(match[0])
     found = []
@@ -457,10 +354,8 @@ def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
 
 
 def is_index(source: RangeSource) -> bool:
-    """Whether a file is an index of shards, by its content; a damaged one by its name.
+    """Whether a file is an index of shards, by its name or else by its content.
 
-    Examples
-    --------
     >>> import io
     >>> from ptsave.sources.opening import open_source
     >>> is_index(open_source(io.BytesIO(b'{"weight_map": {"weight": "a.safetensors"}}')))
@@ -480,15 +375,7 @@ def is_index(source: RangeSource) -> bool:
 
 
 def read_index(source: RangeSource, folder: Folder) -> ShardFiles:
-    """Return the files that an index names, which lie beside it.
-
-    Raises
-    ------
-    FileNotFoundError
-        If one is not there.
-    CorruptCheckpointError
-        If the index is damaged.
-    """
+    """Read an index, close it, and return the files beside it that it names."""
     with closing(source):
         in_folder = _weight_map_in(source)
     paths = {shard: folder.join(shard) for shard in {*in_folder.values()}}
@@ -508,12 +395,12 @@ def _weight_map_in(source: RangeSource) -> dict[str, str]:
     (text,) = source.read([(0, source.nbytes)])
     try:
         index: Any = json.loads(text.decode())
-    except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError, too
+    except (ValueError, RecursionError) as error:  # ValueError: also not UTF-8
         raise CorruptCheckpointError(f"{path}: not JSON: {error}", path=path) from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptCheckpointError(f"{path}: an index of shards has a weight_map", path=path)
-    sound: set[str] = set()  # names of files that have been looked at
+    sound: set[str] = set()  # names that are checked already
     for tensor, name in weight_map.items():
         if isinstance(name, str) and (name in sound or _is_inside(name)):
             sound.add(name)
@@ -531,13 +418,7 @@ def _is_inside(name: str) -> bool:
 
 
 def refuse_what_came_instead(source: RangeSource) -> None:
-    """Raise for a file that a download has left in place of the one that was wanted.
-
-    Raises
-    ------
-    NotCheckpointError
-        If it is a git-lfs pointer, a web page, or empty.
-    """
+    """Raise NotCheckpointError for a failed download: a git-lfs pointer, a web page, no bytes."""
     instead = what_came_instead(source.head, source.nbytes)
     if instead is not None:
         path = source.name

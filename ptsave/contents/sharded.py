@@ -1,4 +1,4 @@
-"""The files of a checkpoint behind the interface of one."""
+"""Presents the files of a checkpoint as one `Contents`."""
 
 from __future__ import annotations
 
@@ -14,33 +14,12 @@ from ptsave.contents.shard_files import ShardFiles, merged
 from ptsave.support.torch_tensors import storage_id_of
 from ptsave.tree.entry_reading import tensors_over
 
-__all__ = ["ShardedContents"]
-
 
 class ShardedContents:
-    """The dicts of several files as one: `Contents` for them.
+    """The dicts of several files as one `Contents`.
 
-    Parameters
-    ----------
-    parts : sequence of Contents
-        Those of each file.
-    files : ShardFiles
-        The files; a name counts in the one that the index says.  What ranks have written is below
-        their keys.
-
-    Attributes
-    ----------
-    is_flat : bool
-        Whether all of it is one dict of names.
-
-    Raises
-    ------
-    TypeError
-        If a file holds something else than a dict.
-    CorruptCheckpointError
-        If the index promises an entry that is not there.
-    ValueError
-        If a name is in two files, and no index says which one counts.
+    A name counts in the file that the index names.  Objects of ranks lie below the keys of their
+    ranks; `is_flat` is true if there are no such keys.
     """
 
     def __init__(self, parts: Sequence[Contents], files: ShardFiles) -> None:
@@ -110,7 +89,7 @@ class ShardedContents:
             part.verify(progress=progress)
 
     def by_part(self, tensors: list[Tensor]) -> list[tuple[Contents, list[Tensor]]]:
-        """Return tensors by the files that they are in."""
+        """Group tensors by the files that hold them."""
         groups: dict[int, tuple[Contents, list[Tensor]]] = {}
         for tensor in tensors:
             part = self._part_of.get(_key_of(tensor), self.parts[-1])
@@ -119,5 +98,5 @@ class ShardedContents:
 
 
 def _key_of(tensor: Tensor) -> int:
-    """Return a key that is unique among tensors of several files, also if they are wrapped anew."""
+    """Return a key that is unique among all files, and equal for each wrapper of a storage."""
     return storage_id_of(tensor) or id(tensor)

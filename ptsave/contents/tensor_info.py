@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from ptsave.tree.names import EntryNames
     from ptsave.tree.paths import Path
 
-__all__ = ["Facts", "TensorInfo", "facts_of", "list_tensors"]
-
-# Of a tensor: dtype, shape, stride, where in its storage it begins, its size, and its storage's
-# size; all three in bytes.  A plain tuple, of which there may be 100,000.
+# Dtype, shape and stride of a tensor; in bytes, its begin in its storage, its size and the size of
+# the storage.  A plain tuple, because there may be 100,000.
 Facts: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, int]
 
 
@@ -65,7 +63,7 @@ class TensorInfo(NamedTuple):
 
 
 class _Others(Sequence["str | Path"]):
-    """The names of a group but one, which are never copied: each of many has all the others."""
+    """The names of a group except one, as a view: a copy for each member would be quadratic."""
 
     __slots__ = ("_group", "_left_out")
 
@@ -111,7 +109,7 @@ def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
         groups: dict[object, list[str | Path]] = {}
         for name, (key, _, _, _) in zip(names.names, places, strict=True):
             groups.setdefault(key, []).append(name)
-        n_met: dict[object, int] = {}  # of each storage that is shared
+        n_met: dict[object, int] = {}  # tensors so far, by their shared storage
         infos = []
         facts_and_places = zip(facts_of(names.tensors), places, strict=True)
         for name, tensor, (facts, place) in zip(
@@ -142,10 +140,10 @@ def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
 
 
 def facts_of(tensors: list[Tensor]) -> list[Facts]:
-    """Return the `Facts` of tensors; one that is nested or not strided has no stride."""
+    """Return the `Facts` of tensors; a tensor that is nested or not strided has no stride."""
     facts = _C.tensor_facts(tensors)
     if None not in facts:
-        return facts  # type: ignore[return-value]  # no copy of a list that may be long
+        return facts  # type: ignore[return-value]  # no copy: the list may be long
     return [
         _dense_facts_of(tensor) if found is None else found
         for found, tensor in zip(facts, tensors, strict=True)
@@ -158,7 +156,7 @@ def _dense_facts_of(tensor: Tensor) -> Facts:
 
 
 def _shape_of(tensor: Tensor) -> torch.Size:
-    """Return the shape of a tensor; -1 in a dimension in which the parts of a nested one differ."""
+    """Return the shape of a tensor, with -1 where the parts of a nested tensor differ."""
     if not tensor.is_nested:
         return tensor.shape
     if tensor.layout == torch.jagged:
