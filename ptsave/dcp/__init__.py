@@ -1,1 +1,1 @@
-"""Directories of torch.distributed.checkpoint, read."""
+"""Reads checkpoints of torch.distributed.checkpoint."""

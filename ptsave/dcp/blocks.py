@@ -1,7 +1,7 @@
-"""Blocks of a rank's file that `ptsave.distributed` has written, and the table of their checksums.
+"""The layout of checksums in a rank's file that `ptsave.distributed` has written.
 
-The CRC-32 of each block of 4,096 bytes is in a table behind the last block; the metadata has one
-for each section of the table, of 1,024 blocks.
+A table behind the last block has the CRC-32 of each block of 4,096 bytes.  The metadata has a
+CRC-32 for each section of the table, which covers 1,024 blocks.
 """
 
 from __future__ import annotations
@@ -10,15 +10,6 @@ from typing_extensions import Buffer
 
 from ptsave import _C
 
-__all__ = [
-    "BLOCK_NBYTES",
-    "CRC_NBYTES",
-    "SECTION_BLOCKS",
-    "SECTION_NBYTES",
-    "section_crcs",
-    "table_nbytes",
-]
-
 BLOCK_NBYTES = _C.CHECKED_BLOCK_NBYTES
 SECTION_BLOCKS = 1024
 SECTION_NBYTES = SECTION_BLOCKS * BLOCK_NBYTES
@@ -26,7 +17,7 @@ CRC_NBYTES = 4
 
 
 def table_nbytes(nbytes: int) -> int:
-    """Return the size of the table behind so many bytes of blocks."""
+    """Return the size of the table for blocks of `nbytes` bytes in all."""
     return nbytes // BLOCK_NBYTES * CRC_NBYTES
 
 

@@ -1,4 +1,4 @@
-"""Finds the damage in a checkpoint of torch.distributed.checkpoint: every file, every checksum."""
+"""Finds damage in a DCP checkpoint, by the checksums of all of its files."""
 
 from __future__ import annotations
 
@@ -12,69 +12,33 @@ from ptsave.dcp.stock_items import damage_in
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support.progress import progress_from
 
-__all__ = ["DcpDamage", "DcpFindings", "find_dcp_damage"]
-
 
 @dataclass(frozen=True)
 class DcpDamage:
-    """Damage in a file, or something that the metadata cannot mean.
-
-    Attributes
-    ----------
-    path : str
-        The file.
-    reason : str
-        The kind of damage, in words.
-    offset : int or None
-        Where in the file it begins, in bytes.
-    entries : list of str
-        Flat names of the tensors and objects that it reaches.
-    """
+    """Damage in a file, or a contradiction in the metadata."""
 
     path: str
     reason: str
-    offset: int | None = None
-    entries: list[str] = field(default_factory=list)
+    offset: int | None = None  # where it begins in the file
+    entries: list[str] = field(default_factory=list)  # flat names of what it affects
 
 
 @dataclass
 class DcpFindings:
-    """The result of `find_dcp_damage`.
-
-    Attributes
-    ----------
-    damage : list of DcpDamage
-        All that was found.
-    unverified : list of str
-        Flat names of entries that have no checksums.
-    metadata_is_checked : bool
-        Whether the metadata has a checksum, which is right.
-    """
+    """The result of `find_dcp_damage`."""
 
     damage: list[DcpDamage] = field(default_factory=list)
-    unverified: list[str] = field(default_factory=list)
-    metadata_is_checked: bool = False
+    unverified: list[str] = field(default_factory=list)  # flat names of entries without checksums
+    metadata_is_checked: bool = False  # it has a checksum, which is right
 
 
 def find_dcp_damage(
     checkpoint: DcpCheckpoint, progress: Callable[[int], None] | None = None
 ) -> DcpFindings:
-    """Read all files of a checkpoint, and compare everything with its checksum.
+    """Read all files of a checkpoint, and compare everything with its checksums.
 
-    Files by `ptsave.distributed` have one for each block, those by torch's writer one for each
-    record of each item.
-
-    Parameters
-    ----------
-    checkpoint : DcpCheckpoint
-        The checkpoint.
-    progress : callable, optional
-        Gets the number of bytes that have been looked at.
-
-    Raises
-    ------
-    OSError
-        If a file that is there cannot be read.
+    Files of `ptsave.distributed` have a checksum for each block.  Files of torch's writer have one
+    for each record of each item.  `progress` gets the number of bytes that are done.
     """
     found = DcpFindings()
     try:
@@ -88,7 +52,7 @@ def find_dcp_damage(
             found.damage.append(DcpDamage(checkpoint.file(name), reason, None, entries))
     for tensor in checkpoint.tensors.values():
         if any(wrong[chunk.file] for chunk in tensor.chunks):
-            continue  # which is said already
+            continue  # reported already
         try:
             checkpoint.require_tensor(tensor)
         except CorruptCheckpointError as error:
@@ -135,12 +99,12 @@ def _check_items(
     found: DcpFindings,
     progress: Callable[[int], None] | None,
 ) -> None:
-    """Check the items of torch's writer, each of which is an archive."""
+    """Check the items of a file of torch's writer: each item is an archive."""
     path = checkpoint.file(name)
     unverified: dict[str, None] = dict.fromkeys(found.unverified)
     for item in checkpoint.items_in(name):
         if item.end > checkpoint.sizes[name]:
-            continue  # which is said already
+            continue  # reported already
         try:
             damage = damage_in(files, item.info, item.name)
             if damage is None:
@@ -153,7 +117,7 @@ def _check_items(
                 checkpoint.stored(files, item.tensor, item.chunk)
         except CorruptCheckpointError as error:
             found.damage.append(DcpDamage(path, bare_message(error, path), item.begin, [item.name]))
-        except NotImplementedError:  # an extension has changed its bytes
+        except NotImplementedError:  # an extension of DCP has transformed it
             unverified[item.name] = None
         if progress is not None:
             progress(item.end)

@@ -1,7 +1,7 @@
-"""`DcpCheckpoint`: entries of a checkpoint of torch.distributed.checkpoint, and their places.
+"""`DcpCheckpoint`: the entries of a DCP checkpoint, and the places of their bytes.
 
-Its metadata is hostile: everything that is taken from it is compared with the sizes of the files
-before anything is allocated for it.
+The metadata may be hostile.  Its numbers are compared with the sizes of the files before memory is
+allocated for them.
 """
 
 from __future__ import annotations
@@ -34,31 +34,19 @@ from ptsave.dcp.stock_items import stored_tensor
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import FsspecFile
 
-__all__ = ["Chunk", "DcpCheckpoint", "DcpTensor", "Item"]
-
-# Elements without a value that lists may get, in all: {"a": [{}, {}, tensor]} names the last only.
+# The most elements without a value in all lists: {"a": [{}, {}, tensor]} names only the last.
 _MAX_PADDING = 1 << 20
-# So often a checkpoint may be replaced while its metadata is read.
+# Attempts to read the metadata while other saves replace the checkpoint.
 _MAX_READS = 5
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor, in a file of one rank.
+    """A part of a tensor, in a file of one rank."""
 
-    Attributes
-    ----------
-    offsets : tuple of int
-        Index of its first element in the tensor.
-    sizes : tuple of int
-        Elements of each dimension.
-    info : object
-        The item that holds it, as the metadata describes it.
-    """
-
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # index of its first element in the tensor
     sizes: tuple[int, ...]
-    info: Any
+    info: Any  # the item that holds it, from the metadata
 
     @property
     def file(self) -> str:
@@ -83,46 +71,22 @@ class Chunk:
 
 @dataclass(frozen=True)
 class DcpTensor:
-    """A tensor whose parts are in files of ranks.
+    """A tensor whose parts are in files of ranks."""
 
-    Attributes
-    ----------
-    name : str
-        Its flat name.
-    dtype : torch.dtype
-        Of its elements.
-    shape : torch.Size
-        Of all of it.
-    chunks : list of Chunk
-        Its parts that are not empty, in the order of the metadata.
-    lost : str
-        Their damage, or "": the tensor cannot be read then.
-    """
-
-    name: str
+    name: str  # flat
     dtype: torch.dtype
     shape: torch.Size
-    chunks: list[Chunk]
-    lost: str = ""
+    chunks: list[Chunk]  # without empty ones, in the order of the metadata
+    lost: str = ""  # why the tensor cannot be read
 
 
 @dataclass(frozen=True)
 class Item:
-    """A part of a file: of a tensor, or an object.
+    """A part of a file: a chunk of a tensor, or an object."""
 
-    Attributes
-    ----------
-    name : str
-        The tensor's or the object's flat name.
-    info : object
-        Where it is, as the metadata describes it.
-    tensor, chunk : DcpTensor and Chunk, or None
-        The tensor, and which part of it; None for an object.
-    """
-
-    name: str
-    info: Any
-    tensor: DcpTensor | None = None
+    name: str  # flat, of the tensor or object
+    info: Any  # its place, from the metadata
+    tensor: DcpTensor | None = None  # None for an object
     chunk: Chunk | None = None
 
     @property
@@ -137,38 +101,14 @@ class Item:
 
 
 class DcpCheckpoint:
-    """A directory with metadata of DCP, by torch's FileSystemWriter or ours.  Nothing stays open.
+    """A DCP directory, by torch's FileSystemWriter or ptsave's; no file stays open.
 
-    Parameters
-    ----------
-    file : str or FsspecFile
-        The metadata, ``.metadata`` or ``__<rank>.metadata`` of a rank that has saved by itself: its
-        path or, at a URL, the file.
+    `file` is the metadata: ``.metadata``, or ``__<rank>.metadata`` of a rank that saved by itself.
+    A file that another save has removed meanwhile is an OSError with ``ESTALE``.
 
-    Attributes
-    ----------
-    path : str
-        The directory.
-    metadata_path : str
-        The metadata.
-    checked : dict of str to CheckedFile
-        Files with checksums of their blocks.
-    sizes : dict of str to int
-        The files that are named, with their sizes in bytes; -1 for one that is not there.
-    tensors : dict of str to DcpTensor
-        By flat names, in the order of the metadata.
-    objects : dict of str to object
-        The items of other values, in that order.
-    nbytes : int
-        The sizes of the files, and of the metadata.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the metadata is damaged, or says what cannot be.
-    OSError
-        If it cannot be read.  Files of it that are opened after another save has replaced the
-        checkpoint are ``ESTALE``.
+    `checked` are the files with checksums of their blocks.  `sizes` has the bytes of each file that
+    the metadata names, or -1 if it is missing.  `tensors` and `objects` have the entries by flat
+    names, in the order of the metadata.  `nbytes` is the size of all files.
     """
 
     def __init__(self, file: str | FsspecFile) -> None:
@@ -183,7 +123,7 @@ class DcpCheckpoint:
             self._infos: dict[Any, Any] = metadata.storage_data
             self.sizes = {name: self._size_of(name) for name in self._file_names()}
             if min(self.sizes.values(), default=0) >= 0 or not self._was_replaced():
-                break  # or else it is another checkpoint by now
+                break  # otherwise, read the checkpoint that has replaced it
         self.checked = checked_files(metadata, metadata_path)
         self._metadata = metadata
         self.nbytes = self._metadata_nbytes() + sum(max(n, 0) for n in self.sizes.values())
@@ -203,7 +143,7 @@ class DcpCheckpoint:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Facts that the metadata has about itself, as text."""
+        """The version of the metadata, if it names one."""
         version = getattr(self._metadata, "version", None)
         return {"version": version} if type(version) is str else {}
 
@@ -221,7 +161,7 @@ class DcpCheckpoint:
         return [*names]
 
     def _metadata_bytes(self) -> bytes | None:
-        """Return what is in the metadata, if it is no local file."""
+        """Return the bytes of metadata at a URL, or None for a local file."""
         if self._remote is None:
             return None
         (data,) = self._remote.read([(0, self._remote.nbytes)])
@@ -231,7 +171,7 @@ class DcpCheckpoint:
         return os.stat(self.metadata_path).st_size if self._remote is None else self._remote.nbytes
 
     def metadata_is_checked(self) -> bool:
-        """Return whether the metadata has a checksum; errors as of `has_checksum`."""
+        """Return whether the metadata has a checksum; raise if the checksum is damaged."""
         return has_checksum(self.metadata_path, self._metadata_bytes())
 
     @property
@@ -251,13 +191,13 @@ class DcpCheckpoint:
             return -1
 
     def file(self, name: str) -> str:
-        """Return the path of a file, or its URL."""
+        """Return the path or URL of a file."""
         if self._remote is not None:
             return self._remote.url_beside(name)
         return os.path.join(self.path, name)
 
     def what_is_wrong(self, name: str) -> str:
-        """Return why a file cannot be the one that was saved, by its size; "" if it can."""
+        """Return why the size of a file is wrong, or "" if it is right."""
         nbytes = self.sizes[name]
         if nbytes < 0:
             return f"it is missing, and {self.metadata_path} names it"
@@ -271,13 +211,7 @@ class DcpCheckpoint:
         return ""
 
     def require_files(self) -> None:
-        """Raise if a file is not there, or not as large as its items need.
-
-        Raises
-        ------
-        FileNotFoundError, CorruptCheckpointError
-            The message names the tensors that it holds.
-        """
+        """Raise if a file is missing or has a wrong size; the message names tensors in it."""
         for name in self.sizes:
             wrong = self.what_is_wrong(name)
             if not wrong:
@@ -295,7 +229,7 @@ class DcpCheckpoint:
             self._fail(text)
 
     def items_in(self, file: str) -> list[Item]:
-        """Return all items in a file, in their order."""
+        """Return all items in a file, by their offsets."""
         return self._items_by_file.get(file, [])
 
     @cached_property
@@ -358,7 +292,7 @@ class DcpCheckpoint:
         return chunks
 
     def _chunk(self, name: str, chunk: Any, shape: tuple[int, ...]) -> Chunk | None:
-        """Return a part of a tensor; None if it is empty, as on ranks for which nothing is left."""
+        """Return a part of a tensor, or None if it is empty, as on ranks that get no elements."""
         is_one = type(chunk) is ChunkStorageMetadata
         offsets = vars(chunk).get("offsets") if is_one else None
         sizes = vars(chunk).get("sizes") if is_one else None
@@ -380,13 +314,7 @@ class DcpCheckpoint:
         return Chunk(tuple(offsets), tuple(sizes), self._info(name, offsets))
 
     def require_tensor(self, tensor: DcpTensor) -> None:
-        """Raise if not all of a tensor is there, once, or the files have fewer bytes than it.
-
-        Raises
-        ------
-        CorruptCheckpointError
-            The message says which part.
-        """
+        """Raise if a tensor's parts overlap, have gaps, or need more bytes than their files have."""
         if tensor.lost:
             self._fail(f"{tensor.name}: {tensor.lost}", tensor.name)
         wanted: dict[str, int] = {}
@@ -401,13 +329,7 @@ class DcpCheckpoint:
                 )
 
     def stored(self, files: RankFiles, tensor: DcpTensor, chunk: Chunk) -> StoredTensor | None:
-        """Return where the elements of a part are; None if only torch can read its item.
-
-        Raises
-        ------
-        CorruptCheckpointError
-            If the item is damaged, or has another shape than the metadata says.
-        """
+        """Return where the elements of a part are, or None if only torch can read its item."""
         key = id(chunk)
         if key not in self._stored:
             self._stored[key] = self._find(files, tensor, chunk)
@@ -449,20 +371,8 @@ class DcpCheckpoint:
     def nested(self, values: Mapping[str, Any]) -> dict[Any, Any]:
         """Return values in the containers that the planner has flattened, in the file's order.
 
-        Parameters
-        ----------
-        values : mapping of str to object
-            Those of all entries, by their flat names.
-
-        Returns
-        -------
-        dict
-            As torch's ``dcp_to_torch_save`` builds it: dicts and lists.
-
-        Raises
-        ------
-        CorruptCheckpointError
-            If the metadata puts two entries in one place.
+        `values` has all entries by their flat names.  The result has the dicts and lists of torch's
+        ``dcp_to_torch_save``.  Two entries in one place are a CorruptCheckpointError.
         """
         paths = self._metadata.planner_data
         if not isinstance(paths, dict):  # none, or another planner's
@@ -481,7 +391,7 @@ class DcpCheckpoint:
 
 
 class _Padding:
-    """Counts the elements without values that lists have got."""
+    """Limits the elements without values that all lists together may get."""
 
     def __init__(self) -> None:
         self._left = _MAX_PADDING
@@ -499,7 +409,7 @@ def _is_key(key: Any) -> bool:
 
 
 def _put(root: dict[Any, Any], path: tuple[Any, ...], value: Any, padding: _Padding) -> None:
-    """Set a value in nested containers, making them on the way, as torch's set_element does."""
+    """Set a value in nested containers and make missing ones, as torch's set_element does."""
     container: Any = root
     for key, following in pairwise(path):
         container = _child(container, key, {} if type(following) is str else [], padding)
@@ -519,7 +429,7 @@ def _child(container: Any, key: Any, new: Any, padding: _Padding) -> Any:
 
 
 def _slot(container: Any, key: Any, padding: _Padding) -> Any:
-    """Return the value of a key of a container, None if it has none; the key can be set then."""
+    """Return a key's value in a container, or None; a list grows until the key can be set."""
     if type(container) is dict:
         return container.get(key)
     if type(key) is not int:
@@ -533,7 +443,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _what_is_lost(shape: tuple[int, ...], chunks: Sequence[Chunk], itemsize: int) -> str:
-    """Return why chunks are not, together, a tensor of this shape; "" if they are."""
+    """Return why chunks do not make a tensor of this shape, or "" if they do."""
     for chunk in chunks:
         is_whole = getattr(chunk.info, "ptsave_whole", False)  # it may be sparse
         if chunk.numel * itemsize > chunk.nbytes and not is_whole:
@@ -556,7 +466,7 @@ def _what_is_lost(shape: tuple[int, ...], chunks: Sequence[Chunk], itemsize: int
 
 
 def _overlap(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Return two chunks that overlap, by a sweep along the longest dimension."""
+    """Find two chunks that overlap, by a sweep along the longest dimension."""
     if len(chunks) < 2:
         return None
     if not shape:

@@ -1,7 +1,7 @@
-"""The files of ranks at a URL: what is read of them is fetched into files in memory first.
+"""Reads the files of ranks at a URL, through files in memory.
 
-The engine reads and checks files.  So each has a file in memory of its size, full of holes, into
-which the blocks are put that are wanted next; they are let go of when they have been read.
+The engine reads and checks files.  So each remote file has a sparse file of its size in memory,
+which gets the blocks that are wanted next and loses them after the read.
 """
 
 from __future__ import annotations
@@ -18,26 +18,15 @@ from ptsave.dcp.rank_files import Box, RankFiles
 from ptsave.sources.ranges import FsspecFile, RangeSource, SparseFile
 from ptsave.support import config
 
-__all__ = ["FetchedFiles", "files_beside"]
-
-# In one request, and in memory at a time.
+# The most bytes in one request, and in memory at once.
 _REQUEST_NBYTES = 8 << 20
 _BATCH_NBYTES = 32 << 20
-# Runs of bytes with longer gaps between them are fetched one by one: the longest that the engine
-# reads through.
+# Runs with shorter gaps are fetched together; the engine reads through such gaps, too.
 _MAX_GAP = 64 << 10
 
 
 class FetchedFiles(RankFiles):
-    """`RankFiles` beside metadata at a URL.
-
-    Parameters
-    ----------
-    metadata : FsspecFile
-        The metadata.
-    checked, verify
-        As of `RankFiles`.
-    """
+    """`RankFiles` beside metadata at a URL."""
 
     def __init__(
         self, metadata: FsspecFile, checked: dict[str, CheckedFile], *, verify: bool
@@ -70,7 +59,7 @@ class FetchedFiles(RankFiles):
     # ---------------------------------------------------------------------------- reading them
 
     def read(self, boxes: Sequence[Box]) -> None:
-        """Fill the targets of boxes, some of them or a piece of one at a time."""
+        """Fill the targets of boxes in batches, which limits the memory for fetched bytes."""
         batch: list[Box] = []
         nbytes = 0
         for piece in (piece for box in boxes for piece in _pieces(box)):
@@ -87,7 +76,7 @@ class FetchedFiles(RankFiles):
     def _fetch(self, name: str, spans: Iterable[tuple[int, int]]) -> None:
         self.descriptor(name)
         source, file = self._sources[name], self._files[name]
-        os.ftruncate(file.descriptor, 0)  # lets go of what was fetched before
+        os.ftruncate(file.descriptor, 0)  # frees the blocks fetched before
         os.ftruncate(file.descriptor, source.nbytes)
         limit = self._checked[name].nbytes if name in self._checked else source.nbytes
         wanted = [span for begin, end in spans for span in _blocks(begin, end, limit)]
@@ -96,12 +85,12 @@ class FetchedFiles(RankFiles):
                 file.write(begin, piece)
 
     def _fetch_boxes(self, name: str, boxes: Sequence[Box]) -> None:
-        # What lies in short gaps is read and checked as well.
+        # The bytes in short gaps are read and checked, too.
         self._fetch(name, _joined(span for box in boxes for span in _runs(box)))
 
 
 class _Part(RangeSource):
-    """A part of a file that holds a file of its own."""
+    """A part of a file, as a file of its own."""
 
     def __init__(self, source: RangeSource, begin: int, nbytes: int, name: str) -> None:
         self.name = name or source.name
@@ -114,14 +103,14 @@ class _Part(RangeSource):
 
 
 def files_beside(metadata: FsspecFile) -> str:
-    """Return the URL of the directory that metadata is in."""
+    """Return the URL of the directory that holds the metadata."""
     return metadata.url_beside("").rstrip("/")
 
 
 def _blocks(begin: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield the blocks around some bytes, in ranges of one request.
+    """Yield a range of bytes, extended to whole blocks, in pieces of one request each.
 
-    Behind `limit`, where the checksums are, there are none.
+    Bytes behind `limit`, where the checksums are, belong to no block.
     """
     if begin < limit:
         begin -= begin % BLOCK_NBYTES
@@ -131,7 +120,7 @@ def _blocks(begin: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return spans in order, those with short gaps between them as one.
+    """Sort spans, and join spans that have short gaps between them.
 
     >>> _joined([(200_000, 200_001), (9, 10), (0, 5)])
     [(0, 10), (200000, 200001)]
@@ -159,7 +148,7 @@ def _batches(ranges: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]
 
 
 def _pieces(box: Box) -> Iterator[Box]:
-    """Yield a box in pieces of a batch, whose checksum is not known."""
+    """Split a box into pieces that fit into a batch, and that have no checksums."""
     target, strides = box.target, tuple(box.strides)
     if target.nbytes <= _BATCH_NBYTES:
         yield Box(box.file, box.name, box.offset, strides, target)
@@ -174,7 +163,7 @@ def _pieces(box: Box) -> Iterator[Box]:
 
 
 def _runs(box: Box) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a file that a box needs: those with short gaps between them as one."""
+    """Yield the ranges of a file that a box needs, joined across short gaps."""
     return _runs_of(box.offset, tuple(box.target.shape), tuple(box.strides), box.target.itemsize)
 
 
@@ -190,7 +179,7 @@ def _runs_of(
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether the bytes between the first and the last element are those of all, but short gaps."""
+    """Whether all gaps between the elements are short."""
     inner = itemsize
     for n, step in zip(reversed(shape), reversed(strides), strict=True):
         if n > 1:

@@ -1,4 +1,4 @@
-"""Reads and writes ``.metadata``, the pickle that makes a directory a checkpoint of DCP's."""
+"""Reads and writes ``.metadata``, the pickle that makes a directory a DCP checkpoint."""
 
 from __future__ import annotations
 
@@ -31,18 +31,7 @@ from ptsave.support import torch_dcp
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.torch_serialization import user_allowed_globals
 
-__all__ = [
-    "CheckedFile",
-    "checked_files",
-    "dump_metadata",
-    "has_checksum",
-    "load_metadata",
-    "metadata_name",
-    "set_checked_files",
-]
-
-# The attribute of a checkpoint's StorageMeta that says which files have checksums; stock keeps it
-# and does not look at it.
+# The attribute of StorageMeta that lists the files with checksums; stock torch ignores it.
 _ATTRIBUTE = "ptsave"
 _FORMAT = 1
 # Behind the pickle, where no reader of pickles looks: this and the CRC-32 of the pickle.
@@ -65,17 +54,17 @@ _CLASSES: tuple[type, ...] = (
 
 
 class _MegatronMetadata(Metadata):
-    """Metadata of Megatron-LM's ``torch_dist``: DCP's, and facts for its resharding."""
+    """Metadata of Megatron-LM's ``torch_dist``: DCP's fields, and facts for its resharding."""
 
 
 class _Opaque:
-    """A value that only Megatron-LM looks at."""
+    """A value that only Megatron-LM uses."""
 
 
 _MEGATRON = {"MCoreMetadata": _MegatronMetadata, "MCoreSavePlan": _Opaque}
 _GUARDED = (*_CLASSES, *_MEGATRON.values())
 _ALLOWED = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _CLASSES}
-# Checkpoints of older releases name these, with the same state and the same values.
+# Checkpoints of older torch releases name these, with the same state and values.
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 _ALLOWED[f"{_SHARDED_TENSOR}.TensorProperties"] = TensorProperties
 _ALLOWED[f"{_SHARDED_TENSOR}.MEM_FORMAT_ENCODING"] = torch_dcp.MemoryFormat
@@ -83,7 +72,7 @@ _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"
 
 
 def metadata_name(rank: int | None) -> str:
-    """Return the name of the metadata's file: of all ranks, or of one that saved by itself."""
+    """Return the name of the metadata file of all ranks, or of a rank that saves by itself."""
     return ".metadata" if rank is None else f"__{rank}.metadata"
 
 
@@ -94,9 +83,9 @@ class _Unpickler(pickle.Unpickler):
     """Builds DCP's classes and plain values, and calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object of a name that a pickle may use.
+        """Return the object that a pickle names, if the pickle may use it.
 
-        Functions are made anew, because a pickle can set attributes of all that it gets.
+        The function for paths is made anew, because a pickle can set attributes of what it gets.
         """
         full = f"{module}.{name}"
         if full in _ALLOWED:
@@ -129,7 +118,7 @@ def _layout(text: str) -> torch.layout:
 
 @contextmanager
 def _guarded_classes() -> Iterator[None]:
-    """Undo, and refuse, attributes that a pickle has set on the classes themselves."""
+    """Undo and refuse changes that a pickle makes to the classes themselves."""
     before = {kind: dict(vars(kind)) for kind in _GUARDED}
     try:
         yield
@@ -146,22 +135,7 @@ def _guarded_classes() -> Iterator[None]:
 
 
 def load_metadata(path: str, *, data: bytes | None = None) -> Metadata:
-    """Read the metadata of a checkpoint; nothing in it is run.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-    data : bytes, optional
-        What is in the file, if it is no local one.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the file is damaged, or names anything that is not DCP's.
-    OSError
-        If it cannot be read.
-    """
+    """Read metadata from a local file, or from `data`; no code in it runs."""
     data = _read(path) if data is None else data
     if data[-_TRAILER_NBYTES:].startswith(_TRAILER) and data != _with_trailer(
         data[:-_TRAILER_NBYTES]
@@ -188,12 +162,9 @@ def dump_metadata(metadata: Metadata) -> bytes:
 
 
 def has_checksum(path: str, data: bytes | None = None) -> bool:
-    """Return whether metadata that `load_metadata` has read has a checksum, which then is right.
+    """Return whether metadata, once `load_metadata` has read it, has a checksum.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If there is something else behind the pickle: a damaged checksum, say.
+    Other bytes behind the pickle, such as a damaged checksum, are a CorruptCheckpointError.
     """
     stream = io.BytesIO(_read(path) if data is None else data)
     _unpickled(stream, path)
@@ -249,8 +220,8 @@ class CheckedFile:
         Checksums of the table's sections, four bytes each: one for 4 MiB of the file.
     """
 
-    nbytes: int
-    crcs: bytes
+    nbytes: int  # of its blocks; the table of their checksums follows
+    crcs: bytes  # of the table's sections: four bytes for 4 MiB of the file
 
 
 def set_checked_files(metadata: Metadata, files: dict[str, CheckedFile]) -> None:
@@ -260,13 +231,7 @@ def set_checked_files(metadata: Metadata, files: dict[str, CheckedFile]) -> None
 
 
 def checked_files(metadata: Metadata, path: str) -> dict[str, CheckedFile]:
-    """Return the files that have checksums, by name.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the metadata's words about them make no sense, or a later release has written it.
-    """
+    """Return the files that have checksums, by name."""
     described = getattr(metadata.storage_meta, _ATTRIBUTE, None)
     if described is None:
         return {}

@@ -1,7 +1,7 @@
-"""Pickles metadata of DCP in a third of the time that pickle takes: it has few kinds of values.
+"""Pickles metadata of DCP, which has few kinds of values, in a third of the time of pickle.
 
-Objects that are equal and that nobody changes (shapes, properties, classes, names) stand at the
-beginning of the pickle, once, and are fetched from its memo where they are needed::
+Equal objects that never change (shapes, properties, classes, names) stand once, at the beginning of
+the pickle.  Its memo gives them where they are needed::
 
     PROTO 4
     GLOBAL torch.Size, ..., MEMO 0, POP     for each shared object
@@ -29,8 +29,6 @@ from torch.distributed.checkpoint.metadata import (
 from ptsave import _C
 from ptsave.support import torch_dcp
 
-__all__ = ["pickled_metadata"]
-
 _MAX_NUMBER = (1 << 31) - 1
 _pack_number = struct.Struct("<I").pack
 _pack_int = struct.Struct("<i").pack
@@ -38,19 +36,12 @@ _NEW, _STATE, _BUILD = b")\x81", b"}(", b"ub"
 
 
 class _UnusualError(Exception):
-    """A value that only pickle knows how to pickle."""
+    """A value that only pickle can pickle."""
 
 
 def pickled_metadata(metadata: Metadata) -> bytes | None:
-    """Return a pickle of a checkpoint's metadata.
+    """Return a pickle of metadata; None if it has values unlike those of DCP's planners and ptsave.
 
-    Returns
-    -------
-    bytes or None
-        None if there is something in it that DCP's own planners and our writer do not put there.
-
-    Examples
-    --------
     >>> import pickle
     >>> metadata = Metadata({"a": BytesStorageMetadata()}, {"a": ("a",)}, {})
     >>> pickle.loads(pickled_metadata(metadata)) == metadata
@@ -65,41 +56,41 @@ def pickled_metadata(metadata: Metadata) -> bytes | None:
 
 
 class _Pickle:
-    """One pickle."""
+    """Makes one pickle."""
 
     def __init__(self) -> None:
         self._n_memo = 0
-        # Opcodes that fetch an object from the memo, by a key; these are at the beginning.
+        # Opcodes that fetch shared objects from the memo, by keys; `_head` makes the objects.
         self._shared: dict[Any, bytes] = {}
         self._head: list[bytes] = []
-        self._names: dict[str, int] = {}  # memoized where they occur first, with these numbers
+        self._names: dict[str, int] = {}  # memo numbers of names, which are made at first use
         self._tensors: dict[Any, bytes] = {}
         self._files: dict[str, bytes] = {}
 
     def dump(self, metadata: Metadata) -> bytes:
-        """Return its bytes."""
+        """Return the pickle of metadata."""
         fields: dict[str, Callable[[Any], bytes]] = {
             "state_dict_metadata": self._described,
             "planner_data": self._paths,
             "storage_data": self._places,
         }
-        begin = self._class(Metadata) + _NEW + _STATE  # first: kinds of files are told by it
+        begin = self._class(Metadata) + _NEW + _STATE  # first: readers know the file by it
         state = [
             self._constant(name) + fields.get(name, self._value)(value)
             for name, value in vars(metadata).items()
         ]
         body = begin + b"".join(state) + _BUILD + b"."
         whole = b"".join(self._head) + body
-        # Without the frame an unpickler asks the file for each argument.
+        # Without a frame, an unpickler asks the file for each argument.
         return b"\x80\x04\x95" + struct.pack("<Q", len(whole)) + whole
 
     # ---------------------------------------------------------------------------- shared objects
 
     def _share(self, key: Any, make: Callable[[], bytes]) -> bytes:
-        """Return the opcodes that fetch an object, which is made once, before everything else."""
+        """Return the opcodes that fetch an object; the beginning of the pickle makes it once."""
         found = self._shared.get(key)
         if found is None:
-            made = make()  # it may share others
+            made = make()  # this may share other objects
             number = _pack_number(self._new_number())
             self._head += [made, b"r", number, b"0"]
             found = self._shared[key] = b"j" + number
@@ -178,7 +169,7 @@ class _Pickle:
         properties, size, chunks = entry.properties, entry.size, entry.chunks
         same: Any = None
         alike: Any = None
-        if len(chunks) == 1:  # most have one, and are alike
+        if len(chunks) == 1:  # as most have, and many are alike
             (chunk,) = chunks
             same = id(properties), id(size), type(chunk), id(chunk.offsets), id(chunk.sizes)
             if (found := self._tensors.get(same)) is not None:
@@ -255,7 +246,7 @@ class _Pickle:
         return b"".join(parts) + _BUILD
 
     def _columns_of(self, infos: list[Any]) -> tuple[Any, ...]:
-        """Return columns of the bytes of places."""
+        """Return the bytes of places as columns for `packed_rows`."""
         if not all(map(_is_usual, infos)):
             return ([self._place(info) for info in infos],)
         begin = self._begin_of_place
@@ -325,7 +316,7 @@ def _require_all(values: Iterable[Any], *kinds: type) -> None:
 
 
 def _is_usual(info: Any) -> bool:
-    """Return whether a place is one of a plain item, whose numbers have 31 bits."""
+    """Return whether a place is of a plain item and its numbers fit into 31 bits."""
     state = vars(info)
     offset, length = state.get("offset"), state.get("length")
     return (

@@ -31,9 +31,7 @@ from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import regular_only
 from ptsave.support import config, torch_dcp
 
-__all__ = ["Box", "RankFiles", "StoredTensor", "refuse_outside"]
-
-# Gaps of this size are read rather than left out, unless the columns of a tensor are wanted.
+# Gaps of up to this size are read, not left out; for columns of a tensor the limit is lower.
 _MAX_GAP = 64 << 10
 _MAX_GAP_OF_COLUMNS = 8 << 10
 _N_READERS_OF_COLUMNS = 128
@@ -45,33 +43,15 @@ _MIN_RUN_NBYTES = 4 << 10
 
 @dataclass(slots=True)
 class Box:
-    """A block of a stored tensor, and memory for it.
-
-    Attributes
-    ----------
-    file : str
-        Name of the file.
-    name : str
-        The tensor or object, for errors.
-    offset : int
-        Where the block's first element is in the file, in bytes.
-    strides : tuple of int
-        Bytes from one element of each dimension to the next, in the file.
-    target : torch.Tensor
-        Gets the block; in CPU memory.
-    crc : int or None
-        The checksum of the target's elements in the order of a contiguous tensor, if it is known.
-    packed_nbytes : int
-        Its size, if it is a contiguous tensor in the file and in memory; -1 if that is not known.
-    """
+    """A block of a stored tensor, and memory for it."""
 
     file: str
-    name: str
-    offset: int
-    strides: tuple[int, ...]
-    target: Tensor
-    crc: int | None = None
-    packed_nbytes: int = -1
+    name: str  # of the tensor or object, for errors
+    offset: int  # of the block's first element in the file, in bytes
+    strides: tuple[int, ...]  # in the file, in bytes
+    target: Tensor  # CPU memory for the block
+    crc: int | None = None  # of the target's elements in contiguous order, if known
+    packed_nbytes: int = -1  # size, if known to be contiguous in the file and in memory
 
     @property
     def end(self) -> int:
@@ -85,7 +65,7 @@ class Box:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether it takes long runs with long gaps between them, as columns do."""
+        """Whether the block has long runs with long gaps between them, as columns do."""
         if len(self.strides) < 2 or self.packed_nbytes >= 0:
             return False
         run = self.target.itemsize
@@ -100,31 +80,15 @@ class Box:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file.
-
-    Attributes
-    ----------
-    file, name : str
-        The file and the tensor.
-    dtype : torch.dtype
-        Of the elements.
-    shape : torch.Size
-        Elements of each dimension.
-    strides : tuple of int
-        As of a box.
-    offset : int
-        Where the first element is in the file, in bytes.
-    crc : int or None
-        The checksum of all bytes, if they are in the order of a contiguous tensor.
-    """
+    """The place of a tensor in a file."""
 
     file: str
     name: str
     dtype: torch.dtype
     shape: torch.Size
-    strides: tuple[int, ...]
-    offset: int
-    crc: int | None = None
+    strides: tuple[int, ...]  # in bytes
+    offset: int  # of the first element in the file, in bytes
+    crc: int | None = None  # of all bytes, if they are contiguous
 
     @property
     def nbytes(self) -> int:
@@ -145,17 +109,11 @@ class StoredTensor:
 
     @property
     def whole_blocks(self) -> int:
-        """How many blocks it begins with that are all its own."""
+        """Number of blocks that the tensor fills, if it begins with a block; otherwise 0."""
         return 0 if self.offset % BLOCK_NBYTES else self.nbytes // BLOCK_NBYTES
 
     def box(self, begins: Sequence[int], target: Tensor) -> Box:
-        """Return the block from an index on, as large as the target.
-
-        Raises
-        ------
-        CorruptCheckpointError
-            If the tensor does not have it.
-        """
+        """Return the box of the target's shape from an index on; raise if the tensor lacks it."""
         shape = target.shape
         fits = len(begins) == len(shape) == len(self.shape) and all(
             0 <= begin <= begin + n <= size
@@ -186,17 +144,8 @@ def packed_strides(shape: torch.Size, itemsize: int) -> tuple[int, ...]:
 class RankFiles:
     """The files of one load; closes them at the end of a ``with`` block.
 
-    Parameters
-    ----------
-    path : str
-        The directory.
-    checked : dict of str to CheckedFile
-        Those that have checksums.
-    verify : bool
-        Whether checksums are compared.
-    metadata : ReadMetadata, optional
-        Metadata that names them.  If it is another file when one is missing, the error says that
-        the checkpoint was replaced.
+    `checked` are the files with checksums, which `verify` compares.  If a file is missing and
+    `metadata` is another file by now, the error says that the checkpoint was replaced.
     """
 
     def __init__(
@@ -228,7 +177,7 @@ class RankFiles:
         return getattr(info, "relative_path", None) in self._checked
 
     def holds_as_planned(self, info: Any) -> bool:
-        """Return whether an item is in such a file, and ends with the tensor of its plan."""
+        """Return whether an item is in a checked file, and ends with the tensor of its plan."""
         if type(info) is not torch_dcp.StorageInfo:
             return False
         state = vars(info)
@@ -239,7 +188,7 @@ class RankFiles:
         )
 
     def descriptor(self, name: str) -> tuple[int, int]:
-        """Return descriptor and size of a file, opening it."""
+        """Return the descriptor and size of a file, which is opened once."""
         if name not in self._open:
             refuse_outside(name, self.path)
             path = self.file(name)
@@ -255,7 +204,7 @@ class RankFiles:
         return self._open[name]
 
     def _open_file(self, name: str) -> tuple[int, int]:
-        """Return descriptor and size of a file; it is closed by the stack."""
+        """Open a file, which the stack closes, and return its descriptor and size."""
         try:
             descriptor = regular_only(self.file(name), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -269,10 +218,10 @@ class RankFiles:
         return descriptor, found.st_size
 
     def _fetch(self, name: str, spans: Iterable[tuple[int, int]]) -> None:
-        """Bring parts of a file, each from one offset to another, where the engine reads them."""
+        """Fetch ranges of a file for the engine: local files need no fetch."""
 
     def _fetch_boxes(self, name: str, boxes: Sequence[Box]) -> None:
-        """Bring the bytes that boxes need of a file where the engine reads it."""
+        """Fetch the bytes of boxes in a file for the engine: local files need no fetch."""
 
     def head_of(self, info: Any, name: str, nbytes: int) -> bytes:
         """Return the first bytes of an item."""
@@ -280,7 +229,7 @@ class RankFiles:
         return bytes(self.view(info.relative_path)[offset : offset + min(nbytes, length)])
 
     def archive_of(self, info: Any, name: str, path: str, *, verify: bool) -> RecordReader:
-        """Open an item that is an archive; its errors call it `path`."""
+        """Open an item that is an archive; errors name it `path`."""
         offset, length = self.place_of(info, name)
         view = self.view(info.relative_path)[offset : offset + length]
         engine = _C.Reader.open_memory(view, name=path)
@@ -291,7 +240,7 @@ class RankFiles:
         return os.path.join(self.path, name)
 
     def view(self, name: str) -> memoryview:
-        """Return the bytes of a file, mapped."""
+        """Return the bytes of a file, which is mapped once."""
         if name not in self._mapped:
             descriptor, nbytes = self.descriptor(name)
             mapped = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ) if nbytes else b""
@@ -299,12 +248,9 @@ class RankFiles:
         return self._mapped[name]
 
     def place_of(self, info: Any, name: str) -> tuple[int, int]:
-        """Return offset and size of an item.
+        """Return the offset and size of an item; raise if it is not within its file.
 
-        Raises
-        ------
-        CorruptCheckpointError
-            If the metadata points outside the directory or the file.
+        An item that an extension of DCP has transformed is a NotImplementedError.
         """
         state = vars(info) if type(info) is torch_dcp.StorageInfo else {}
         file, offset, length = map(state.get, ("relative_path", "offset", "length"))
@@ -336,7 +282,7 @@ class RankFiles:
     def tensor_at_end(
         self, info: Any, name: str, dtype: torch.dtype, shape: torch.Size
     ) -> StoredTensor:
-        """Return the tensor whose bytes are the last ones of an item of ours."""
+        """Return the tensor at the end of an item that ptsave has written."""
         offset, length = self.place_of(info, name)
         nbytes = shape.numel() * dtype.itemsize
         if not 0 <= nbytes <= length:
@@ -357,21 +303,13 @@ class RankFiles:
         targets: Sequence[Tensor],
         alike: Sequence[int],
     ) -> list[Box]:
-        """Return the boxes of whole tensors at the ends of items of ours, for contiguous ones.
+        """Return boxes of the whole, contiguous tensors at the ends of items of ptsave.
 
-        Parameters
-        ----------
-        infos : sequence of object
-            The items, as the metadata describes them.
-        names : sequence of str
-            The tensors', for errors.
-        targets : sequence of torch.Tensor
-            Memory for them.
-        alike : sequence of int
-            Of each target a number, which only those of one dtype and shape have in common.
+        `alike` has a number for each target: targets of the same number have the same dtype and
+        shape.
         """
         kinds: dict[int, tuple[int, tuple[int, ...]]] = {}
-        limits: dict[str, int] = {}  # ends of files in which an item was found to be in order
+        limits: dict[str, int] = {}  # ends of files that were opened and checked
         offsets, sizes, strides = [], [], []
         for info, name, target, number in zip(infos, names, targets, alike, strict=True):
             if number not in kinds:
@@ -410,7 +348,7 @@ class RankFiles:
         )
 
     def whole(self, info: Any, name: str) -> Box:
-        """Return all bytes of an item, with fresh memory for them."""
+        """Return a box of all bytes of an item, with new memory."""
         offset, length = self.place_of(info, name)
         target = torch.empty(length, dtype=torch.uint8)
         return Box(info.relative_path, name, offset, (1,), target)
@@ -424,15 +362,7 @@ class RankFiles:
     # ------------------------------------------------------------------------------ reading them
 
     def read(self, boxes: Sequence[Box]) -> None:
-        """Fill the targets of boxes.
-
-        Raises
-        ------
-        CorruptCheckpointError
-            If a checksum differs.
-        OSError
-            If a file cannot be read.
-        """
+        """Fill the targets of boxes; a wrong checksum is a CorruptCheckpointError."""
         boxes = [box for box in boxes if box.target.numel() > 0]
         if not boxes:
             return
@@ -446,7 +376,7 @@ class RankFiles:
             self._fetch_boxes(name, by_file[name])
         are_columns = any(box.has_gaps for box in boxes)
         n_threads = config.current().n_readers
-        if are_columns:  # of short runs the disk has to have many at a time
+        if are_columns:  # the disk needs many requests at once for short runs
             n_threads = max(n_threads, _N_READERS_OF_COLUMNS)
         damaged = _C.read_checked(
             self._range_files(names, n_threads),
@@ -470,7 +400,7 @@ class RankFiles:
         return _C.RangeFiles(opened, direct=direct, n_threads=n_threads)
 
     def _table(self, name: str, boxes: Sequence[Box | StoredTensor]) -> Tensor | None:
-        """Return the checksums of a file's blocks, as far as boxes need them."""
+        """Return the checksums of a file's blocks, read as far as boxes need them."""
         file = self._checked.get(name)
         if file is None or not self.verify:
             return None
@@ -492,14 +422,10 @@ class RankFiles:
         return table
 
     def crcs_of(self, tensors: Sequence[StoredTensor]) -> list[int]:
-        """Return the checksums of contiguous tensors in files whose blocks have some.
+        """Return the checksums of contiguous tensors in checked files.
 
-        Of large ones they follow from those of their blocks: only the rest of the last one is read.
-
-        Raises
-        ------
-        CorruptCheckpointError
-            If something that was read does not match its checksum.
+        The checksum of a tensor that begins with a block follows from those of its blocks: only the
+        rest of the last one is read.
         """
         crcs = [0] * len(tensors)
         by_file: dict[str, list[int]] = {}
@@ -532,20 +458,10 @@ class RankFiles:
     def damaged_blocks(
         self, name: str, progress: Callable[[int], None] | None = None
     ) -> list[tuple[int, int]]:
-        """Read a file that has checksums, and return the parts of it that do not match them.
+        """Read a checked file, and return the ranges of bytes that do not match their checksums.
 
-        Parameters
-        ----------
-        name : str
-            The file.
-        progress : callable, optional
-            Gets the number of bytes of it that have been looked at.
-
-        Returns
-        -------
-        list of (int, int)
-            Begin and end of each: a block, or a section of the table, whose blocks cannot be
-            compared then.
+        A range is a block, or a section of the table, whose blocks cannot be compared then.
+        `progress` gets the number of bytes that are done.
         """
         file = self._checked[name]
         section = SECTION_BLOCKS * CRC_NBYTES
@@ -593,7 +509,7 @@ class RankFiles:
         return [offset for _, offset in damaged]
 
     def _check_whole(self, box: Box) -> None:
-        """Compare the checksum of a record in an archive of torch's writer."""
+        """Compare a target with the checksum of its record in an archive of torch's writer."""
         crc = 0
         for piece in _pieces(box.target):
             crc = _C.crc32(piece.contiguous().view(-1).view(torch.uint8).numpy().data, crc)
@@ -619,7 +535,7 @@ def _crc_at(crcs: bytes, number: int) -> bytes:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor in parts that are copied in little memory, if they have to be."""
+    """Split a tensor into parts that need little memory to be made contiguous."""
     if tensor.is_contiguous() or tensor.nbytes <= _MAX_COPIED_NBYTES:
         yield tensor
         return
@@ -639,7 +555,7 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def refuse_outside(name: str, directory: str) -> None:
-    """Refuse a name of a file that is not below the directory."""
+    """Raise if the name of a file leads out of the directory."""
     parts = name.split("/")
     if os.path.isabs(name) or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise CorruptCheckpointError(

@@ -1,7 +1,7 @@
-"""Tells a checkpoint that is being replaced while it is read from one that lacks a file.
+"""Tells a checkpoint that is replaced while it is read from one that lacks a file.
 
-A save removes the files of the checkpoint before once its own metadata has the name.  So who has
-read the old metadata, and opens the files late, may find that they are gone.
+A save removes the files of the previous checkpoint once its own metadata has the name.  A reader of
+the old metadata that opens those files late may find that they are gone.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from dataclasses import dataclass
 
 from ptsave.sources.file_limits import Identity, identity_of
 
-__all__ = ["ReadMetadata", "replaced"]
-
 
 def replaced(directory: str) -> OSError:
-    """Return the error for a checkpoint in whose place another one is by now."""
+    """Return the error for a checkpoint that was replaced while it was read."""
     return OSError(
         errno.ESTALE,
         "another save has replaced the checkpoint while this one was read, and has removed its "
@@ -27,27 +25,19 @@ def replaced(directory: str) -> OSError:
 
 @dataclass(frozen=True)
 class ReadMetadata:
-    """A metadata file, as it was when it was read.
-
-    Attributes
-    ----------
-    path : str
-        The file.
-    identity : tuple
-        Taken before it was read: a file that is replaced meanwhile counts as changed.
-    """
+    """A metadata file, as it was when it was read."""
 
     path: str
-    identity: Identity
+    identity: Identity  # taken before the read, so that a replacement during it counts
 
     @classmethod
     def of(cls, path: str) -> ReadMetadata:
-        """Return it of a file that is read next; `OSError` if there is none."""
+        """Return the identity of a file that is about to be read."""
         return cls(path, identity_of(path))
 
     @property
     def has_changed(self) -> bool:
-        """Whether another file has its name by now, or none."""
+        """Whether the name now belongs to another file, or to none."""
         try:
             return identity_of(self.path) != self.identity
         except FileNotFoundError:  # torch's writer removes it before it renames the next one

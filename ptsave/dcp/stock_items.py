@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor are in an item of torch's FileSystemWriter, a torch.save archive."""
+"""Finds a tensor's bytes in an item of torch's FileSystemWriter, which is a torch.save archive."""
 
 from __future__ import annotations
 
@@ -20,30 +20,12 @@ from ptsave.dcp.rank_files import RankFiles, StoredTensor
 from ptsave.sources.kinds import ZIP_MAGIC, is_legacy
 from ptsave.support.torch_serialization import restricted_unpickler
 
-__all__ = ["damage_in", "stored_tensor"]
-
 
 def stored_tensor(files: RankFiles, info: Any, name: str) -> StoredTensor | None:
-    """Return the tensor that an item holds.
+    """Return the tensor that an item holds, or None if only torch can read the item.
 
-    Parameters
-    ----------
-    files : RankFiles
-        The checkpoint's files.
-    info : object
-        The item, as the metadata describes it.
-    name : str
-        The tensor's, for errors.
-
-    Returns
-    -------
-    StoredTensor or None
-        None if the item is no archive of one tensor that the engine can read: torch has to.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the item is a damaged archive.
+    `info` is the item in the metadata.  `name` is for errors; a damaged archive is a
+    CorruptCheckpointError.
     """
     offset, _ = files.place_of(info, name)
     if files.head_of(info, name, len(ZIP_MAGIC)) != ZIP_MAGIC:
@@ -62,18 +44,7 @@ def stored_tensor(files: RankFiles, info: Any, name: str) -> StoredTensor | None
 
 
 def damage_in(files: RankFiles, info: Any, name: str) -> list[Damage] | None:
-    """Compare all records of an item's archive with their checksums.
-
-    Parameters
-    ----------
-    files, info, name
-        As of `stored_tensor`.
-
-    Returns
-    -------
-    list of Damage or None
-        The damaged records, with offsets in the item; None if it has no checksums.
-    """
+    """Return the damaged records of an item, with offsets in it; None if it has no checksums."""
     path = files.file(info.relative_path)
     if is_legacy(files.head_of(info, name, 64)):
         return None
@@ -100,7 +71,7 @@ def _describe(
     if number is None:
         return None
     record = engine.record(number)
-    is_remote = isinstance(reader, RemoteReader)  # whose header has to be fetched
+    is_remote = isinstance(reader, RemoteReader)  # its header has to be fetched
     at = reader.get_record_offset(record.name) if is_remote else engine.payload_offset(number)
     begin = at + int(tensor.storage_offset()) * tensor.itemsize
     is_all = tensor.is_contiguous() and record.nbytes == tensor.nbytes
