@@ -314,7 +314,7 @@ class DcpCheckpoint:
         return Chunk(tuple(offsets), tuple(sizes), self._info(name, offsets))
 
     def require_tensor(self, tensor: DcpTensor) -> None:
-        """Raise if a tensor's parts overlap, have gaps, or need more bytes than their files have."""
+        """Raise if a tensor's parts overlap, have gaps, or need more bytes than the files have."""
         if tensor.lost:
             self._fail(f"{tensor.name}: {tensor.lost}", tensor.name)
         wanted: dict[str, int] = {}

@@ -1,6 +1,6 @@
 """Checkpoints of many processes: storage for torch.distributed.checkpoint at the engine's speed.
 
-The classes are imported when they are asked for: torch's module takes a second.
+The classes are imported on first access, because torch's module takes a second.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
-"""Names the checkpoint, the rank and the step where a collective of DCP fails.
+"""Adds the checkpoint, the rank and the step to errors of DCP's collectives.
 
-DCP sends plans and results of all ranks to one and back.  If a rank ends meanwhile or does not
-answer in time, the others have the words of the process group, in which neither the checkpoint nor
-the rank is.  The type of the error stays, so that whoever catches it still does.
+DCP sends plans and results of all ranks to one rank and back.  If a rank ends or does not answer,
+the process group's error names neither the checkpoint nor the rank.  The new error has the same
+type, so that callers still catch it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from typing import Any
 
 from ptsave.support import torch_dcp
 
-__all__ = ["NamingGroup", "load_state_dict", "save_state_dict"]
-
 # The directory or URL of the save or load that this thread is making.
 _checkpoint: ContextVar[object] = ContextVar("_checkpoint", default=None)
 
 
 def _naming_checkpoint(function: Callable[..., Any], storage: str) -> Callable[..., Any]:
-    """Return a function of DCP that remembers where the checkpoint of its call is."""
+    """Wrap a function of DCP so that errors during a call can name its checkpoint."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -42,7 +40,7 @@ load_state_dict = _naming_checkpoint(torch_dcp.load_state_dict, "storage_reader"
 
 
 def _naming_ranks(name: str) -> Callable[..., Any]:
-    """Return a method that exchanges values between ranks, and names them in its errors."""
+    """Wrap a method that exchanges values between ranks so that its errors name the rank."""
     method = getattr(torch_dcp.DistWrapper, name)
 
     @functools.wraps(method)
@@ -56,7 +54,7 @@ def _naming_ranks(name: str) -> Callable[..., Any]:
 
 
 def _noting_step(name: str) -> Callable[..., Any]:
-    """Return a method that makes one step of a save or load, and remembers its name."""
+    """Wrap a method that makes one step of a save or load so that errors name the step."""
     method = getattr(torch_dcp.DistWrapper, name)
 
     @functools.wraps(method)
@@ -68,12 +66,12 @@ def _noting_step(name: str) -> Callable[..., Any]:
 
 
 class NamingGroup(torch_dcp.DistWrapper):  # type: ignore[misc]  # found at run time
-    """DCP's wrapper of a process group, whose errors say what has failed, and where."""
+    """DCP's wrapper of a process group, with errors that name checkpoint, rank and step."""
 
     step = ""
 
     def named(self, error: RuntimeError) -> RuntimeError:
-        """Return an error of the same type with more words."""
+        """Return an error of the same type that names the checkpoint, the rank and the step."""
         where, step = _checkpoint.get(), f" in the step {self.step!r}" if self.step else ""
         message = (
             f"{'the checkpoint' if where is None else where}: rank {self.get_rank()} of "
@@ -82,7 +80,7 @@ class NamingGroup(torch_dcp.DistWrapper):  # type: ignore[misc]  # found at run 
         )
         try:
             return type(error)(message)
-        except TypeError:  # a type that wants more than words
+        except TypeError:  # the type needs other arguments
             return RuntimeError(message)
 
     broadcast_object = _naming_ranks("broadcast_object")

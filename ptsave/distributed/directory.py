@@ -1,7 +1,7 @@
-"""The directory of a checkpoint: names of its files, and how a new set replaces the old one.
+"""The directory of a checkpoint: the names of its files, and how new files replace old ones.
 
-A save writes files whose names nobody has used, then replaces ``.metadata`` by one rename, and only
-then removes files that it no longer names.  So a reader finds the old checkpoint or the new one.
+A save writes files with new names, replaces ``.metadata`` by one rename, and only then removes
+files that it no longer names.  So a reader finds either the old checkpoint or the new one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from ptsave.streaming.streamed_files import write_bytes
 from ptsave.support.syncing import sync_path
 from ptsave.writing.folders import LocalFolder
 
-__all__ = ["CheckpointDirectory"]
-
 _SUFFIX = ".distcp"
 # Ours, __<rank>_<16 hex digits>.distcp, and those of FileSystemWriter, __<rank>_<number>.distcp.
 _RANK_FILE = re.compile(r"__(?P<rank>\d+)_([0-9a-f]{16}|\d+)\.distcp")
@@ -30,13 +28,7 @@ _RANK_METADATA = re.compile(r"__(?P<rank>\d+)\.metadata")
 
 
 class CheckpointDirectory:
-    """The local directory of one checkpoint.
-
-    Parameters
-    ----------
-    path : str
-        The directory.
-    """
+    """The local directory of one checkpoint."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -51,7 +43,7 @@ class CheckpointDirectory:
         return os.path.join(self.path, name)
 
     def has_checkpoint(self, rank: int | None) -> bool:
-        """Return whether there is metadata: of all ranks, or of one that saves by itself."""
+        """Return whether there is metadata of all ranks, or of a rank that saves by itself."""
         return os.path.lexists(self.file(metadata_name(rank)))
 
     def new_name(self, rank: int) -> str:
@@ -61,24 +53,11 @@ class CheckpointDirectory:
     def publish(
         self, metadata: Metadata, sizes: dict[str, int], rank: int | None, *, fsync: bool
     ) -> None:
-        """Make a set of files the checkpoint, and remove the one before.
+        """Make a set of files the checkpoint, and remove the previous one.
 
-        Parameters
-        ----------
-        metadata : Metadata
-            The bytes to write.
-        sizes : dict of str to int
-            The files that it names, and the bytes of each.
-        rank : int or None
-            The rank that saves by itself; None for a save of all ranks.
-        fsync : bool
-            Whether all is on the disk when the call returns.
-
-        Raises
-        ------
-        SaveError
-            If the metadata cannot be written, or another save to the directory has removed some of
-            the files; the old checkpoint is unchanged.
+        `sizes` has the bytes of each file that the metadata names.  `rank` saves by itself; None is
+        a save of all ranks.  If another save has removed some of the files, this is a SaveError,
+        and the old checkpoint stays.
         """
         data = dump_metadata(metadata)
         with self._alone():
@@ -90,7 +69,7 @@ class CheckpointDirectory:
             self._remove_others(set(sizes), rank)
 
     def remove_unnamed(self, names: Iterable[str], rank: int) -> None:
-        """Remove files that a rank has written, as far as no metadata names them."""
+        """Remove files that a rank has written, unless metadata names them."""
         there = [name for name in names if os.path.lexists(self.file(name))]
         if not there:
             return
@@ -102,7 +81,7 @@ class CheckpointDirectory:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Wait for other saves that are publishing here, where the file system knows locks."""
+        """Wait for other saves that publish here, if the file system has locks."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
         try:
             with suppress(OSError):
@@ -141,7 +120,7 @@ class CheckpointDirectory:
         self._folder.remove_leftovers(lambda name: _RANK_FILE.fullmatch(name) is not None)
 
     def _named_by_ranks(self, names: list[str], rank: int | None) -> set[str]:
-        """Return the files of ranks that have saved by themselves, and of the common checkpoint."""
+        """Return the files that other metadata in the directory names."""
         named: set[str] = set()
         for name in names:
             match = _RANK_METADATA.fullmatch(name)
@@ -153,7 +132,7 @@ class CheckpointDirectory:
                 infos = load_metadata(self.file(name)).storage_data.values()
                 named |= {info.relative_path for info in infos}
             except (OSError, CorruptCheckpointError, AttributeError):
-                # Its names are not known: nothing that it might name is removed.
+                # Its names are unknown, so no file that it might name is removed.
                 pattern = rf"__{match['rank']}_.*" if match is not None else r"__.*"
                 named |= {each for each in names if re.fullmatch(pattern, each)}
         return named

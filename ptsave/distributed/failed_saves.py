@@ -1,7 +1,8 @@
-"""Removes a rank's file of a save that has failed, when the rank saves again.
+"""Removes a rank's file of a failed save when the rank saves again.
 
-A save that ends removes what no metadata names.  One that fails cannot: only one rank knows why.
-Without this, a loop that goes on after a full disk would add a file to it with each save.
+A save that succeeds removes the files that no metadata names.  A save that fails cannot: only one
+rank knows why.  Without this module, a loop that goes on after a full disk would add a file with
+each save.
 """
 
 from __future__ import annotations
@@ -12,30 +13,18 @@ from dataclasses import dataclass
 
 from ptsave.distributed.directory import CheckpointDirectory
 
-__all__ = ["note_written", "remove_failed"]
-
 
 @dataclass(frozen=True)
 class _Written:
-    """A file that this process has written.
-
-    Attributes
-    ----------
-    name : str
-        Its name.
-    thread : threading.Thread
-        Made the save, which has ended when the thread has, or makes another one.
-    process : int
-        Wrote it: one that was forked from it has not.
-    """
+    """A file that this process has written."""
 
     name: str
-    thread: threading.Thread
-    process: int
+    thread: threading.Thread  # its save is over when the thread has ended, or saves again
+    process: int  # id of the writer; a process forked from it has not written the file
 
     @property
     def is_of_ended_save(self) -> bool:
-        """Whether the save that wrote it goes on no more."""
+        """Whether the save that has written it is over."""
         has_ended = self.thread is threading.current_thread() or not self.thread.is_alive()
         return has_ended and self.process == os.getpid()
 
@@ -45,7 +34,7 @@ _written: dict[tuple[str, int], list[_Written]] = {}  # by directory and rank
 
 
 def note_written(directory: CheckpointDirectory, rank: int, name: str) -> None:
-    """Remember a file that a save of this thread has written, and whose end is not known here."""
+    """Remember a file that this thread's save has written: its end is not known here."""
     key = os.path.abspath(directory.path), rank
     with _lock:
         found = _Written(name, threading.current_thread(), os.getpid())
@@ -53,13 +42,7 @@ def note_written(directory: CheckpointDirectory, rank: int, name: str) -> None:
 
 
 def remove_failed(directory: CheckpointDirectory, rank: int) -> None:
-    """Remove files of a rank's saves that have ended, unless they are the checkpoint.
-
-    Raises
-    ------
-    OSError
-        If the directory cannot be read, or a file not be removed.
-    """
+    """Remove the files of a rank's ended saves, unless metadata names them."""
     key = os.path.abspath(directory.path), rank
     with _lock:
         all_written = _written.pop(key, [])

@@ -12,33 +12,19 @@ from torch.nn import Parameter
 
 from ptsave.support import torch_dcp
 
-__all__ = ["PLAIN_TYPES", "Flattened", "flattened"]
-
 PLAIN_TYPES = (Tensor, Parameter)
 _DICTS = (dict, OrderedDict)
 
 
 @dataclass
 class Flattened:
-    """A flat state dict.
+    """A flat state dict."""
 
-    Attributes
-    ----------
-    values : dict of str to object
-        The leaves by their flat names.
-    paths : dict of str to tuple
-        The path of each in the nested dict: keys as text, indices of lists.
-    has_sharded_tensors : bool
-        Whether there are some of torch's former class for tensors of many ranks, which the planners
-        of DCP treat apart.
-    has_only_dicts : bool
-        Whether the containers are all dicts of Python's own two types.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # the leaves by their flat names
+    # Each leaf's path in the nested dict: keys as text, indices of lists.
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    has_sharded_tensors: bool = False
-    has_only_dicts: bool = True
+    has_sharded_tensors: bool = False  # torch's former class, which DCP's planners treat apart
+    has_only_dicts: bool = True  # all containers are dict or OrderedDict
 
     def add(self, prefix: str, path: tuple[Any, ...], mapping: Mapping[Any, Any]) -> None:
         """Add the leaves of a dict."""
@@ -77,7 +63,7 @@ class Flattened:
 
 
 def _is_leaf(value: list[Any]) -> bool:
-    """Return whether a list is one value: it holds neither tensors nor dicts."""
+    """Return whether a list counts as one value, because it holds no tensors and no dicts."""
     return not any(
         isinstance(each, (Tensor, Mapping)) or (isinstance(each, list) and not _is_leaf(each))
         for each in value
@@ -87,13 +73,8 @@ def _is_leaf(value: list[Any]) -> bool:
 def flattened(state_dict: Mapping[str, Any]) -> Flattened:
     """Return a nested state dict as a flat one.
 
-    Raises
-    ------
-    ValueError
-        If two values get one name, as in ``{"a.b": 1, "a": {"b": 2}}``.
+    Two values of one name are a ValueError, as in ``{"a.b": 1, "a": {"b": 2}}``.
 
-    Examples
-    --------
     >>> flattened({"model": {"weight": 1, 2: [3, {"x": 4}]}}).values
     {'model.weight': 1, 'model.2.0': 3, 'model.2.1.x': 4}
     """

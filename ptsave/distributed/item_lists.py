@@ -1,7 +1,7 @@
-"""Lists of the items of plans, and of results, that ranks exchange quickly.
+"""Lists of plans' items and of results that ranks exchange quickly.
 
-DCP pickles all items for every exchange.  For each of the thousands of objects that one unpickles,
-Python's garbage collector counts, and comes by: that takes eight times as long as the rest.
+DCP pickles all items for every exchange.  Unpickling makes thousands of objects, which start
+Python's garbage collector again and again.  Its runs take eight times as long as the rest.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from ptsave.support.garbage import pausing_garbage_collection
 
-__all__ = ["ItemList", "with_item_list"]
-
 _Item = TypeVar("_Item")
 _Plan = TypeVar("_Plan", SavePlan, LoadPlan)
 
@@ -23,8 +21,6 @@ _Plan = TypeVar("_Plan", SavePlan, LoadPlan)
 class ItemList(list[_Item]):
     """A list that is pickled, and unpickled, while the garbage collector pauses.
 
-    Examples
-    --------
     >>> items = pickle.loads(pickle.dumps(ItemList([1, "two"])))
     >>> items, type(items) is ItemList
     ([1, 'two'], True)
@@ -42,7 +38,7 @@ def _unpickled(data: bytes) -> ItemList[Any]:
 
 
 def with_item_list(plan: _Plan) -> _Plan:
-    """Return a plan whose items are in such a list."""
+    """Return a plan whose items are in an `ItemList`."""
     if isinstance(plan.items, ItemList):
         return plan
     return dataclasses.replace(plan, items=ItemList(plan.items))

@@ -1,9 +1,9 @@
-"""Heads of the items of a rank's file: with them torch.load reads the bytes that follow.
+"""Makes the heads of the items in a rank's file, so that torch.load reads the bytes that follow.
 
 DCP keeps every tensor as a whole ``torch.save`` file and reads it with ``torch.load``.  That also
-reads the format before torch 1.6, a few pickles and then the bytes: 300 bytes in front of a payload
-instead of the 1.6 KiB around it that an archive takes, and nothing behind it, so that its place
-follows from the end of the item.
+reads the format before torch 1.6: a few pickles, then the bytes.  The head takes 300 bytes, where
+an archive takes 1.6 KiB around the payload.  Nothing follows the payload, so the end of the item
+tells where it is.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import torch
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from ptsave.support import torch_dcp
-
-__all__ = ["head_of"]
 
 _SYSTEM = {
     "protocol_version": PROTOCOL_VERSION,
@@ -70,15 +68,6 @@ class _Pickler(pickle.Pickler):
 def head_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
     """Return the pickles that torch.load reads before the bytes of a contiguous tensor.
 
-    Parameters
-    ----------
-    dtype : torch.dtype
-        The tensor's.
-    shape : torch.Size
-        The tensor's.
-
-    Examples
-    --------
     >>> values = torch.tensor([1.0, 2.0])
     >>> file = head_of(values.dtype, values.shape) + values.numpy().tobytes()
     >>> torch.load(io.BytesIO(file), weights_only=True)
@@ -92,7 +81,7 @@ def head_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
     if kind is not None:
         numel = shape.numel()
         tensor = _Tensor(torch_dcp.rebuild_tensor, (_Storage(kind, numel), *tail))
-    else:  # such as float8: torch has no class of storages for them
+    else:  # such as float8, for which torch has no storage class
         numel = nbytes
         storage = _Storage(torch.ByteStorage, numel)
         tensor = _Tensor(torch_dcp.rebuild_tensor_of_dtype, (storage, *tail, dtype))

@@ -1,4 +1,4 @@
-"""Where checkpoints of DCP may be: local directories, and URLs for those that are read."""
+"""Tells where DCP checkpoints may be: local directories, and URLs for loads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from ptsave.sources.opening import FsspecFolder
 from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.urls import is_url, is_url_source, options_of
 
-__all__ = ["accepts", "directory_name", "local_path", "remote_metadata"]
-
 
 def directory_name(path: str | os.PathLike[str]) -> str:
-    """Return a path as text; an empty one is the current directory, as in torch's classes.
+    """Return a path as text; an empty path is the current directory, as in torch's classes.
 
     >>> directory_name(""), directory_name("checkpoint/")
     ('.', 'checkpoint/')
@@ -24,13 +22,7 @@ def directory_name(path: str | os.PathLike[str]) -> str:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return the directory that `path` names.
-
-    Raises
-    ------
-    UnsupportedUrlError
-        If it is a URL.
-    """
+    """Return the directory that `path` names; a URL is an UnsupportedUrlError."""
     name = directory_name(path)
     if isinstance(path, str) and is_url(name):
         raise UnsupportedUrlError.of(name)
@@ -40,15 +32,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
 def remote_metadata(
     path: str | os.PathLike[str], name: str, storage_options: Mapping[str, Any] | None
 ) -> FsspecFile | None:
-    """Return the metadata of a checkpoint at a URL, open; None if `path` is a local directory.
-
-    Raises
-    ------
-    OSError
-        If it cannot be opened.
-    TypeError
-        If there are `storage_options` for a local directory.
-    """
+    """Open the metadata of a checkpoint at a URL; return None for a local directory."""
     if not (isinstance(path, str) and is_url_source(path, storage_options)):
         return None
     options = options_of(storage_options)
@@ -56,7 +40,7 @@ def remote_metadata(
 
 
 def accepts(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Return whether a checkpoint can be at `checkpoint_id`, as torch's FileSystemWriter has it."""
+    """Return whether a checkpoint can be at `checkpoint_id`, by the rules of FileSystemWriter."""
     if not isinstance(checkpoint_id, str):
         return isinstance(checkpoint_id, os.PathLike)
     if is_url(checkpoint_id):

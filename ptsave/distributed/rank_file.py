@@ -1,4 +1,4 @@
-"""A rank's file: the items of its plan at places of their own, and checksums of its blocks.
+"""A rank's file: the items of its plan, each at an aligned place, and checksums of its blocks.
 
 ::
 
@@ -25,8 +25,6 @@ from ptsave.streaming.places import Payload
 from ptsave.support.progress import ProgressCallback
 from ptsave.writing.targets import FileWriter
 
-__all__ = ["RankFile"]
-
 _SMALL_ALIGNMENT = 64
 
 
@@ -39,10 +37,7 @@ def _alignment(nbytes: int) -> int:
 
 
 class RankFile:
-    """Lays out one file and writes it.
-
-    Items are added in any order, the small ones first.
-    """
+    """Lays out one file and writes it; it needs least padding if small items are added first."""
 
     def __init__(self) -> None:
         self._pieces: list[tuple[int, Any]] = []
@@ -51,19 +46,10 @@ class RankFile:
     def add_tensors(
         self, tensors: Sequence[Tensor], alike: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Add contiguous tensors.
+        """Add contiguous tensors, and return the offsets and the sizes of their items.
 
-        Parameters
-        ----------
-        tensors : sequence of torch.Tensor
-            The tensors.
-        alike : sequence of int
-            Of each a number, which only tensors of one dtype and shape have in common.
-
-        Returns
-        -------
-        list of int, list of int
-            Offsets and sizes of their items.
+        `alike` has a number for each tensor: tensors of the same number have the same dtype and
+        shape.
         """
         kinds: dict[int, tuple[bytes, int, int]] = {}
         begins, lengths, pieces, end = [], [], self._pieces, self._end
@@ -86,7 +72,7 @@ class RankFile:
     def add_payload(
         self, dtype: torch.dtype, shape: torch.Size, payload: Payload
     ) -> tuple[int, int]:
-        """Add a tensor whose bytes are in the sources of `write`; returns offset and size."""
+        """Add a tensor whose bytes are in the sources of `write`; return its offset and size."""
         place = (payload.nbytes, payload.source, payload.offset, payload.parts)
         head = head_of(dtype, shape)
         at = _align(self._end + len(head), _alignment(payload.nbytes))
@@ -98,7 +84,7 @@ class RankFile:
         return begin, self._end - begin
 
     def add_bytes(self, data: bytes) -> tuple[int, int]:
-        """Add an item that is whole in itself; returns its offset and size."""
+        """Add an item that needs no head; return its offset and size."""
         begin = _align(self._end, _SMALL_ALIGNMENT)
         self._pieces.append((begin, data))
         self._end = begin + len(data)
@@ -114,21 +100,8 @@ class RankFile:
     ) -> CheckedFile:
         """Write the file, which appears whole or not at all.
 
-        Parameters
-        ----------
-        path : str
-            The file.
-        fsync : bool
-            Whether it is on the disk when the call returns.
-        sources : _C.PayloadSources, optional
-            Those of tensors that `add_payload` has added.
-        progress : callable, optional
-            Gets the number of bytes that are written.
-
-        Raises
-        ------
-        SaveError
-            If it cannot be written.
+        `sources` has the bytes of tensors that `add_payload` has added.  `progress` gets the number
+        of bytes that are written.
         """
         plan = _C.CheckedPlan(self._pieces, sources)
         FileWriter(plan, compute_crcs=True, fsync=fsync, atomic=True, progress=progress).write_path(

@@ -1,4 +1,4 @@
-"""`StorageReader`: loads of torch.distributed.checkpoint that read the bytes they need, checked."""
+"""`StorageReader`: checked loads of torch.distributed.checkpoint that read only needed bytes."""
 
 from __future__ import annotations
 
@@ -40,10 +40,8 @@ from ptsave.sources.urls import is_url_source
 from ptsave.support.flags import check_flags
 from ptsave.support.garbage import pausing_garbage_collection
 
-__all__ = ["StorageReader"]
-
 _PLAIN_TYPES = (Tensor, Parameter)
-# Values that are brought to their targets by a copy are read so many bytes at a time.
+# The most bytes that are read at once to be copied to their targets.
 _STAGED_NBYTES = 256 << 20
 _N_ITEMS_AT_A_TIME = 4096
 _NOWHERE = object(), None
@@ -53,21 +51,21 @@ class StorageReader(storage.StorageReader):
     """Storage for :func:`torch.distributed.checkpoint.load`.
 
     A rank reads only the bytes that it needs, from all files at once, straight into its tensors in
-    CPU memory; tensors elsewhere get theirs by a copy, 256 MiB at a time.  Checkpoints of torch's
-    ``FileSystemWriter`` are read as well.  Nothing that the metadata says is run: it may hold
-    DCP's classes only.
+    CPU memory.  Tensors on other devices are filled by copies, 256 MiB at a time.  Checkpoints of
+    torch's ``FileSystemWriter`` are read, too.  The metadata may hold only DCP's classes, and no
+    code in it runs.
 
     Parameters
     ----------
     path : str or os.PathLike
         Directory of the checkpoint, by path or URL.
     verify : bool, default True
-        Whether bytes are compared with their checksums before they reach a tensor, a block of
-        4,096 bytes at a time.  Of a checkpoint by torch's writer only tensors that are wanted as a
-        whole can be checked, after they are read.
+        Whether each block of 4,096 bytes is compared with its checksum before its bytes reach a
+        tensor.  In a checkpoint of torch's writer, only tensors that are read whole can be
+        checked, after the read.
     weights_only : bool, default False
         Whether objects may hold only what ``torch.load(weights_only=True)`` allows.  DCP's planner
-        makes them with ``weights_only=False``, which lets a checkpoint run anything: set this for
+        loads them with ``weights_only=False``, which lets a checkpoint run any code.  Set this for
         checkpoints that you do not trust.
     storage_options : mapping, optional
         For the file system of a URL.
@@ -79,12 +77,14 @@ class StorageReader(storage.StorageReader):
 
     Notes
     -----
-    Loads raise :class:`CorruptCheckpointError` (in DCP's ``CheckpointException``, which names the
-    rank) for damaged files and metadata, with the file, the offset and the names of the tensors;
-    some tensors may have changed by then.  With ``weights_only=True`` an object that is not allowed
-    is a :class:`pickle.UnpicklingError`, before the planner has seen any of it.  If another save
-    replaces the checkpoint between the reading of its metadata and the opening of its files, that
-    is an :class:`OSError` with ``errno.ESTALE`` on every rank, never a mixture: load again.
+    Errors of loads are inside DCP's ``CheckpointException``, which names the rank.  Damaged files
+    and metadata are a :class:`CorruptCheckpointError` with the file, the offset and the names of
+    the tensors; some tensors may have changed by then.  With ``weights_only=True``, an object that
+    is not allowed is a :class:`pickle.UnpicklingError`, before the planner gets it.
+
+    Another save may replace the checkpoint after its metadata was read and before its files are
+    opened.  Then every rank raises an :class:`OSError` with ``errno.ESTALE``, and no rank gets a
+    mixture: load again.
 
     Examples
     --------
@@ -106,7 +106,7 @@ class StorageReader(storage.StorageReader):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         check_flags(verify=verify, weights_only=weights_only)
-        is_url_source(path, storage_options)  # or options for a local directory are an error
+        is_url_source(path, storage_options)  # raises if a local directory has options
         self._path = directory_name(path)
         self._storage_options = storage_options
         self._remote: FsspecFile | None = None
@@ -128,7 +128,7 @@ class StorageReader(storage.StorageReader):
         self._load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata: of all ranks, or of the one that saved by itself (``rank=``)."""
+        """Read the metadata of all ranks, or of a rank that saved by itself (``rank=``)."""
         name = metadata_name(kwargs.get("rank"))
         self._is_common = kwargs.get("rank") is None
         self._remote = remote_metadata(self._path, name, self._storage_options)
@@ -152,7 +152,7 @@ class StorageReader(storage.StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan, with the save whose metadata it was made by."""
+        """Return the plan, with the id of the save whose metadata it is based on."""
         if not self._is_common or plan.storage_data is not None:
             return with_item_list(plan)
         meta = None if self._metadata is None else self._metadata.storage_meta
@@ -173,7 +173,7 @@ class StorageReader(storage.StorageReader):
         return [*map(with_item_list, plans)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of a plan; all is there when the call returns."""
+        """Read the items of a plan; the reads are complete when the call returns."""
         if self._metadata is None:
             raise RuntimeError("set_up_storage_reader() comes before read_data()")
         metadata_path = self._file(metadata_name(None))
@@ -190,7 +190,7 @@ class StorageReader(storage.StorageReader):
         return future
 
     def _require_same(self, files: RankFiles, plan: LoadPlan) -> None:
-        """Raise if files that are written in place, as torch's writer does, may be another's."""
+        """Raise if another save may have overwritten the files in place, as torch's writer does."""
         if self._read is None or self._metadata is None or not self._read.has_changed:
             return
         infos = (self._metadata.storage_data[item.storage_index] for item in plan.items)
@@ -214,34 +214,24 @@ class StorageReader(storage.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a checkpoint can be there, as torch's FileSystemReader has it."""
+        """Return whether a checkpoint can be there, by the rules of torch's FileSystemReader."""
         return accepts(checkpoint_id)
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """The save by whose metadata a rank has planned what it reads."""
+    """The save whose metadata a rank has used to plan its reads."""
 
     save_id: str | None
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """An item with the memory that its bytes are read into.
-
-    Attributes
-    ----------
-    item : ReadItem
-        The plan's entry.
-    box : Box
-        Where the bytes are, and where they go.
-    target : torch.Tensor or None
-        The tensor that gets them; None for an object.
-    """
+    """An item with the memory that its bytes are read into."""
 
     item: ReadItem
-    box: Box
-    target: Tensor | None
+    box: Box  # where the bytes are, and where they are read to
+    target: Tensor | None  # gets the bytes at last; None for an object
 
     @property
     def is_staged(self) -> bool:
@@ -249,7 +239,7 @@ class _Wanted:
 
 
 class _Load:
-    """Reads the items of one plan, in pipelines of bounded memory."""
+    """Reads the items of one plan with bounded memory."""
 
     def __init__(
         self, metadata: Metadata, files: RankFiles, planner: LoadPlanner, *, weights_only: bool
@@ -260,13 +250,13 @@ class _Load:
         self._planner = planner
         self._wanted: list[_Wanted] = []
         self._n_staged = 0
-        # Of one kind of items and targets: whether they are simple.
+        # Whether the items and targets of a kind are simple.
         self._known: dict[tuple[int, ...], bool] = {}
 
     def run(self, items: list[ReadItem]) -> None:
-        """Read all of them, and hand them to the planner."""
+        """Read all items, and hand them to the planner."""
         for begin in range(0, len(items), _N_ITEMS_AT_A_TIME):
-            self._known.clear()  # kinds have the numbers of one call
+            self._known.clear()  # the numbers of kinds are of one call
             self._add_all(items[begin : begin + _N_ITEMS_AT_A_TIME])
         self._flush()
 
@@ -295,7 +285,7 @@ class _Load:
         return target
 
     def _is_simple(self, item: ReadItem, info: Any, target: Tensor | None, number: int) -> bool:
-        """Return whether a whole tensor of a file of ours is read into one that is contiguous."""
+        """Return whether an item reads a whole tensor of a checked file into a contiguous one."""
         described = self._metadata.state_dict_metadata.get(item.storage_index.fqn)
         if (
             number < 0
@@ -335,7 +325,7 @@ class _Load:
                 f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}"
             )
         box = self._box_of(item, info, target)
-        if box is None:  # it is a file of its own in a format that has no places
+        if box is None:  # only torch can read the item
             self._planner.commit_tensor(item, self._copy_whole(item, info, target))
             return
         self._want(item, box, target)
@@ -348,7 +338,7 @@ class _Load:
 
     @cached_property
     def _infos(self) -> dict[str, tuple[Any, Any]]:
-        """Offsets and places by names: a dict of names is asked quickly, one of indices is not."""
+        """Offsets and places by names, because a lookup by name is faster than one by index."""
         return {
             key.fqn: (key.offset, info)
             for key, info in self._metadata.storage_data.items()
@@ -358,7 +348,7 @@ class _Load:
     def _info_of(self, item: ReadItem) -> Any:
         index = item.storage_index
         offset, info = self._infos.get(index.fqn, _NOWHERE)
-        if offset == index.offset:  # the other parts of a tensor are found by the index
+        if offset == index.offset:  # other parts of a tensor need the index
             return info
         try:
             return self._metadata.storage_data[index]
@@ -429,7 +419,7 @@ class _Load:
         self._planner.commit_tensor(wanted.item, wanted.target)
 
     def _refuse_code(self, wanted: _Wanted, data: bytes) -> None:
-        """Make an object with torch's restricted unpickler, which raises for all that it bars."""
+        """Raise UnpicklingError if torch's restricted unpickler does not allow an object."""
         try:
             torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
@@ -456,7 +446,7 @@ def _chunk_of(described: TensorStorageMetadata, item: ReadItem, path: str) -> Ch
 
 
 def _takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether bytes can be read straight into a tensor, in runs that are worth it."""
+    """Return whether bytes can be read straight into a tensor, in runs of at least a row."""
     return (
         type(target) in _PLAIN_TYPES
         and target.is_cpu

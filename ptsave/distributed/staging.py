@@ -18,37 +18,31 @@ from ptsave.support import config
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_tensors import storage_id_of
 
-__all__ = ["staged"]
-
 _PLAIN_TYPES = (Tensor, Parameter)
-# Of a storage of which a tensor uses less, only that part is copied.
+# If a tensor uses a smaller share of its storage, only the tensor is copied.
 _MIN_SHARE = 0.5
-# For memory of the save before; no longer than it would take to get as much from the system.
+# The wait for memory of the previous save; fresh memory from the system would take as long.
 _MAX_WAIT_SECONDS, _POLL_SECONDS = 2e-3, 1e-4
 _FRESH_NBYTES_A_SECOND = 8e9
 
 
 class _Staged(dict[str, Any]):
-    """A staged state dict; DCP lets go of it at the end of its save, and of the room for it."""
+    """A staged state dict, which reserves its memory until DCP drops it at the end of the save."""
 
     def __init__(self, values: dict[str, Any], reservation: Reservation) -> None:
         super().__init__(values)
         self._reservation = reservation
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # the process that saves has not staged anything
+        return dict, (dict(self),)  # the process that saves needs no reservation
 
 
 def staged(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a state dict whose tensors nobody else changes, in CPU memory.
+    """Copy a state dict into CPU memory, where other code cannot change it.
 
-    Tensors that share a storage do so in the copy.  The memory goes back to the pool with the last
-    tensor.  While there is no room for it, beside the copies of other saves, the call waits.
-
-    Raises
-    ------
-    StagingFullError
-        If it is larger than all of the room.
+    Tensors that share a storage share one in the copy.  The memory returns to the pool with the
+    last tensor.  The call waits while copies of other saves take the room; a state dict that is
+    larger than the whole room is a StagingFullError.
     """
     all_tensors = list(_tensors_of(state_dict))
     tensors = [tensor for tensor in all_tensors if _can_snapshot(tensor)]
@@ -67,11 +61,11 @@ def staged(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wait_for_memory(nbytes: int) -> None:
-    """Wait until the copy of a save that has just ended has gone back to the pool.
+    """Wait until the copy of a save that has just ended is back in the pool.
 
-    DCP lets go of it after its future has told the end, in a thread that needs the interpreter's
-    lock, which the thread that begins the next save holds.  Fresh memory would take longer than the
-    copy into it.
+    DCP drops the copy after its future is done, in a thread that needs the interpreter's lock.  The
+    thread that begins the next save holds that lock.  Fresh memory would take longer than the copy
+    into it.
     """
     deadline = time.perf_counter() + min(_MAX_WAIT_SECONDS, nbytes / _FRESH_NBYTES_A_SECOND)
     while time.perf_counter() < deadline:
@@ -105,7 +99,7 @@ def _can_snapshot(tensor: Tensor) -> bool:
 
 
 class _Copier:
-    """Rebuilds containers over copies of their tensors' storages."""
+    """Copies containers, with tensors over the copies of their storages."""
 
     def __init__(self, storages: dict[Any, torch.UntypedStorage]) -> None:
         self._storages = storages

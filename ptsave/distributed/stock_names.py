@@ -1,8 +1,8 @@
-"""ptsave behind ``FileSystemWriter`` and ``FileSystemReader``, for code that one cannot edit.
+"""Puts ptsave behind ``FileSystemWriter`` and ``FileSystemReader``, for code that you cannot edit.
 
-Accelerate, composer and Lightning look the two classes up in `torch.distributed.checkpoint` when
-they save or load, and DCP itself does for a ``checkpoint_id``.  Where nobody names a planner, DCP
-takes ours, and where one of its collectives fails, the error names the checkpoint and the rank.
+Accelerate, composer and Lightning look up the two classes in `torch.distributed.checkpoint` when
+they save or load; DCP does so for a ``checkpoint_id``.  Calls without a planner get ptsave's, and
+errors of DCP's collectives name the checkpoint and the rank.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from ptsave.distributed.reader import StorageReader
 from ptsave.distributed.writer import StorageWriter
 from ptsave.support import torch_dcp
 
-__all__ = ["FileSystemReader", "FileSystemWriter", "exchange"]
-
 _STOCK = {
     "FileSystemWriter": filesystem.FileSystemWriter,
     "FileSystemReader": filesystem.FileSystemReader,
@@ -40,13 +38,13 @@ _STOCK = {
 class FileSystemWriter(StorageWriter):
     """`StorageWriter` with the arguments of torch's class.
 
-    Threads, copies and files are the engine's affair.  Whoever asks for another format, for
-    extensions or for a file per tensor gets torch's class.
+    The engine decides on threads and copies.  Calls for another format, for extensions or for a
+    file per tensor get torch's class.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an instance of torch's class, for everything that only it can do."""
-        if cls is not FileSystemWriter:  # a derived class, whose arguments may be others
+        """Return an instance of torch's class if only that supports the arguments."""
+        if cls is not FileSystemWriter:  # a derived class may have other arguments
             return super().__new__(cls)
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         torch_format = filesystem.SerializationFormat.TORCH_SAVE
@@ -78,7 +76,7 @@ class FileSystemWriter(StorageWriter):
         super().__init__(path, fsync=sync_files, overwrite=overwrite)
 
     def __getnewargs__(self) -> tuple[str]:
-        """Return the state that a copy in another process begins with."""
+        """Return the arguments of `__new__` for a copy in another process."""
         return (self.checkpoint_id,)
 
     @property
@@ -101,7 +99,7 @@ _ARGUMENTS = (
 
 
 class FileSystemReader(StorageReader):
-    """`StorageReader` with the arguments of torch's class, which reads files of extensions."""
+    """`StorageReader` with the arguments of torch's class, which reads files with extensions."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance of torch's class if there are extensions."""
@@ -119,17 +117,17 @@ class FileSystemReader(StorageReader):
 
     @property
     def storage_data(self) -> dict[Any, Any]:
-        """Where the items of the checkpoint are that is being read."""
+        """The places of the items in the checkpoint that is being read."""
         metadata: Metadata | None = self._metadata
         return {} if metadata is None else metadata.storage_data
 
     @property
     def load_id(self) -> str:
-        """The id of the load, which is in the metadata that it reads."""
+        """The id of the load, which `read_metadata` adds to the metadata."""
         return self._load_id
 
     def read_data(self, plan: planners.LoadPlan, planner: planners.LoadPlanner) -> Future[None]:
-        """Read the items of a plan, by torch's class if extensions have transformed them.
+        """Read the items of a plan; torch's class reads items that extensions have transformed.
 
         Torch's class knows its own extensions, such as ``ZStandard``, without a registry.
         """
@@ -142,15 +140,15 @@ class FileSystemReader(StorageReader):
         return future
 
 
-# Those that libraries have made of torch's classes stay instances of the names.
+# Instances of torch's classes that libraries have made stay instances of these names.
 FileSystemWriter.register(filesystem.FileSystemWriter)
 FileSystemReader.register(filesystem.FileSystemReader)
 _OURS: dict[str, Any] = {
     "FileSystemWriter": FileSystemWriter,
     "FileSystemReader": FileSystemReader,
 }
-# Modules that make the planner of a call without one, and exchange plans and results between ranks:
-# the names are theirs to look up.
+# DCP's modules look up these names to make the planner of a call without one, and to exchange plans
+# and results between ranks.
 _NAMES: tuple[tuple[Any, str, Any, Any], ...] = (
     (state_dict_saver, "DefaultSavePlanner", default_planner.DefaultSavePlanner, SavePlanner),
     (state_dict_loader, "DefaultLoadPlanner", default_planner.DefaultLoadPlanner, LoadPlanner),
@@ -164,9 +162,9 @@ _lock = threading.Lock()
 
 
 def exchange(*, installed: bool) -> None:
-    """Put our classes in the place of torch's, or torch's back.
+    """Replace torch's classes by ptsave's, or put torch's back.
 
-    A name that somebody else has put another class behind keeps that.
+    A name that other code has given another class keeps that class.
     """
     old, new = (_STOCK, _OURS) if installed else (_OURS, _STOCK)
     with _lock:

@@ -1,4 +1,4 @@
-"""`StorageWriter`: saves of torch.distributed.checkpoint, one file a rank."""
+"""`StorageWriter`: saves of torch.distributed.checkpoint, with one file per rank."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ from ptsave.support import torch_dcp
 from ptsave.support.flags import check_flags
 from ptsave.support.garbage import pausing_garbage_collection
 
-__all__ = ["StorageWriter"]
-
 _PLAIN_TYPES = (Tensor, Parameter)
 # Attribute of the first item of a rank's file, on the way to the coordinator.
 _FILE = "ptsave_file"
@@ -48,19 +46,19 @@ _YIELD_SECONDS = 1e-3
 class StorageWriter(storage.StorageWriter):
     """Storage for :func:`torch.distributed.checkpoint.save` and ``async_save``.
 
-    Every rank writes one file, with all threads of the engine and past the page cache, and the
-    checkpoint changes by the rename of ``.metadata``, once the files of all ranks are durable.
-    Torch's ``FileSystemReader`` reads the checkpoint as well.
+    Every rank writes one file, with all threads of the engine and past the page cache.  Once the
+    files of all ranks are durable, the rename of ``.metadata`` makes them the checkpoint.  Torch's
+    ``FileSystemReader`` reads it, too.
 
     Parameters
     ----------
     path : str or os.PathLike
-        Directory of the checkpoint, local or on a file system that all ranks have mounted; made if
-        it is not there.
+        Directory of the checkpoint, local or on a file system that all ranks have mounted.  It is
+        made if it does not exist.
     fsync : bool, default True
         Whether the checkpoint survives power loss as soon as the save returns.
     overwrite : bool, default True
-        Whether a checkpoint that is there may be replaced.
+        Whether an existing checkpoint may be replaced.
 
     Raises
     ------
@@ -69,13 +67,15 @@ class StorageWriter(storage.StorageWriter):
 
     Notes
     -----
-    Saves raise :class:`SaveError` (in DCP's ``CheckpointException``, which names the rank) where a
-    file cannot be written, or ``use_collectives=False`` finds a checkpoint of all ranks, and
-    :class:`RuntimeError` with ``overwrite=False``; the checkpoint that was there stays then.
-    ``async_save`` waits until there is room for its copy, beside those of unfinished saves: half of
-    the memory that this process may use, or ``PTSAVE_MAX_STAGED_BYTES``; a state dict that never
-    fits is a :class:`StagingFullError`.  Objects of this class can be pickled, and used for one
-    save after another.
+    Errors of saves are inside DCP's ``CheckpointException``, which names the rank.  They are a
+    :class:`SaveError` if a file cannot be written, or if ``use_collectives=False`` finds a
+    checkpoint of all ranks.  With ``overwrite=False`` an existing checkpoint is a
+    :class:`RuntimeError`.  The existing checkpoint then stays.
+
+    ``async_save`` waits until there is room for its copy beside the copies of unfinished saves.
+    The room is half of the memory that this process may use, or ``PTSAVE_MAX_STAGED_BYTES``.  A
+    state dict that never fits is a :class:`StagingFullError`.  Objects of this class can be
+    pickled, and used for one save after another.
 
     Examples
     --------
@@ -108,17 +108,17 @@ class StorageWriter(storage.StorageWriter):
             self._path = local_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
         if self._is_staged:
-            # In the thread of async_save, whose caller waits for the interpreter's lock.
+            # This is the thread of async_save; its caller waits for the interpreter's lock.
             self._is_staged = False
             time.sleep(_YIELD_SECONDS)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn the rank."""
+        """Take the rank from DCP."""
         self._rank = kwargs.get("rank") or 0
         self._use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the directory, and refuse to overwrite if that is not wanted."""
+        """Make the directory; raise if it has a checkpoint that must not be replaced."""
         directory = CheckpointDirectory(self._path)
         directory.make()
         if not self._overwrite and directory.has_checkpoint(
@@ -126,7 +126,7 @@ class StorageWriter(storage.StorageWriter):
         ):
             raise RuntimeError(f"Checkpoint already exists and overwrite=False: {self._path}")
         if not self._use_collectives and directory.has_checkpoint(None):
-            # DCP's loads look for that one first.
+            # DCP's loads look for the checkpoint of all ranks first.
             raise SaveError(
                 errno.EEXIST,
                 f"a checkpoint of all ranks is there, which loads would go on to take for the one "
@@ -137,18 +137,18 @@ class StorageWriter(storage.StorageWriter):
         return with_item_list(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans: nothing of where a rank writes is in them."""
+        """Return the plans, which do not say where a rank writes."""
         return [*map(with_item_list, plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; it is there, durable, when the call returns."""
+        """Write this rank's file; it is complete, and with `fsync` durable, on return."""
         future: Future[list[WriteResult]] = Future()
         with pausing_garbage_collection():
             future.set_result(self._write(plan.items, planner))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish the checkpoint, and remove the one before."""
+        """Publish the checkpoint, and remove the previous one."""
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {
             result.index: result.storage_data for each in results for result in each
@@ -196,7 +196,7 @@ class StorageWriter(storage.StorageWriter):
         """Do nothing: the copy is complete."""
 
     def close(self) -> None:
-        """Do nothing: the copies' memory goes back with the last of them."""
+        """Do nothing: the last tensor of a copy gives back its memory."""
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         if not items:
@@ -231,7 +231,7 @@ class StorageWriter(storage.StorageWriter):
 
 
 def _data_of_all(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[Any], list[int]]:
-    """Return `_data_of` of all items, and of each the number of its kind; -1 for bytes."""
+    """Return `_data_of` of all items, and the number of the kind of each; -1 for bytes."""
     values: list[Any] = [planner.resolve_data(item) for item in items]
     alike = _C.tensor_kinds(values, _PLAIN_TYPES)
     as_is = {number for number in set(alike) - {-1} if _is_written_as_is(values[number])}
@@ -241,13 +241,13 @@ def _data_of_all(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list
         else _data_of(item, value)
         for item, value, number in zip(items, values, alike, strict=True)
     ]
-    if len(as_is) < len(set(alike)):  # some have become others
+    if len(as_is) < len(set(alike)):  # some values are new tensors
         alike = _C.tensor_kinds(data, _PLAIN_TYPES)
     return data, alike
 
 
 def _order_in_file(data: Sequence[Any], alike: Sequence[int]) -> list[int]:
-    """Return indices: of bytes, then tensors that share blocks, then those with their own."""
+    """Return indices of bytes, then of tensors smaller than a block, then of larger ones."""
     classes = {
         number: 1 if data[number].nbytes < BLOCK_NBYTES else 2 for number in set(alike) - {-1}
     }
@@ -301,7 +301,7 @@ def _describe_all(
     data: Sequence[Tensor | bytes],
     alike: Sequence[int],
 ) -> None:
-    """Note on items the facts that a reader cannot take from the plan."""
+    """Mark the items with facts that a reader cannot take from the plan."""
     described: set[tuple[int, int]] = set()  # kinds of tensors that are as planned
     for info, item, value, number in zip(infos, items, data, alike, strict=True):
         planned = item.tensor_data
@@ -316,7 +316,7 @@ def _describe_all(
 
 
 def _files_of(results: list[list[WriteResult]]) -> dict[str, CheckedFile]:
-    """Take the files' checksums from the items that have brought them."""
+    """Take the checksums of the files from the items that carry them."""
     files = {}
     for each in results:
         for result in each[:1]:
