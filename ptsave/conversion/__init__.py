@@ -1,4 +1,4 @@
-"""One format into another, or into a smaller file."""
+"""Converts checkpoints to other formats, and makes them smaller."""
 
 from ptsave.conversion.compacting import Compaction, compact
 from ptsave.conversion.converting import Conversion, convert

@@ -1,4 +1,4 @@
-"""`compact`: a checkpoint whose storages hold only bytes that its tensors use."""
+"""`ptsave.compact`: rewrites a checkpoint with only the bytes that its tensors use."""
 
 from __future__ import annotations
 
@@ -54,11 +54,9 @@ from ptsave.writing.targets import (
     scratch_folder,
 )
 
-__all__ = ["Compaction", "compact"]
-
-# Largest ratio of a part of a storage that only one tensor uses to that tensor's elements.
+# A part of a storage with one tensor is packed if it is more than so many times the elements.
 _MAX_SPARSE = 2
-# Bytes that a further storage takes in a file at most: headers, alignment, its part of the pickle.
+# The most bytes that one more storage takes: headers, alignment, its part of the pickle.
 _RECORD_NBYTES = 1024
 
 
@@ -75,7 +73,7 @@ class Compaction:
     n_storages : int
         Number of its storages with bytes that no tensor uses.
     nbytes_before, nbytes : int
-        The size of the files, as it was and as it is.
+        The size of the files, before and after.
     is_written : bool
         Whether a file was written.
     """
@@ -101,11 +99,11 @@ def compact(
 ) -> Compaction:
     """Rewrite a checkpoint without the bytes of storages that none of its tensors uses.
 
-    A view that is saved takes its whole storage along.  Here it gets a storage from its first to
-    its last element, or, if it would leave most of that unused, of its elements alone.  Views that
-    overlap share one storage, so writing through one still changes the others; those of one storage
-    that are a KiB or more apart share nothing afterwards. (Between others a further storage would
-    take as much as it saves.) All else stays as it is.
+    A saved view takes its whole storage along.  Here it gets a storage from its first to its last
+    element, or of its elements alone if it would leave most of that range unused.  Views that
+    overlap share one storage, so writing through one still changes the others.  Views that are a
+    KiB or more apart share nothing afterwards; for nearer views, one more storage would take as
+    much as it saves.  All else stays as it is.
 
     Parameters
     ----------
@@ -113,8 +111,8 @@ def compact(
         As for :func:`ptsave.open`; it is loaded with ``weights_only=True``.  Several files are
         compacted one by one, and keep their names.
     target : str or os.PathLike, optional
-        Path or URL to write to: a file, or of several files a directory, which gets a copy of their
-        index, too.  By default files are replaced, if that makes them smaller.
+        Path or URL to write to: a file, or for several files a directory, which also gets a copy of
+        their index.  By default, files are replaced if that makes them smaller.
     dry_run : bool, default False
         Whether only to compute the size of the result.
     force : bool, default False
@@ -133,9 +131,9 @@ def compact(
     FileExistsError
         If the target exists.
     SaveError
-        If the target cannot be written; it has not changed then.
+        If the target cannot be written; it then stays unchanged.
     UnsupportedSourceError
-        If the source is a file object, and there is no target.
+        If the source is a file object and there is no target.
     TypeError
         If `target_storage_options` are given for a local target, or for none.
 
@@ -143,11 +141,12 @@ def compact(
     -----
     A safetensors file has no unused bytes: it stays as it is, and a target is a copy of it.
 
-    A file that can only be overwritten, not replaced, is put together in a temporary file first, in
-    its directory or that of ``$TMPDIR``; a compressed archive is inflated into one.  Files that
-    only load as a whole are rewritten from memory.  Sparse, nested and quantized tensors, those
-    with attributes and those of other types than torch's own stay as they are, and so do views that
-    share memory with them.
+    A file that can only be overwritten, not replaced, is first put together in a temporary file, in
+    its directory or in ``$TMPDIR``.  A compressed archive is inflated into a temporary file.  Files
+    that only load as a whole are rewritten from memory.
+
+    Sparse, nested and quantized tensors, tensors with attributes and tensors of other types than
+    torch's own stay as they are.  So do views that share memory with them.
 
     Examples
     --------
@@ -182,13 +181,13 @@ def compact(
 
 
 def _require_replaceable(source: Any, storage_options: Mapping[str, Any] | None) -> None:
-    """Refuse a source that cannot be replaced, before anything is read."""
+    """Raise if the source cannot be replaced, before anything is read."""
     if not isinstance(source, (str, os.PathLike)):
         raise UnsupportedSourceError(f"{describe(source)} cannot be replaced: pass a target")
     if is_url(source):
         resolve(source, storage_options)
     else:
-        refuse_url_target(source)  # a local file of such a name: by that name it cannot be written
+        refuse_url_target(source)  # a local file named like a URL cannot be written by that name
 
 
 class _Options(NamedTuple):
@@ -199,11 +198,11 @@ class _Options(NamedTuple):
     target_options: Mapping[str, Any] | None
 
     def resolve(self, path: str) -> FileTarget:
-        """Return the target of that name."""
+        """Return the target at a path."""
         return resolve_file(path, self.target_options)
 
     def resolve_writable(self, path: str) -> FileTarget:
-        """Return the same, if a file can be written there as far as that is known before."""
+        """Return the target at a path; raise if it is already clear that it cannot be written."""
         target: FileTarget = resolve_target(path, self.target_options)
         return target
 
@@ -275,22 +274,12 @@ def _is_same_file(path: str, source: str) -> bool:
 
 
 class _Part(NamedTuple):
-    """Bytes of a storage that tensors use.
-
-    Attributes
-    ----------
-    begin, end : int
-        Range of the bytes in the storage.
-    users : list of int
-        The numbers of these tensors.
-    nbytes : int
-        Bytes that are kept: fewer, if those of a single tensor are packed.
-    """
+    """A range of bytes in a storage that tensors use."""
 
     begin: int
     end: int
-    users: list[int]
-    nbytes: int
+    users: list[int]  # numbers of the tensors
+    nbytes: int  # bytes that are kept: fewer than the range if a single tensor is packed
 
     @property
     def is_packed(self) -> bool:
@@ -300,12 +289,7 @@ class _Part(NamedTuple):
 class _Compactor:
     """Makes tensors over storages of only the bytes that they need.
 
-    Attributes
-    ----------
-    n_storages : int
-        Number of storages of which parts are left out.
-    in_parts : list of StoragePlace
-        Places of those.
+    `n_storages` counts the storages that lose bytes; `in_parts` has their places.
     """
 
     def __init__(self, sources: PayloadSources, *, dry_run: bool) -> None:
@@ -327,7 +311,7 @@ class _Compactor:
                 self.n_storages += 1
                 self.in_parts.append(place or self._sources.memory(storage))
                 kept += [(part, self.in_parts[-1]) for part in parts]
-                empty = [i for i in group if tensors[i].numel() == 0]  # which are in no part
+                empty = [i for i in group if tensors[i].numel() == 0]  # they are in no part
                 nothing = torch.UntypedStorage(0)
                 for i in empty:
                     self._move(result, i, nothing, 0)
@@ -336,7 +320,7 @@ class _Compactor:
         return result
 
     def _cut(self, tensors: list[Tensor], kept: list[tuple[_Part, StoragePlace]]) -> None:
-        """Let tensors have storages of the parts that they use."""
+        """Give tensors storages of the parts that they use."""
         storages = _C.untyped_storages(_C.unfilled_storages([part.nbytes for part, _ in kept]))
         for (part, place), storage in zip(kept, storages, strict=True):
             at = StoragePlace(place.source, place.offset + part.begin, part.nbytes)
@@ -352,7 +336,7 @@ class _Compactor:
         self._put(tensors, i, view_as(storage, plain, offset, plain.stride()))
 
     def _pack(self, tensors: list[Tensor], packed: Sequence[_Part]) -> None:
-        """Let tensors have storages of only their elements."""
+        """Give tensors storages of only their elements."""
         plain = {str(part.users[0]): tensors[part.users[0]].detach() for part in packed}
         if self._dry_run:
             made = unfilled_tensors([(tensor.dtype, tensor.shape) for tensor in plain.values()])
@@ -367,7 +351,7 @@ class _Compactor:
 
 
 def _by_storage(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the numbers of tensors that may get another storage, by the one that they have."""
+    """Return the numbers of tensors that may get a new storage, grouped by their storage."""
     others = [tensor for tensor in tensors if not _is_plain(tensor)]
     _, storages = pickle_object(others, pickle, 2)  # pickling finds the storages of such tensors
     stays = {storage_id(storage) for storage in _C.untyped_storages(storages)}
@@ -379,7 +363,7 @@ def _by_storage(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is its storage, shape and strides, and nothing that would get lost."""
+    """Whether a tensor is only its storage, shape and strides: nothing would get lost."""
     return (
         type(tensor) in (Tensor, Parameter)
         and tensor.layout == torch.strided
@@ -420,7 +404,7 @@ def _joined(part: _Part, end: int, *users: int) -> _Part:
 
 
 def _packed(part: _Part, tensors: Sequence[Tensor]) -> _Part:
-    """Return a part without the gaps between the elements of its only tensor, if they are large."""
+    """Return a part without the gaps in its only tensor, if the gaps are large."""
     nbytes = tensors[part.users[0]].nbytes
     saved = part.nbytes - nbytes
     if len(part.users) > 1 or saved < _RECORD_NBYTES or part.nbytes <= _MAX_SPARSE * nbytes:

@@ -1,10 +1,11 @@
-"""`convert`: the tensors of a checkpoint in a file, or files, of another format.
+"""`ptsave.convert`: writes the tensors of a checkpoint in another format.
 
-The source is opened unread, its placeholders are pickled or listed in a header, and the writers of
-saving bring each payload from its file, chunk by chunk, with its CRC-32 on the way.  A payload that
-is a whole record is compared before the commit; records of which only parts are wanted are read
-once more before.  Tensors that are no range of bytes (transposed, expanded, conjugate) go through a
-temporary file without a name, in pieces of 32 MiB; so does a URL, as a whole.
+The source is opened unread, and its placeholders are pickled or listed in a header.  The writers of
+saving then bring each payload from its file, chunk by chunk, and compute its CRC-32.  Whole records
+are compared before the commit; a record that is used in parts is read once more before.
+
+Tensors that are no range of bytes (transposed, expanded, conjugate) go through a temporary file
+without a name, in pieces of 32 MiB.  A source at a URL goes through it as a whole.
 """
 
 from __future__ import annotations
@@ -62,12 +63,10 @@ from ptsave.writing.folders import Folder, LocalFolder, UrlFolder, resolve_folde
 from ptsave.writing.targets import FileTarget
 from ptsave.writing.url_targets import UrlTarget
 
-__all__ = ["Conversion", "Format", "convert"]
-
 Format: TypeAlias = Literal["pt", "safetensors", "dcp"]
 
 _PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_SHARD_NBYTES = 5 * 10**9  # of shards, if nobody says
+_SHARD_NBYTES = 5 * 10**9  # the default size of shards
 _N_NAMED = 8
 # transformers looks for this in a safetensors file.
 _PLAIN_METADATA = {"format": "pt"}
@@ -84,7 +83,7 @@ class Conversion:
     n_tensors : int
         Number of tensors in it.
     nbytes : int
-        The size of its files but for an index.
+        The size of its files without an index.
     remarks : list of str
         Changes that lose no value, such as ``_metadata`` that a format cannot hold.
     """
@@ -109,7 +108,7 @@ class _Target:
 
     @property
     def files(self) -> Folder:
-        """The directory of several."""
+        """The directory of several files."""
         return LocalFolder(self.path) if self.url is None else UrlFolder(self.url)
 
     @property
@@ -146,22 +145,24 @@ def convert(
     Parameters
     ----------
     source : str, os.PathLike or file-like
-        As for :func:`ptsave.open`: a file of either format, a directory of shards, their index, a
-        directory of torch.distributed.checkpoint.
+        As for :func:`ptsave.open`: a file of either format, a directory of shards, their index, or
+        a directory of torch.distributed.checkpoint.
     target : str or os.PathLike
-        ``.pt``, ``.pth``, ``.bin``, ``.ckpt`` or ``.safetensors``; a directory of shards if it is
-        one, ends with a slash or has no suffix.  Also a URL for fsspec.
+        A path or a URL for fsspec: a file ``.pt``, ``.pth``, ``.bin``, ``.ckpt`` or
+        ``.safetensors``.  It becomes a directory of shards if it is a directory, ends with a slash
+        or has no suffix.
     format : {"pt", "safetensors", "dcp"}, optional
-        Format of a directory (default: ``"safetensors"``) or of a file with another suffix;
-        ``"dcp"``: a directory that :func:`torch.distributed.checkpoint.load` reads, with one file.
+        Format of a directory (default: ``"safetensors"``) or of a file with another suffix.
+        ``"dcp"`` is a directory with one file that :func:`torch.distributed.checkpoint.load` reads.
     max_shard_size : int or str, optional
         For a directory, as for :func:`ptsave.save_model`: default "5GB".
     max_size : int or str, optional
-        Bytes that the tensors may take in all when each is written in full, as it is but from
-        ``.pt`` to ``.pt`` file: default 8 times those of their storages, and at least 1 GiB.  A
-        file of a KiB can hold a tensor that is expanded to any size.
+        The most bytes that all tensors together may take in full.  The default is 8 times the
+        bytes of their storages, and at least 1 GiB: a file of a KiB can hold a tensor that is
+        expanded to any size.  It has no effect from ``.pt`` to a ``.pt`` file, where tensors stay
+        expanded.
     drop : bool, default False
-        Whether entries that the format cannot hold are left out; else they are an error.
+        Whether entries that the format cannot hold are left out; otherwise they are an error.
     force : bool, default False
         Whether to replace an existing target.
     fsync : bool, default False
@@ -169,7 +170,7 @@ def convert(
     progress : bool, default False
         Whether to show a progress bar.
     recover : bool, default False
-        As for :func:`ptsave.open`: whether what is there of a file that has lost its end is read.
+        As for :func:`ptsave.open`: whether the rest of a file that has lost its end is read.
     storage_options, target_storage_options : mapping, optional
         For the file systems of URLs, of the source and of the target.
 
@@ -182,26 +183,29 @@ def convert(
     ------
     ValueError
         If the target cannot hold everything (the message names the rest), two tensors have the same
-        flat name, they would take more than `max_size`, or the arguments do not fit together.
+        flat name, the tensors would take more than `max_size`, or the arguments contradict.
     FileExistsError
         If the target exists, or is the source.
     CorruptCheckpointError
         If the source is damaged; the message names records and entries.
     SaveError
-        If the target cannot be written, or is a URL that fsspec cannot write to.  There is no
-        target after an error, or the old one.
+        If the target cannot be written, or is a URL that fsspec cannot write to.  After an error
+        there is no target, or the old one.
 
     Notes
     -----
-    A ``.pt`` file made from one other keeps its object; of a distributed checkpoint it is the one
-    that torch's ``dcp_to_torch_save`` writes, whole tensors of all ranks in dicts and lists; all
-    else is a flat dict of tensors.  Extra state of modules that is no tensor goes into the metadata
-    of safetensors files, where `save_model` has it, and from there into a file.  Rows of ranks are
-    read from their files as they are written, other parts (columns, say) go through a temporary
-    file.  Files that only load as a whole (from before torch 1.6, with sparse or quantized tensors)
-    are converted from memory.  Compressed archives, tensors that are not contiguous, and all that
-    is no local file, go through a temporary file without a name beside the target.  Bytes go from
-    file to file: no device is used, wherever the tensors were saved from.
+    A ``.pt`` file that is made from one other file keeps its object.  From a distributed checkpoint
+    it gets the object that torch's ``dcp_to_torch_save`` writes: whole tensors of all ranks in
+    dicts and lists.  All other results are flat dicts of tensors.  Extra state of modules that is
+    no tensor goes into the metadata of safetensors files, where `save_model` has it, and from there
+    into a file.
+
+    Rows of ranks are read from their files while they are written; other parts, such as columns, go
+    through a temporary file.  Files that only load as a whole (from before torch 1.6, or with
+    sparse or quantized tensors) are converted from memory.  Compressed archives, tensors that are
+    not contiguous, and sources that are no local files go through a temporary file without a name
+    beside the target.  Bytes go from file to file: no device is used, wherever the tensors were
+    saved from.
 
     Examples
     --------
@@ -254,7 +258,7 @@ def convert(
 
 
 class _Writing:
-    """One conversion, when all is known of its source."""
+    """Writes one conversion, whose source is open."""
 
     def __init__(
         self,
@@ -291,7 +295,7 @@ class _Writing:
         self._write([plan], plan.nbytes)
 
     def write_ranks(self) -> None:
-        from ptsave.conversion.rank_writing import RankWriting  # torch's module takes a second
+        from ptsave.conversion.rank_writing import RankWriting  # its torch module takes a second
 
         writing = RankWriting(self._checkpoint, self._sources, max_size=self._max_size)
         with progress_bar(self._progress, "converting", writing.nbytes, delay=1) as callback:
@@ -358,7 +362,7 @@ class _Writing:
         return flat
 
     def _without_extra_state(self, obj: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Return a state dict without the extra state of modules, which metadata will hold."""
+        """Return a state dict without modules' extra state, which goes into the metadata."""
         path, contents = self._checkpoint.path, self._checkpoint.contents
         extra = {
             name: value
@@ -377,9 +381,9 @@ class _Writing:
     def _without_metadata(
         self, tensors: dict[str, Tensor], extra: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Tensor]:
-        """Return tensors also under names that only metadata has, as safetensors' load_model.
+        """Add tensors under names that only metadata has, as safetensors' load_model does.
 
-        A remark names the metadata that is left out; the modules' extra state `extra` is not.
+        A remark names the metadata that is left out.  The modules' extra state `extra` is kept.
         """
         kept = metadata_names(extra)
         metadata = {k: v for k, v in self._checkpoint.metadata.items() if k not in kept}
@@ -406,7 +410,7 @@ class _Writing:
 
 
 def _without_ties(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors but for those that are the same contiguous memory in the same shape."""
+    """Return tensors without those that are the same contiguous memory in the same shape."""
     found: dict[Any, Tensor] = {}
     for tensor in tensors:
         place = (storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
@@ -437,7 +441,7 @@ def _moved(callback: ProgressCallback | None, done: int) -> ProgressCallback | N
 
 @contextmanager
 def _new_directory(folder: Folder) -> Iterator[None]:
-    """Make a directory; after an error it is gone, if it was not there."""
+    """Make a directory, and remove it after an error if it is new."""
     existed = isinstance(folder, UrlFolder) or os.path.isdir(folder.name)
     with save_errors(folder.name) if isinstance(folder, UrlFolder) else nullcontext():
         folder.make()
@@ -509,7 +513,7 @@ def _check_target(target: _Target, source: str, *, force: bool) -> None:
 
 
 def _own_names(target: _Target) -> set[str]:
-    """Return the names of files in a directory that would be replaced there."""
+    """Return the names of files in a directory that the target may replace."""
     if target.format == "dcp":
         return {".metadata"}
     files = FORMAT_FILES[target.format]
@@ -530,7 +534,7 @@ def _check_url(target: _Target, url: UrlTarget, source: str, *, force: bool) -> 
 
 
 def _refuse_source(target: _Target, files: Iterable[str]) -> None:
-    """Refuse to replace a file that is read."""
+    """Raise if the target would replace a file of the source."""
     if target.url is not None:
         own_files = {target.url.child(name).url for name in target.url.files()}
         for path in own_files.intersection(files) if target.is_directory else ():
@@ -550,6 +554,6 @@ def _refuse_source(target: _Target, files: Iterable[str]) -> None:
 
 
 def _is_linked(path: str, target: _Target) -> bool:
-    """Whether the file that a model in one file would be has another name, which is `path`."""
+    """Whether `path` is another name of the file that an unsplit model would be."""
     single = os.path.join(target.path, FORMAT_FILES[target.format].single)
     return os.path.exists(single) and os.path.samefile(path, single)

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a directory of torch.distributed.checkpoint, with one file."""
+"""Writes a checkpoint as a directory of torch.distributed.checkpoint with one file."""
 
 from __future__ import annotations
 
@@ -37,36 +37,14 @@ from ptsave.support.text import count_text
 from ptsave.tree.entry_reading import read_entry
 from ptsave.tree.expansion import check_expansion
 
-__all__ = ["RankWriting"]
-
 _PLAIN_TYPES = (Tensor, Parameter)
 
 
 class RankWriting:
-    """A checkpoint laid out as one rank's file.
+    """A checkpoint that is laid out as one rank's file.
 
-    Parameters
-    ----------
-    checkpoint : SourceCheckpoint
-        The source, whose object is a dict.
-    sources : PayloadSources
-        Its tensors' bytes.
-    max_size : int or str or None
-        As for `convert`.
-
-    Attributes
-    ----------
-    n_tensors, nbytes : int
-        Number of tensors, and their bytes.
-    remarks : list of str
-        Changes that lose no value.
-
-    Raises
-    ------
-    ValueError
-        If the object is no dict, or two entries have the same flat name.
-    CorruptCheckpointError
-        If records of the source do not match their checksums.
+    Its object must be a dict whose entries have different flat names.  `nbytes` counts the bytes of
+    its tensors.  `remarks` has changes that lose no value.
     """
 
     def __init__(
@@ -103,7 +81,7 @@ class RankWriting:
         payloads = dict(
             zip(tensors, self._sources.payloads_of(list(tensors.values())), strict=True)
         )
-        # Records that are payloads as a whole; those of parts have been compared already.
+        # Records that are whole payloads; records used in parts have been compared already.
         check_records([each.place for each in payloads.values() if each.place is not None])
         for name, value in flat.items():
             if name in payloads:
@@ -113,7 +91,7 @@ class RankWriting:
             self._describe(name, value, item)
 
     def _saved(self, name: str, value: Any) -> bytes:
-        """Return what torch.save writes of an object, with the values of its tensors."""
+        """Return the bytes that torch.save writes for an object, with its tensors' values."""
         contents = self._checkpoint.contents
         stream = io.BytesIO()
         where = f"{self._checkpoint.path}: {name!r}"
@@ -138,15 +116,7 @@ class RankWriting:
         self._metadata.storage_data[MetadataIndex(name, offsets)] = info
 
     def write(self, path: str, *, fsync: bool, progress: ProgressCallback | None) -> None:
-        """Write the directory, or make it hold this in place of what it held.
-
-        Raises
-        ------
-        SaveError
-            If it cannot be written; the checkpoint that was there stays then.
-        CorruptCheckpointError
-            If a source has become shorter.
-        """
+        """Write the directory, or replace its checkpoint; after a SaveError the old one stays."""
         directory = CheckpointDirectory(path)
         existed = os.path.isdir(path)
         try:
@@ -184,7 +154,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _remarks(obj: Mapping[Any, Any]) -> list[str]:
-    """Return a remark if keys become text, as they do when such a directory is saved."""
+    """Return a remark if keys of dicts become text, as in every save of DCP."""
     found = 0
     pending: list[Any] = [obj]
     while pending:

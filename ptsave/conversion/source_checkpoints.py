@@ -1,4 +1,4 @@
-"""Opens the source of a conversion: its object, with tensors whose bytes stay where they are."""
+"""Opens the source of a conversion: its object, with tensors whose bytes stay in their files."""
 
 from __future__ import annotations
 
@@ -6,37 +6,12 @@ from ptsave.contents.contents import Contents, UnreadContents
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.streaming.payload_sources import PayloadSources
 
-__all__ = ["SourceCheckpoint"]
-
 
 class SourceCheckpoint:
     """An open checkpoint, of one file or several, whose tensors are not read.
 
-    Parameters
-    ----------
-    contents : Contents
-        The checkpoint, of files that ``sources.localize`` has returned.
-    sources : PayloadSources
-        Learns the places of its tensors.
-
-    Attributes
-    ----------
-    contents : Contents
-        The checkpoint.
-    path : str
-        Its name in messages.
-    obj : object
-        The saved object; of several files, one dict of all of them.
-    nbytes : int
-        The sizes of the files.
-    paths : list of str
-        Their names.
-    is_safetensors : bool
-        Whether all are safetensors files.
-    metadata : dict of str to str
-        Their ``__metadata__``.
-    remarks : list of str
-        Facts that the owner of the files should know.
+    ``sources.localize`` has returned the files of `contents`, and `sources` learns the places of
+    the tensors.  `remarks` has facts that the owner of the files should know.
     """
 
     def __init__(self, contents: Contents, sources: PayloadSources) -> None:
@@ -63,7 +38,7 @@ class SourceCheckpoint:
                 )
 
     def _add_ranks(self, contents: Contents) -> None:
-        from ptsave.contents.dcp import DcpContents  # torch's module takes a second
+        from ptsave.contents.dcp import DcpContents  # imports a torch module, for a second
 
         assert isinstance(contents, DcpContents)
         checkpoint = contents.checkpoint
