@@ -1,1 +1,1 @@
-"""Payloads go from file to file, without passing through tensors."""
+"""Writes files whose payloads come from other files, without passing through tensors."""

@@ -1,8 +1,8 @@
 """Maps placeholder tensors to byte ranges in files, in memory, or in one temporary file.
 
-Placeholders are tensors over storages that are only addresses: those of an unread archive, or of a
-read-only mapping that nobody touches.  The pickler looks at storages and never into them, so it
-writes the pickle that torch would; shards are split by the code that splits real tensors.
+A placeholder's storage is only an address, of an unread archive or of a read-only mapping that is
+never touched.  The pickler never looks into storages, so it writes the pickle that torch would
+write.  The code that splits real tensors into shards splits placeholders, too.
 """
 
 from __future__ import annotations
@@ -33,22 +33,16 @@ from ptsave.support import config
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import tensors_over
 
-__all__ = [
-    "PayloadSources",
-    "TemporaryFile",
-    "check_records",
-]
-
 if TYPE_CHECKING:
     from ptsave.streaming.rank_payloads import RankPayloads
 
 _T = TypeVar("_T")
 
-# Bytes in memory at a time of a tensor that has to be rearranged.
+# The most bytes in memory of a tensor that has to be rearranged.
 _PIECE_NBYTES = 32 << 20
 _SPOOL_ALIGNMENT = 64
 _ZIP64_HEADER_NBYTES = 30 + 20 + 4  # of a record, with the beginning of its padding
-# Of a remote file: bytes in memory at a time, and bytes asked for in one request.
+# The most bytes of a remote file in memory, and in one request.
 _BATCH_NBYTES = 32 << 20
 _REQUEST_NBYTES = 8 << 20
 
@@ -56,17 +50,7 @@ _REQUEST_NBYTES = 8 << 20
 class PayloadSources:
     """The sources of all tensors of one conversion.
 
-    Parameters
-    ----------
-    stack : contextlib.ExitStack
-        Closes the sources.
-    folder : str
-        Folder for a temporary file, which never has a name.
-
-    Attributes
-    ----------
-    limits : Config
-        Bounds of the machine's resources.
+    `stack` closes them.  `folder` is for a temporary file, which never has a name.
     """
 
     def __init__(self, stack: ExitStack, folder: str) -> None:
@@ -74,14 +58,14 @@ class PayloadSources:
         self._stack = stack
         self._folder = folder
         self._items: list[tuple[int, bytes] | tuple[int, int, bytes]] = []
-        self._known: dict[int, StoragePlace] = {}  # by the address of the storage, which is kept
+        self._known: dict[int, StoragePlace] = {}  # by the addresses of storages in `_kept`
         self._kept: list[torch.UntypedStorage | Tensor] = []
         self._unread: list[tuple[int, UnreadContents]] = []
         self._ranks: list[RankPayloads] = []
-        self._opened: _C.PayloadSources | None = None  # until there is more
+        self._opened: _C.PayloadSources | None = None  # None after a change
         self._spool: TemporaryFile | None = None
         self._spool_number = 0
-        # Locations other than the CPU from which storages were saved, by `storage_id`.
+        # Devices other than the CPU that storages were saved from, by `storage_id`.
         self.locations: dict[int, str] = {}
 
     def open(self) -> _C.PayloadSources:
@@ -100,9 +84,9 @@ class PayloadSources:
         return len(self._items) - 1
 
     def localize(self, source: RangeSource) -> LocalFile:
-        """Return a file of the system's with the bytes of a source: itself, or a temporary one.
+        """Return a local file with the bytes of a source: the source itself, or a temporary file.
 
-        The members of a compressed archive are inflated into a temporary one.
+        A compressed archive is inflated into a temporary file.
         """
         if not isinstance(source, LocalFile):
             file = TemporaryFile(self._folder, self._stack)
@@ -117,7 +101,7 @@ class PayloadSources:
 
     def _inflated(self, source: LocalFile) -> LocalFile:
         reader = None
-        with suppress(CorruptCheckpointError):  # which whoever opens it says
+        with suppress(CorruptCheckpointError):  # opening it reports the damage
             reader = open_source_archive(source, verify=True)
         if reader is None or reader.engine.all_stored:
             return source
@@ -128,7 +112,7 @@ class PayloadSources:
             for index, record in enumerate(reader.engine.records()):
                 info = ZipInfo(f"archive/{record.name}")
                 end = stream.tell() + _ZIP64_HEADER_NBYTES + len(info.filename.encode())
-                padding = bytes(-end % _SPOOL_ALIGNMENT)  # as torch pads, or tensors are copied
+                padding = bytes(-end % _SPOOL_ALIGNMENT)  # as torch pads; others are copied
                 info.extra = b"FB" + len(padding).to_bytes(2, "little") + padding
                 with archive.open(info, "w", force_zip64=True) as member:
                     deque(map(member.write, member_pieces(reader, index)), 0)
@@ -137,10 +121,10 @@ class PayloadSources:
         return source
 
     def add(self, contents: Contents) -> None:
-        """Add an open file, which `localize` has returned."""
+        """Add an open file that `localize` has returned."""
         if isinstance(contents, UnreadContents):
             self._add_unread(contents)
-        elif isinstance(contents, LoadedContents):  # whose storages are found by themselves
+        elif isinstance(contents, LoadedContents):  # its storages are in memory
             away = {key: where for key, where in contents.locations.items() if where != "cpu"}
             self.locations.update(away)
         elif contents.kind == "dcp":
@@ -163,7 +147,7 @@ class PayloadSources:
                 self.locations[storage_id(tensor.untyped_storage())] = location
 
     def _add_ranks(self, contents: Contents) -> None:
-        from ptsave.streaming.rank_payloads import RankPayloads  # torch's module takes a second
+        from ptsave.streaming.rank_payloads import RankPayloads  # its torch module takes a second
 
         payloads = RankPayloads(contents, self)
         self.locations.update(payloads.locations)
@@ -176,7 +160,7 @@ class PayloadSources:
             self._kept.append(storage)
 
     def places_of(self, storages: Sequence[torch.UntypedStorage]) -> list[StoragePlace | None]:
-        """Return the places of storages; None for those that are in memory, or empty."""
+        """Return the places of storages, with None for those in memory and for empty ones."""
         return self._places_of(storages, [bytes_of(storage) for storage in storages])
 
     def _places_of(
@@ -197,7 +181,7 @@ class PayloadSources:
     def payloads_of(self, tensors: Sequence[Tensor]) -> list[Payload]:
         """Return the payloads of strided tensors, in the order of their elements.
 
-        Those that are not are brought into order in the temporary file.
+        Tensors with another order of bytes are rearranged in the temporary file.
         """
         places = self._places_of([tensor.untyped_storage() for tensor in tensors], [*tensors])
         payloads = [
@@ -211,7 +195,7 @@ class PayloadSources:
     def payloads_in_memory(self, tensors: Sequence[Tensor]) -> list[Payload] | None:
         """Return the payloads of tensors that have values, with less work for each.
 
-        None if storages are registered, or if a tensor has to be brought into order.
+        This is None if storages are registered, or if a tensor has to be rearranged.
         """
         if self._known or self._unread or self._ranks or not all(map(is_in_order, tensors)):
             return None
@@ -224,10 +208,7 @@ class PayloadSources:
         return payloads
 
     def contiguous(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors without values, each with a storage of its own.
-
-        Those that are the same memory in the same shape are one.
-        """
+        """Return contiguous tensors without values; equal memory in one shape is one tensor."""
         payloads = self.payloads_of(list(tensors.values()))
         kinds = [(tensor.dtype, tensor.shape) for tensor in tensors.values()]
         made: dict[Any, Tensor] = {}
@@ -243,14 +224,14 @@ class PayloadSources:
         return result
 
     def scratch_for(self, status: os.stat_result) -> int | None:
-        """Return a temporary file if the file with this status is a source; else None."""
+        """Return a temporary file if the file with this status is a source, otherwise None."""
         files = (item[0] for item in self._items if len(item) == 2)
         if not any(os.path.samestat(os.fstat(fd), status) for fd in files):
             return None
         return TemporaryFile(self._folder, self._stack).descriptor
 
     def copy_location(self, tensor: Tensor, stand_in: Tensor) -> None:
-        """Remember that a tensor's stand-in was saved from the same device."""
+        """Record that a tensor's stand-in was saved from the same device."""
         location = self.locations.get(storage_id(tensor.untyped_storage()))
         if location is not None:
             self.locations[storage_id(stand_in.untyped_storage())] = location
@@ -266,7 +247,7 @@ class PayloadSources:
         is_whole = tensor.nbytes == place.nbytes
         at = place.offset + offset
         if not is_whole:
-            assert not place.parts  # tensors of ranks are all of their storages
+            assert not place.parts  # tensors of ranks fill their storages
             return Payload(tensor.nbytes, place.source, at)
         return Payload(tensor.nbytes, place.source, at, place, place.crc, place.parts)
 
@@ -287,11 +268,11 @@ class PayloadSources:
         return Payload(tensor.nbytes, source, begin)
 
     def spool(self, pieces: Iterable[Tensor]) -> tuple[int, int]:
-        """Write the elements of tensors to the temporary file; return its number, and where."""
+        """Write tensors' elements to the temporary file; return its number and their offset."""
         if self._spool is None:
             self._spool = TemporaryFile(self._folder, self._stack)
             self._spool_number = self.add_file(self._spool.descriptor, "temporary file")
-        self._opened = None  # whose size is that of now
+        self._opened = None  # it has the file's old size
         begin = self._spool.begin_aligned(_SPOOL_ALIGNMENT)
         for values in pieces:
             flat = _bytes_in(values.resolve_conj().resolve_neg().contiguous())
@@ -306,17 +287,7 @@ class PayloadSources:
 class TemporaryFile:
     """A file without a name, which is gone when it is closed, or with the process.
 
-    Parameters
-    ----------
-    folder : str
-        Folder on the file's disk; if no files can be made there, ``$TMPDIR`` is used.
-    stack : contextlib.ExitStack
-        Closes it.
-
-    Raises
-    ------
-    SaveError
-        If it cannot be made.
+    If `folder` takes no files, it is in ``$TMPDIR``.  `stack` closes it.
     """
 
     def __init__(self, folder: str, stack: ExitStack) -> None:
@@ -337,7 +308,7 @@ class TemporaryFile:
 
     @contextmanager
     def buffered(self) -> Iterator[IO[bytes]]:
-        """Write by the library's streams; errors as of `write_all`."""
+        """Write through a stream of the standard library; errors are a SaveError."""
         stream = BufferedWriter(self._file)
         try:
             yield stream
@@ -348,17 +319,11 @@ class TemporaryFile:
             stream.detach()
 
     def begin_aligned(self, alignment: int) -> int:
-        """Go on at a multiple of `alignment`, and return where that is."""
+        """Seek to the next multiple of `alignment`, and return that offset."""
         return int(self._file.seek(-(-self._file.tell() // alignment) * alignment))
 
     def write_all(self, data: bytes | memoryview) -> None:
-        """Write bytes at the end.
-
-        Raises
-        ------
-        SaveError
-            If there is no room, or another reason; it names the folder.
-        """
+        """Write bytes at the end; a SaveError names the folder."""
         rest = memoryview(data)
         try:
             while rest.nbytes:
@@ -368,18 +333,12 @@ class TemporaryFile:
 
 
 def is_in_order(tensor: Tensor) -> bool:
-    """Whether the bytes of a strided tensor are those of its elements, one after the other."""
+    """Whether the bytes of a strided tensor are its elements, one after the other."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def check_records(places: Iterable[StoragePlace]) -> None:
-    """Compare the records that are at these places with their checksums.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If one does not match.
-    """
+    """Compare the records at these places with their checksums."""
     found: dict[UnreadContents, set[int]] = {}
     for place in places:
         if place.crc is not None and place.contents is not None:
@@ -396,7 +355,7 @@ def _bytes_in(values: Tensor) -> Tensor:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield parts that, one after another, are the tensor."""
+    """Yield parts that, one after the other, are the whole tensor."""
     if tensor.nbytes <= _PIECE_NBYTES:
         yield tensor
         return

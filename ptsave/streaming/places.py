@@ -1,4 +1,4 @@
-"""Where the bytes of storages and tensors are that are written without being loaded."""
+"""Places of storages and tensors whose bytes are written without being loaded."""
 
 from __future__ import annotations
 
@@ -6,66 +6,28 @@ from typing import NamedTuple
 
 from ptsave.contents.contents import UnreadContents
 
-__all__ = ["Payload", "StoragePlace"]
-
 
 class StoragePlace(NamedTuple):
-    """The bytes of a storage, as a range of a source.
+    """The bytes of a storage, as a range of a source."""
 
-    Attributes
-    ----------
-    source : int
-        The number of the file or memory.
-    offset : int
-        Position of the first byte in it.
-    nbytes : int
-        Number of bytes.
-    crc : int or None
-        Their CRC-32, if it is known.
-    contents : UnreadContents or None
-        The archive that they are a record of.
-    record : int
-        The number of the record.
-    parts : tuple of (int, int, int)
-        If the bytes are no one range: where each part begins in the storage, its source, and its
-        offset there.
-    path, entry : str
-        Of a checkpoint of many ranks: its directory, and the tensor.
-    """
-
-    source: int
-    offset: int
+    source: int  # number of the file or memory
+    offset: int  # of the first byte in the source
     nbytes: int
-    crc: int | None = None
-    contents: UnreadContents | None = None
-    record: int = 0
+    crc: int | None = None  # of the bytes, if known
+    contents: UnreadContents | None = None  # the archive that has them as a record
+    record: int = 0  # number of that record
+    # Of bytes in several ranges: where each begins in the storage, its source, its offset there.
     parts: tuple[tuple[int, int, int], ...] = ()
-    path: str = ""
-    entry: str = ""
+    path: str = ""  # directory of a checkpoint of many ranks
+    entry: str = ""  # the tensor in that checkpoint
 
 
 class Payload(NamedTuple):
-    """The bytes of a tensor, in the order of its elements, as a range of a source.
-
-    Attributes
-    ----------
-    nbytes : int
-        Number of bytes.
-    source : int
-        The number of the file or memory.
-    offset : int
-        Position of the first byte in it.
-    place : StoragePlace or None
-        The storage that they are all of.
-    crc : int or None
-        Their CRC-32, if it is known.
-    parts : tuple of (int, int, int)
-        As of `StoragePlace`.
-    """
+    """The bytes of a tensor, in the order of its elements, as a range of a source."""
 
     nbytes: int
-    source: int = 0
-    offset: int = 0
-    place: StoragePlace | None = None
-    crc: int | None = None
-    parts: tuple[tuple[int, int, int], ...] = ()
+    source: int = 0  # number of the file or memory
+    offset: int = 0  # of the first byte in the source
+    place: StoragePlace | None = None  # of the storage, if the payload is all of it
+    crc: int | None = None  # of the bytes, if known
+    parts: tuple[tuple[int, int, int], ...] = ()  # like `StoragePlace.parts`

@@ -1,9 +1,9 @@
-"""Places of the tensors of a distributed checkpoint, as payloads of files that are written.
+"""Finds the tensors of a distributed checkpoint as payloads of files that are written.
 
-A tensor whose chunks, one after the other, are its bytes (rows of ranks, or all of it on one) is
-read from the files of the ranks as it is written, and its checksum is known before: that of all
-its chunks, from those of their blocks or records.  Any other one, such as columns of ranks, goes
-through the temporary file, a piece at a time, and is checked on the way there.
+If a tensor's chunks in sequence are its bytes (rows of ranks, or all of it on one), it is read from
+the ranks' files while it is written.  Its checksum is known before, from the checksums of its
+blocks or records.  Any other tensor, such as one in columns, goes through a temporary file, piece
+by piece, and is checked on the way.
 """
 
 from __future__ import annotations
@@ -27,19 +27,17 @@ from ptsave.streaming.places import StoragePlace
 from ptsave.support.config import Config
 from ptsave.tree.entry_reading import tensors_over
 
-__all__ = ["RankPayloads", "Sources"]
-
 _T = TypeVar("_T")
 
-# Of more files than this none is read in place: each takes descriptors as long as the conversion.
+# With more files, none is read in place: each would keep a descriptor until the conversion ends.
 _MAX_FILES = 128
 _PIECE_NBYTES = 32 << 20
-# Chunks whose checksums are found at a time: of each, less than a block is in memory.
+# Chunks whose checksums are found at once: each takes less than a block of memory.
 _N_CHUNKS = 4096
 
 
 class Sources(Protocol):
-    """What `RankPayloads` needs of `PayloadSources`."""
+    """The part of `PayloadSources` that `RankPayloads` needs."""
 
     limits: Config
 
@@ -61,17 +59,8 @@ class _InPlace:
 class RankPayloads:
     """The tensors of one distributed checkpoint, as sources of a conversion.
 
-    Parameters
-    ----------
-    contents : Contents
-        The checkpoint, open.
-    sources : Sources
-        Learns the places of tensors when `place` is called with their storages.
-
-    Attributes
-    ----------
-    locations : dict of int to str
-        Devices other than the CPU that tensors in objects were saved from, by `storage_id`.
+    `locations` has the devices other than the CPU that tensors in objects were saved from, by
+    `storage_id`.
     """
 
     def __init__(self, contents: Contents, sources: Sources) -> None:
@@ -89,13 +78,7 @@ class RankPayloads:
         }
 
     def place(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Tell the sources where the bytes of these storages are, as far as they are of this one.
-
-        Raises
-        ------
-        CorruptCheckpointError
-            If a tensor is not there as a whole, or damage shows already.
-        """
+        """Tell the sources where the bytes of this checkpoint's storages are."""
         pointers = dict.fromkeys(storage.data_ptr() for storage in storages)
         tensors = [self._tensors[each] for each in pointers if each in self._tensors]
         if self._checkpoint.is_remote or len(self._checkpoint.sizes) > _MAX_FILES:
@@ -120,7 +103,7 @@ class RankPayloads:
     # ------------------------------------------------------------------------ in their files
 
     def _in_place(self, files: RankFiles, tensor: Tensor) -> _InPlace | None:
-        """Return a tensor's chunks in the order of its bytes; None if they are not, together."""
+        """Return a tensor's chunks in the order of its bytes; None if they are not its bytes."""
         stored = self._contents.stored_tensor(tensor)
         assert stored is not None
         self._checkpoint.require_tensor(stored)
@@ -170,7 +153,7 @@ class RankPayloads:
         )
 
     def _crcs(self, files: RankFiles, chunks: list[StoredTensor]) -> list[int | None]:
-        """Return the checksums of chunks; None where there is none, or none is wanted."""
+        """Return the checksums of chunks, with None for unknown or unwanted ones."""
         if not self._verify:
             return [None] * len(chunks)
         crcs: list[int | None] = [chunk.crc for chunk in chunks]
@@ -181,7 +164,7 @@ class RankPayloads:
         return crcs
 
     def _number(self, file: str) -> int:
-        """Return the number of a file among the sources, opening it."""
+        """Return the number of a file among the sources, which is opened once."""
         if file not in self._numbers:
             path = self._checkpoint.file(file)
             stack = self._sources.enter(ExitStack())
@@ -203,7 +186,7 @@ class RankPayloads:
 
 
 def _is_range(chunk: Chunk, stored: DcpTensor) -> bool:
-    """Whether the elements of a chunk are one range of those of the tensor, in their order."""
+    """Whether a chunk is one range of the tensor's elements, in their order."""
     is_cut = False
     for n, size in zip(reversed(chunk.sizes), reversed(stored.shape), strict=True):
         if is_cut and n != 1:
@@ -213,7 +196,7 @@ def _is_range(chunk: Chunk, stored: DcpTensor) -> bool:
 
 
 def _pieces(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Yield indices of parts that, one after the other, are a tensor.
+    """Yield indices of parts that, one after the other, are the whole tensor.
 
     >>> list(_pieces((3, 1 << 25), 1)) == [(slice(i, i + 1),) for i in range(3)]
     True

@@ -1,7 +1,7 @@
 """``save_file`` and ``load_file`` of ``safetensors.torch``, by the engine.
 
-The engine takes the ordinary case.  Anything else, every error included, is the library's own
-function's, which gets the call whole and before anything has been written.
+The engine handles ordinary calls.  The library's own function gets all other calls, and those that
+are errors, before anything is written.
 """
 
 from __future__ import annotations
@@ -26,35 +26,19 @@ from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.opening import open_source
 from ptsave.streaming.streamed_files import write_safetensors
 
-__all__ = [
-    "engine_can_save",
-    "exchange",
-    "load_file",
-    "originals",
-    "require_library",
-    "save_file",
-    "taken_by",
-]
-
-_BACKENDS = ("mmap", "pread")  # of the library, which reads by either
+_BACKENDS = ("mmap", "pread")  # the library's ways to read
 
 
 @functools.cache
 def originals() -> dict[str, Callable[..., Any]]:
-    """Return the library's own functions, which are ptsave's after `exchange`."""
+    """Return the library's own functions, which `exchange` replaces."""
     module = require_library()
     return {"load_file": module.load_file, "save_file": module.save_file}
 
 
 @functools.cache
 def require_library() -> Any:
-    """Return ``safetensors.torch``.
-
-    Raises
-    ------
-    ImportError
-        If it is not installed, or too old to be asked for its checks.
-    """
+    """Return ``safetensors.torch``, or raise ImportError if it is missing or lacks its checks."""
     try:
         import safetensors.torch
     except ImportError:
@@ -68,7 +52,7 @@ def require_library() -> Any:
     return safetensors.torch
 
 
-# Refuses what the format, or the library, does not hold: tensors that share memory, for example.
+# The library's check for tensors that it refuses, such as tensors that share memory.
 _CHECK = "_evaluate_tensors_for_save"
 
 
@@ -81,24 +65,8 @@ def save_file(
 ) -> None:
     """Save tensors as ``safetensors.torch.save_file`` does: the same bytes, faster.
 
-    Parameters
-    ----------
-    tensors, filename, metadata
-        As for ``safetensors.torch.save_file``.
-    fsync : bool, default False
-        Whether the file is on the disk, past all caches, when the call returns.
-
-    Raises
-    ------
-    Exception
-        What ``safetensors.torch.save_file`` raises for these arguments.
-    safetensors.SafetensorError
-        If the file cannot be written; the one that was there is unchanged.
-
-    Notes
-    -----
-    The file gets the mode of the one it replaces, or 0666 less the umask, and a symbolic link is
-    followed; the library gives it 0600 and replaces the link.
+    The file gets the mode of the file that it replaces, or 0666 less the umask, and a symbolic link
+    is followed.  The library gives it 0600 and replaces the link.
     """
     if any(taker(tensors, filename, metadata) for taker in reversed(_takers)):
         return
@@ -109,7 +77,7 @@ def save_file(
     from safetensors import SafetensorError
 
     path = os.fspath(filename)
-    if os.path.isdir(path):  # in the library's words: renaming the new file fails
+    if os.path.isdir(path):  # the library's words for a failed rename
         number = errno.ENOTDIR if path.endswith("/") else errno.EISDIR
         reason = f"I/O error: {os.strerror(number)} (os error {number})"
         raise SafetensorError(f"Error while serializing: {reason}")
@@ -128,18 +96,8 @@ def load_file(
 ) -> dict[str, Tensor]:
     """Load a file as ``safetensors.torch.load_file`` does, into memory of its own.
 
-    The library's tensors are a mapping of the file, whose pages are read when they are touched.
-    These are read at once, by several threads, and do not change with the file.
-
-    Parameters
-    ----------
-    filename, device, **options
-        As for ``safetensors.torch.load_file``.
-
-    Raises
-    ------
-    Exception
-        What ``safetensors.torch.load_file`` raises for these arguments and this file.
+    The library's tensors map the file, whose pages are read on first touch.  These tensors are read
+    at once, by several threads, and do not change with the file.
     """
     tensors = None
     if _engine_can_load(filename, device, options):
@@ -156,13 +114,7 @@ _takers: list[Taker] = []
 
 @contextmanager
 def taken_by(taker: Taker) -> Iterator[None]:
-    """Offer the calls of `save_file` in the block to a function, which may take them.
-
-    Parameters
-    ----------
-    taker : callable
-        Gets the tensors, the file's name and the metadata; returns whether that is all.
-    """
+    """Offer the calls of `save_file` in the block to `taker`, which returns whether it took one."""
     _takers.append(taker)
     try:
         yield
@@ -171,22 +123,22 @@ def taken_by(taker: Taker) -> Iterator[None]:
 
 
 def exchange(*pairs: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
-    """Put the second function of each pair in the place of the first, whatever module has that.
+    """Replace the first function of each pair by the second in all modules that name it.
 
-    Names of modules only: libraries import these functions by name.
+    Only names of modules are changed, because libraries import these functions by name.
     """
-    everything: list[object] = list(sys.modules.values())  # which may hold anything
+    everything: list[object] = list(sys.modules.values())  # may hold any object
     modules = [each for each in everything if isinstance(each, ModuleType)]
     names = [vars(module) for module in modules]
     olds = [old for old, _ in pairs]
-    # Libraries have thousands of modules, and checkpoints exchange and put back.
+    # In C++: there are thousands of modules, and each checkpoint exchanges and puts back.
     for module, name, pair in _C.find_values(names, olds):
         if modules[module].__name__ != __name__:
             setattr(modules[module], name, pairs[pair][1])
 
 
 def engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:
-    """Whether nothing about these arguments is an error, or out of the ordinary."""
+    """Whether these arguments are ordinary, and no error."""
     if not isinstance(tensors, dict) or not tensors or sys.byteorder != "little":
         return False
     if not isinstance(filename, (str, os.PathLike)) or not isinstance(os.fspath(filename), str):
@@ -198,7 +150,7 @@ def engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:
 
 
 def _is_ordinary(metadata: Any) -> bool:
-    # The library writes those of an empty dict.
+    # The library writes metadata of an empty dict, which the engine leaves out.
     return (
         isinstance(metadata, dict)
         and len(metadata) > 0
@@ -207,12 +159,12 @@ def _is_ordinary(metadata: Any) -> bool:
 
 
 def _is_text(text: Any) -> bool:
-    """Whether both write the same JSON for it: all that is Unicode."""
+    """Whether library and engine write the same JSON for a value: any Unicode text."""
     if not isinstance(text, str):
         return False
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a pair
+    except UnicodeEncodeError:  # half of a surrogate pair
         return False
     return True
 
@@ -244,7 +196,7 @@ def _engine_can_load(filename: Any, device: Any, options: Mapping[str, Any]) -> 
 
 
 def _loaded(path: str, device: Any) -> dict[str, Tensor] | None:
-    """Return the tensors of a local file; None if the library has to say what is wrong with it."""
+    """Return the tensors of a local file, or None if the library has to report an error."""
     try:
         source = open_source(path)
         with source.closed_on_error():

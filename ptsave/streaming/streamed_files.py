@@ -31,36 +31,14 @@ from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import plan_archive
 from ptsave.writing.targets import FileTarget, FileWriter, name_of, scratch_folder
 
-__all__ = [
-    "PicklePlan",
-    "SafetensorsPlan",
-    "StreamedPlan",
-    "check_safetensors",
-    "write_bytes",
-    "write_safetensors",
-]
-
 
 class StreamedPlan:
-    """A planned file, and the expected checksums of its payloads.
+    """A planned file, and the expected checksums of its payloads."""
 
-    Parameters
-    ----------
-    target : str or UrlTarget
-        The file.
-    sources : PayloadSources
-        Sources of its payloads.
-
-    Attributes
-    ----------
-    nbytes : int
-        The size of the file.
-    """
-
-    nbytes: int
+    nbytes: int  # the size of the file
     _plan: _C.WritePlan | _C.PackedPlan
     _places: Mapping[Any, StoragePlace]  # of payloads that are whole records, by their keys
-    _has_crcs = True  # whether the file has checksums, or its payloads have something to match
+    _has_crcs = True  # whether the file, or a payload of it, has checksums
 
     def __init__(self, target: FileTarget, sources: PayloadSources) -> None:
         self.path = name_of(target)
@@ -68,15 +46,7 @@ class StreamedPlan:
         self._sources = sources
 
     def write(self, *, fsync: bool, progress: ProgressCallback | None) -> None:
-        """Write the file.
-
-        Raises
-        ------
-        CorruptCheckpointError
-            If a record does not match its checksum; there is no file then.
-        SaveError
-            If it cannot be written.
-        """
+        """Write the file; if a record does not match its checksum, there is no file."""
         writer = FileWriter(
             self._plan,
             compute_crcs=self._has_crcs,
@@ -111,21 +81,14 @@ class StreamedPlan:
 
     @property
     def engine_plan(self) -> _C.WritePlan | _C.PackedPlan:
-        """The layout, and where its payloads are."""
+        """The layout of the file, and the places of its payloads."""
         return self._plan
 
 
 class PicklePlan(StreamedPlan):
-    """A file as of :func:`torch.save`, of an object whose storages are elsewhere.
+    """A file like that of :func:`torch.save`, of an object whose storages are elsewhere.
 
-    Parameters
-    ----------
-    obj : object
-        The object to save.
-    target : str or UrlTarget
-        The file.
-    sources : PayloadSources
-        Maps its storages to bytes; storages that it does not know are in memory.
+    Storages that `sources` does not know are in memory.
     """
 
     def __init__(self, obj: Any, target: FileTarget, sources: PayloadSources) -> None:
@@ -145,18 +108,10 @@ class PicklePlan(StreamedPlan):
 
 
 class SafetensorsPlan(StreamedPlan):
-    """A file as of ``safetensors.torch.save_file``, of tensors whose storages are elsewhere.
+    """A file like that of ``safetensors.torch.save_file``, of tensors with storages elsewhere.
 
-    Parameters
-    ----------
-    tensors : mapping of str to torch.Tensor
-        Strided ones, of dtypes that the format has; contiguous if one is on an accelerator.
-    target : str or UrlTarget
-        The file.
-    sources : PayloadSources
-        Maps their storages to bytes.
-    metadata : mapping of str to str
-        The ``__metadata__``.
+    The tensors must be strided, of dtypes that the format has, and contiguous if one is on an
+    accelerator.
     """
 
     def __init__(
@@ -199,31 +154,10 @@ def write_safetensors(
 ) -> None:
     """Write tensors that have values, in the bytes of ``safetensors.torch.save_file``.
 
-    Unlike that function it takes tensors that share memory or are not contiguous.  Tensors that are
-    not contiguous CPU memory already are copied there, for as long as the call takes.
-
-    Parameters
-    ----------
-    tensors : mapping of str to torch.Tensor
-        Strided ones on any device.
-    target : str or UrlTarget
-        Replaced atomically, as by :func:`ptsave.save`: the file gets the mode of the one it
-        replaces, or 0666 less the umask, and a symbolic link is followed.
-    metadata : mapping of str to str
-        The ``__metadata__``.
-    fsync : bool, default False
-        Whether the file is on the disk, past all caches, when the call returns.
-    are_checked : bool, default False
-        Whether `check_safetensors` has seen them.
-
-    Raises
-    ------
-    TypeError
-        If safetensors files have no such dtype, or a tensor has no memory.
-    ValueError
-        If they cannot have such a name or shape.
-    SaveError
-        If the file cannot be written; the one that was there is unchanged.
+    Unlike that function, it takes tensors that share memory or are not contiguous.  Tensors that
+    the engine cannot read in place are copied to the CPU for the time of the call.  The target is
+    replaced atomically, as by :func:`ptsave.save`.  `are_checked` says that `check_safetensors` has
+    seen the tensors.
     """
     if not are_checked:
         check_safetensors(tensors)
@@ -236,24 +170,7 @@ def write_safetensors(
 def write_bytes(
     target: FileTarget, head: bytes, values: Tensor | None = None, *, fsync: bool = False
 ) -> None:
-    """Replace a file atomically, as :func:`ptsave.save` does.
-
-    Parameters
-    ----------
-    target : str or UrlTarget
-        The file.
-    head : bytes
-        The beginning of the file.
-    values : torch.Tensor, optional
-        The rest: all bytes of a contiguous tensor on the CPU.
-    fsync : bool, default False
-        Whether the file is on the disk, past all caches, when the call returns.
-
-    Raises
-    ------
-    SaveError
-        If it cannot be written; the file that was there is unchanged.
-    """
+    """Replace a file atomically by `head` and the bytes of `values`, a contiguous CPU tensor."""
     with ExitStack() as stack:
         sources = PayloadSources(stack, scratch_folder(target))
         payloads = sources.payloads_of([] if values is None else [values])
@@ -263,7 +180,7 @@ def write_bytes(
 
 
 def check_safetensors(tensors: Mapping[str, Tensor]) -> None:
-    """Raise the errors of `write_safetensors` for tensors that the format cannot hold."""
+    """Raise TypeError or ValueError for tensors that safetensors files cannot hold."""
     _check_names(tensors)
     dtypes = safetensors_dtypes()
     for name, tensor in tensors.items():
@@ -284,7 +201,7 @@ def check_safetensors(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _in_reach(tensor: Tensor) -> Tensor:
-    """Return a tensor whose bytes are the file's, in CPU memory or where they can be staged."""
+    """Return a tensor whose bytes are the file's, in memory from which the engine can write."""
     if is_in_order(tensor) and (tensor.device.type == "cpu" or _C.can_stage(tensor.device)):
         return tensor.detach()
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
