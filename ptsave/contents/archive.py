@@ -271,7 +271,7 @@ class Archive:
         ----------
         phase : str, optional
             ``"forward"``, ``"backward"``, ``"recompute"`` or ``"recompute_backward"``, whose values
-            are in `calls`, too; ``"params"`` or ``"grads"``, those of parameters.
+            are in `calls`, too; ``"params"`` or ``"grads"`` for the values of parameters.
         step : int, optional
             Only values of this step.
 

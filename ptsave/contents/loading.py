@@ -135,7 +135,7 @@ def load_source(
 ) -> Any:
     """Load a checkpoint, as `ptsave.load` does.
 
-    A local file that begins as an archive is opened once, and nothing else is asked of the system.
+    A local file that begins as an archive is opened once, without other calls to the system.
     """
     if has_others(process_group):
         from ptsave.archive.group_loading import load_by_group

@@ -31,13 +31,13 @@ def _is_rank_metadata(name: str) -> bool:
 
 
 def is_metadata(source: RangeSource) -> bool:
-    """Whether a file is the metadata of such a checkpoint, by its content or its name."""
+    """Whether a file is the metadata of a DCP checkpoint, by its content or its name."""
     name = os.path.basename(source.name)
     return source.kind == "dcp" or name == _METADATA or _is_rank_metadata(name)
 
 
 def require_files_beside(source: RangeSource) -> None:
-    """Raise UnsupportedSourceError for such metadata that has no directory, as in a file object."""
+    """Raise UnsupportedSourceError for DCP metadata without a directory, as in a file object."""
     if not isinstance(source, (LocalFile, FsspecFile)):
         raise UnsupportedSourceError(
             f"{source.name} is the metadata of a distributed checkpoint, whose other files lie "
@@ -65,7 +65,7 @@ def nbytes_of_ranks(path: str) -> int:
 
 
 def find_metadata(folder: Folder, names: list[str]) -> list[str]:
-    """Return the names of the metadata in a directory of such a checkpoint; none in others.
+    """Return the names of the metadata files in a DCP directory; none for other directories.
 
     There is one for all ranks, or else one for each rank that has saved by itself.  Files of ranks
     without metadata are a FileNotFoundError.

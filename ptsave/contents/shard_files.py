@@ -53,7 +53,7 @@ FORMATS = {
     "consolidated": ShardFormat("consolidated", ".pth", r"consolidated.*\.pth"),
     "pth": ShardFormat("model", ".pth", r"[^.].*\.pth"),
 }
-# consolidated.00.pth: Llama and Mistral were published so.
+# consolidated.00.pth: Llama and Mistral were published under such names.
 _PARALLEL_PART = r"consolidated\.\d+\.pth(?:$|[?#:])"
 # <item>_<rank>.pt of torch_checkpointing, parts of ptsave's steps, and files of DeepSpeed's ZeRO.
 _FILE_OF_RANK = r"(?P<item>.+)_\d+\.pt"

@@ -210,15 +210,7 @@ def _check_types(metadata: Any, path: str) -> None:
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """A rank's file whose blocks have checksums.
-
-    Attributes
-    ----------
-    nbytes : int
-        Size of its blocks, in bytes; the table of their checksums follows.
-    crcs : bytes
-        Checksums of the table's sections, four bytes each: one for 4 MiB of the file.
-    """
+    """A rank's file whose blocks have checksums."""
 
     nbytes: int  # of its blocks; the table of their checksums follows
     crcs: bytes  # of the table's sections: four bytes for 4 MiB of the file

@@ -22,7 +22,7 @@ from ptsave.support.syncing import sync_path
 from ptsave.writing.folders import LocalFolder
 
 _SUFFIX = ".distcp"
-# Ours, __<rank>_<16 hex digits>.distcp, and those of FileSystemWriter, __<rank>_<number>.distcp.
+# ptsave's __<rank>_<16 hex digits>.distcp, and FileSystemWriter's __<rank>_<number>.distcp.
 _RANK_FILE = re.compile(r"__(?P<rank>\d+)_([0-9a-f]{16}|\d+)\.distcp")
 _RANK_METADATA = re.compile(r"__(?P<rank>\d+)\.metadata")
 
