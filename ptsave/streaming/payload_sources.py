@@ -112,7 +112,7 @@ class PayloadSources:
             for index, record in enumerate(reader.engine.records()):
                 info = ZipInfo(f"archive/{record.name}")
                 end = stream.tell() + _ZIP64_HEADER_NBYTES + len(info.filename.encode())
-                padding = bytes(-end % _SPOOL_ALIGNMENT)  # as torch pads: unaligned tensors are copied
+                padding = bytes(-end % _SPOOL_ALIGNMENT)  # as torch pads: others are copied
                 info.extra = b"FB" + len(padding).to_bytes(2, "little") + padding
                 with archive.open(info, "w", force_zip64=True) as member:
                     deque(map(member.write, member_pieces(reader, index)), 0)
