@@ -97,7 +97,7 @@ class _Unpickler(pickle.Unpickler):
             if isinstance(value, torch.dtype):
                 return value
         if full == f"torch.serialization.{torch_dcp.layout_function}":
-            return _layout
+            return lambda text: _layout(text)  # noqa: PLW0108 (a pickle may set attributes of it)
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return lambda *parts: os.path.join(*map(str, parts))
         allowed = user_allowed_globals()

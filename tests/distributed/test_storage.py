@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import ptsave
 from ptsave import _C
+from ptsave.dcp import metadata as dcp_metadata
 from ptsave.dcp.metadata import load_metadata
 from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter, staging
 from ptsave.distributed.items import head_of
@@ -505,13 +506,6 @@ class Calls:
         return os.system, ("touch ran",)
 
 
-class Sets:
-    """Sets an attribute of DCP's class, by a state with slots."""
-
-    def __reduce__(self) -> Any:
-        return (lambda: None), ()
-
-
 HOSTILE = [
     pickle.dumps(Calls()),
     pickle.dumps([Calls()]),
@@ -520,6 +514,7 @@ HOSTILE = [
     b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'anything'\nI7\nstb.",
     b"ctorch\nload\n(S'x'\ntR.",
     b"ctorch.serialization\n_get_layout\n(S'torch.load'\ntR.",
+    b"ctorch.serialization\n_get_layout\n(N}S'__defaults__'\n(S'torch.strided'\ntstb.",
     b"cpathlib\nPath.cwd\n(tR.",
     b"",
     b"\x80",
@@ -539,6 +534,7 @@ def test_hostile_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data:
         StorageReader(tmp_path).read_metadata()
     assert not (tmp_path / "ran").exists()
     assert before == {kind: dict(vars(kind)) for kind in (Metadata, MetadataIndex)}
+    assert dcp_metadata._layout.__defaults__ is None
 
 
 def test_metadata_by_torch_keeps_its_paths(tmp_path: Path) -> None:
