@@ -1,4 +1,4 @@
-"""Saves objects with a state under names, and restores them in place."""
+"""Saves objects that have a state under names, and restores them in place."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ptsave.training.restored import RestoredEntries
     from ptsave.training.targets import KeyMapping, Match
 
-__all__ = ["load_checkpoint", "load_into", "restore_entries", "save_checkpoint"]
-
 
 def load_into(
     f: Any,
@@ -56,56 +54,56 @@ def load_into(
 ) -> Any:
     """Restore a state dict from a file straight into the tensors of `target`.
 
-    The bytes go from the file into the parameters, buffers and states that exist already: no second
-    copy is ever in memory, but for tensors that are converted on the way (32 MiB, or one tensor, at
-    a time).  Before the first byte is overwritten everything that can be checked is: keys, shapes,
-    sizes and places of records.
+    The bytes go from the file into the parameters, buffers and states that exist already, without a
+    second copy in memory.  Only tensors that are converted on the way need memory: 32 MiB, or one
+    tensor, at a time.  Keys, shapes, and the sizes and places of records are checked before the
+    first byte is overwritten.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        What :func:`ptsave.load` takes, if it holds a state dict and nothing around it.
+        Any source of :func:`ptsave.load` that holds a bare state dict.
     target : torch.nn.Module, torch.optim.Optimizer or dict
         The object to restore.  The tensors of a dict (or of dicts and lists in it) are filled and
-        its other values replaced.  Anything else with a ``load_state_dict`` gets the state dict.
+        its other values replaced.  Any other object with a ``load_state_dict`` gets the state dict.
     strict : bool, default True
-        Whether missing and unexpected keys are an error; of an optimizer, where it is matched by
-        name.
+        Whether missing and unexpected keys are an error.  For an optimizer this counts only if it
+        is matched by name.
     assign : bool, default False
-        As for :meth:`torch.nn.Module.load_state_dict`: the module gets the tensors that are loaded.
+        As for :meth:`torch.nn.Module.load_state_dict`: the module gets the loaded tensors.
     map_location : callable, torch.device, str, dict or None
-        As for :func:`torch.load`, where it matters: the target's tensors stay where they are.
+        As for :func:`torch.load`, but the target's tensors stay where they are.
     weights_only : bool or None
-        As for :func:`torch.load`, which refuses harmless values that :func:`ptsave.save` writes:
-        NumPy's numbers, arrays of numbers and dtypes, paths, dates, `Decimal`, `range`, `slice`,
-        `frozenset`, `deque` and `defaultdict`.  A restore takes them.
+        As for :func:`torch.load`, but a restore also takes harmless values that :func:`ptsave.save`
+        writes and :func:`torch.load` refuses.  These are NumPy's numbers, dtypes and arrays of
+        numbers, paths, dates, `Decimal`, `range`, `slice`, `frozenset`, `deque` and `defaultdict`.
     verify : bool, default True
         As for :func:`ptsave.load`.
     progress : bool, default False
         Whether to show a progress bar.
     ignore_mismatched_sizes : bool, default False
-        As for :func:`ptsave.load_state_dict`; and whether an optimizer's parameter keeps its state
-        if the saved one has another shape.
+        As for :func:`ptsave.load_state_dict`.  An optimizer's parameter also keeps its state
+        if the saved parameter has another shape.
     match : {"order", "name"}, optional
-        For an optimizer, as for :func:`ptsave.load_optimizer_state_dict`.  None is by order, but by
-        name if the file has names in the places of numbers, as
-        ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` writes them, flattened
-        or not.  Of such a file a parameter may be missing that needs no gradient, and others than
-        the optimizer's may be there, as for ``set_optimizer_state_dict``.
+        For an optimizer, as for :func:`ptsave.load_optimizer_state_dict`.  None matches by order,
+        but by name if the file has names in the places of numbers.
+        ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` writes such names,
+        flattened or not.  As for ``set_optimizer_state_dict``, such a file may lack a parameter
+        that needs no gradient, and may have parameters that the optimizer does not have.
     key_mapping : callable or mapping, optional
-        New names for the file's, as `rename` for :func:`ptsave.load_model`, of a module's entries
-        or an optimizer's parameters: a function of a name, or a mapping of whole names or of one or
-        more of their components.  None as a name leaves an entry out.
+        New names for a module's entries or an optimizer's parameters in the file, as `rename` for
+        :func:`ptsave.load_model`.  It is a function of a name, or a mapping of whole names or of
+        one or more of their components.  None as a name leaves an entry out.
     named_parameters : iterable of (str, Tensor), optional
-        Names for an optimizer's parameters, if it was not made from such; ``module.`` of
-        DistributedDataParallel and what FSDP, torch.compile and checkpointing put into names does
-        not have to be in the file.
+        Names for an optimizer's parameters, if the optimizer was made without names.  The file does
+        not need the additions to names by FSDP, torch.compile and checkpointing, nor the
+        ``module.`` of DistributedDataParallel.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     process_group : torch.distributed.ProcessGroup, optional
-        As for :func:`ptsave.load`: one rank reads an archive for all, each restores a target of its
-        own, which may be a part of the model.  Nothing is overwritten on any rank before the
-        targets of all have been checked.
+        As for :func:`ptsave.load`: one rank reads an archive for all ranks.  Each rank restores its
+        own target, which may be a part of the model.  Nothing is overwritten on any rank before the
+        targets of all ranks have been checked.
     device : torch.device, str or int, optional
         Another name of `map_location`.
     rename : callable or mapping, optional
@@ -120,27 +118,27 @@ def load_into(
     Raises
     ------
     RuntimeError
-        As from :meth:`torch.nn.Module.load_state_dict`, but nothing has been overwritten then.  If
-        the file is a checkpoint that has more in it, the message says which part was probably
-        meant.
+        As from :meth:`torch.nn.Module.load_state_dict`, but nothing has been overwritten.  For a
+        checkpoint with several parts, the message names the part that was probably meant.
     KeyError
-        The file holds no optimizer's state dict, for an optimizer; the message says the same.
+        The target is an optimizer, and the file holds no optimizer's state dict.  The message names
+        the part that was probably meant.
     CorruptCheckpointError
-        The file is damaged.  If that shows while the target is being overwritten, the message says
-        which entries hold the file's values; so does ``overwritten``, an attribute of this and any
-        other exception that stops a restore halfway.
+        The file is damaged.  If that shows while the target is being overwritten, the message names
+        the entries that hold the file's values.  Any exception that stops a restore halfway also
+        has these names in its attribute ``overwritten``.
 
     Notes
     -----
-    Where code of the model's own takes part (hooks, an overridden ``_load_from_state_dict``, extra
-    state, tensor subclasses), it sees the same values as under torch: the entries of its part of
-    the model are in memory then, and the parts before it have been restored.
+    Code of the model (hooks, an overridden ``_load_from_state_dict``, extra state, tensor
+    subclasses) sees the same values as under torch.  When it runs, the entries of its part of the
+    model are in memory, and the parts before it have been restored.
 
-    A local archive, and one in memory, is read straight into the target.  The contents of a URL, of
-    a file object of another kind, of a safetensors file or of several files are loaded first, and
-    copied.  With `process_group`, those of a URL, too, go straight into the target, converted on
-    the way where necessary: 40 MiB above the target.  Tensors that are assigned, and those of
-    objects whose making looks at values, are loaded first.
+    An archive in a local file or in memory is read straight into the target.  The contents of a
+    URL, of a file object of another kind, of a safetensors file or of several files are loaded
+    first, and copied.  With `process_group`, the contents of a URL go straight into the target,
+    too, converted on the way where necessary.  That takes 40 MiB above the target.  Tensors are
+    loaded first if they are assigned, or if making their object looks at values.
 
     Examples
     --------
@@ -168,11 +166,11 @@ def load_into(
         )
     options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
     options.update(storage_options=storage_options, process_group=process_group)
-    in_place = not assign  # assigned tensors are those of the file: their own place is their last
+    in_place = not assign  # assigned tensors stay in the memory that they are read to
     with restoring(f, map_location, deferred=in_place, **options) as (obj, copier, _):
         try:
             refuse_module(obj)
-            if copier.is_shared:  # or the load itself checks
+            if copier.is_shared:  # otherwise the load itself checks
                 with part_named(obj, target):
                     how.check(target, obj, copier)
                 copier.agree()
@@ -185,7 +183,7 @@ def load_into(
 
 
 def _check_order(f: Any, target: Any) -> None:
-    """Recognise the order of `load_model`, where the target comes first."""
+    """Raise if the arguments are in the order of `load_model`, with the target first."""
     if isinstance(target, (str, os.PathLike)) and hasattr(f, "state_dict"):
         raise TypeError("the arguments are in the wrong order: load_into(file, target)")
 
@@ -222,8 +220,8 @@ def save_checkpoint(
     fsync, atomic, progress, storage_options, weights_only_check
         As for :func:`ptsave.save`.
     **objects : object
-        Models, optimizers, schedulers, and anything that can be saved, under any names but those of
-        the options.
+        Models, optimizers, schedulers, and anything that can be saved.  Any name is allowed that is
+        not an option's.
 
     Raises
     ------
@@ -274,23 +272,22 @@ def load_checkpoint(
 ) -> RestoredEntries:
     """Restore objects in place from a checkpoint, and return its other entries.
 
-    Everything that can be checked is checked for all of them before anything is overwritten.
-    Modules come first, then optimizers, then the rest; within each kind the order is that of the
-    arguments.
+    All targets are checked, as far as possible, before anything is overwritten.  Modules come
+    first, then optimizers, then the rest, each in the order of the arguments.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        A file of :func:`ptsave.save_checkpoint`, or any other that holds a dict with a state dict
-        for each target, as ``{"model_state_dict": ..., "epoch": 3}``.
+        A file of :func:`ptsave.save_checkpoint`, or any other file that holds a dict with a state
+        dict for each target, such as ``{"model_state_dict": ..., "epoch": 3}``.
     strict, map_location, weights_only, verify, progress, storage_options, process_group
         As for :func:`ptsave.load_into`.
     assign
         As for :func:`ptsave.load_into`, for the modules among the targets.
     ignore_mismatched_sizes, match, key_mapping, device, rename
         As for :func:`ptsave.load_into`, for the modules and optimizers among the targets.  The
-        names of an optimizer's parameters are those it was made with, or those in the modules
-        among the targets.  As `key_mapping`, also a mapping of targets' names to one for each:
+        names of an optimizer's parameters come from the optimizer, or from the modules among the
+        targets.  `key_mapping` may also map targets' names to a renaming for each target:
         ``{"model": {"gamma": "weight"}, "ema": rename}``.
     **targets : object
         The objects to restore, under the names of the file's entries.
@@ -298,7 +295,7 @@ def load_checkpoint(
     Returns
     -------
     RestoredEntries
-        A dict of the entries that are no target's.  Its attribute `report` has the missing,
+        A dict of the entries that have no target.  Its attribute `report` has the missing,
         unexpected and mismatched keys of each module, optimizer and dict, by its name.
 
     Raises
@@ -364,7 +361,7 @@ def restore_entries(
         for name in targets
     }
     report: dict[str, IncompatibleKeys] = {}
-    # Tensors that are assigned are those of the file: their own place is their last.
+    # Assigned tensors stay in the memory that they are read to, so their bytes are read first.
     with restoring(f, map_location, deferred=not assign, **options) as (obj, copier, locations):
         try:
             _check_entries(obj, targets)
@@ -381,7 +378,7 @@ def restore_entries(
             for name in sorted(targets, key=lambda name: _rank(targets[name])):
                 keys = keys_of(how[name].load(targets[name], obj[name], copier))
                 if keys is None and isinstance(targets[name], Optimizer):
-                    keys = IncompatibleKeys([], [])  # by order, where nothing else loads
+                    keys = IncompatibleKeys([], [])  # matched by order: all or nothing
                 if keys is not None:
                     report[name] = keys
         finally:
@@ -391,7 +388,7 @@ def restore_entries(
             rest.clear()
     if not _any_rank(process_group, bool(moves)):
         return RestoredEntries(rest, report)
-    # They belong on another device: torch's rules say which, when they are loaded by themselves.
+    # These entries belong on another device: load them again, by torch's rules for devices.
     loading = LoadOptions(map_location, weights_only=weights_only, verify=False, wants_state=True)
     again = load_source(f, loading, storage_options, process_group)
     if not moves:
@@ -401,7 +398,7 @@ def restore_entries(
 
 @contextmanager
 def _naming_entry(name: str) -> Iterator[None]:
-    """Let a KeyError in the block say of which entry it is, as its key alone tells nobody."""
+    """Add the entry's name to a KeyError in the block."""
     try:
         yield
     except KeyError as error:
@@ -409,7 +406,7 @@ def _naming_entry(name: str) -> Iterator[None]:
 
 
 def _any_rank(group: Any, fact: bool) -> bool:
-    """Whether something is so on any rank of a group, or here."""
+    """Return whether a fact is true on any rank of a group, or here without a group."""
     if not has_others(group):
         return fact
     from ptsave.support.group_call import GroupCall

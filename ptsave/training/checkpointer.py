@@ -1,12 +1,12 @@
-"""`AsyncCheckpointer`: checkpoints of a training run, saved in the background, a few of them kept.
+"""Saves the checkpoints of a training run in the background, and keeps some of them.
 
-* Old checkpoints are removed last, in a callback of the save's future, on the thread that wrote:
-  with ``fsync``, file and directory are synced by then.  A save that failed or was cancelled
-  removes nothing, so at least `keep` checkpoints are there at any moment, once there have been.
-* Errors stay with the futures.  The checkpointer looks at them without counting as an observer, so
-  an error that nobody has asked for is raised by `wait`, or is a warning at exit.
-* After a fork, locks may be held by threads that are not there: the first use in the child makes
-  new ones and forgets the parent's saves.
+* The thread that wrote a checkpoint removes old ones last, in a callback of the save's future.
+  With ``fsync``, the new file and its directory are synced by then.  A failed or cancelled save
+  removes nothing, so at least `keep` checkpoints exist once that many were saved.
+* Errors stay with the futures.  The checkpointer looks at errors without counting as an observer.
+  If the program never asks for an error, `wait` raises it, or a warning at exit tells it.
+* After a fork, threads that do not exist in the child may hold locks.  The first use in the child
+  makes new locks and forgets the parent's saves.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from ptsave.training.restored import RestoredEntries
     from ptsave.training.targets import KeyMapping, Match
 
-__all__ = ["AsyncCheckpointer"]
-
 
 class AsyncCheckpointer:
     """Saves the checkpoints of a training run in the background and keeps the newest ones.
@@ -57,32 +55,33 @@ class AsyncCheckpointer:
     directory : str or os.PathLike
         Directory of the checkpoints, made if it is not there; or a URL (``"s3://bucket/run"``).
     keep : int or None, default 3
-        Number of checkpoints that stay.  After each save the lowest steps above that number are
-        removed; never the one just saved, the highest one, or one that this object is restoring.
-        None keeps all.
+        Number of checkpoints that stay.  After each save the lowest steps beyond that number are
+        removed, but never the step just saved, the highest step, or a step that this object is
+        restoring.  None keeps all.
     keep_every : int, optional
         Steps that are divisible by this number stay as well.
     keep_best, metric, mode : int, str and {"min", "max"}, optional
-        How many of the checkpoints with the lowest (or the highest) `metric` stay as well.
-        `metric` is the name of an entry that is a number: ``save(step, model=model,
-        val_loss=0.3)``.  A checkpoint without that entry is none of the best.
+        Number of checkpoints with the lowest (or highest) `metric` that stay as well.  `metric`
+        is the name of an entry that is a number: ``save(step, model=model, val_loss=0.3)``.  A
+        checkpoint without that entry is not among the best.
     keep_marked : str, optional
         Name of an entry.  Checkpoints in which it is true stay as well: ``save(step, model=model,
         milestone=True)`` with ``keep_marked="milestone"``.
     rank : int, optional
-        In a job of several ranks: whose checkpoints these are.  Only that rank saves, and all may
-        restore.  With `world_size`: which of that many ranks this process is.
+        In a job of several ranks: the rank that saves.  All ranks may restore.  With `world_size`:
+        the rank of this process.
     world_size : int, optional
-        How many ranks save a part each of one checkpoint, without a process group.
+        Number of ranks that each save a part of one checkpoint, without a process group.
     process_group : torch.distributed.ProcessGroup, optional
-        The ranks that save a part each; by default all, if there is a process group and no `rank`.
+        The ranks that each save a part.  By default all ranks, if there is a process group and no
+        `rank`.
     fsync : bool, default True
         Whether older checkpoints are removed only when the new one survives power loss.  With
-        False it survives the death of the process, not that of the machine.
+        False it survives a crash of the process, but not of the machine.
     stop_signals : collection of int, optional
-        Signals that do not end the process until :meth:`close`, but make :meth:`stop_requested`
-        true: ``[signal.SIGTERM]``.  The object is made in the main thread then.  A forked child
-        ends by SIGTERM, and ignores the others.
+        Signals that make :meth:`stop_requested` true: ``[signal.SIGTERM]``.  They do not end the
+        process until :meth:`close`.  The object has to be made in the main thread.  A forked child
+        ends by SIGTERM, and ignores the other signals.
     staging, max_staged_bytes, when_full, storage_options, weights_only_check
         As for :func:`ptsave.async_save`.
 
@@ -92,36 +91,36 @@ class AsyncCheckpointer:
         An :class:`OSError`: the directory cannot be made, is a file, may not be written, or is a
         URL that fsspec cannot write to.
     TypeError, ValueError
-        `keep` is neither None nor at least 1, `rank` neither None nor at least 0, the rules of
-        keeping do not go together, or the ranks are named twice or by half; ranks without a process
-        group would meet at a URL; the `stop_signals` cannot be taken, or not in this thread.
+        `keep` is less than 1, or `rank` less than 0.  The rules of keeping contradict each other.
+        The ranks are named twice or incompletely.  Ranks without a process group would meet at a
+        URL.  The `stop_signals` cannot be taken, or not in this thread.
     RuntimeError
-        The job has several ranks, by ``WORLD_SIZE`` in the environment, and there is neither a
-        process group nor a `rank`; or another process has this rank.
+        ``WORLD_SIZE`` in the environment says that the job has several ranks, and there is neither
+        a process group nor a `rank`; or another process has this rank.
 
     Notes
     -----
     Files of other names are left alone.  The temporary file of a killed process
     (``.step-<number>.pt.<16 hex digits>.ptsave``) is removed at the beginning and after each save,
-    unless a process holds its lock, which is to say is writing it.  Several processes may use one
-    directory.  If they run on several hosts, its file system must take ``flock`` to all of them, or
+    unless a process is writing it and so holds its lock.  Several processes may use one directory.
+    If they run on several hosts, the file system must share ``flock`` between the hosts.  Otherwise
     one host can make another's save fail.
 
-    At a URL no temporary file is removed, because nobody can see whether it is being written;
-    object stores have none.  A checkpoint that another process removes while it is being restored
-    there is an :class:`OSError`.
+    At a URL no temporary file is removed, because its writer cannot be seen; object stores have
+    none.  If another process removes a checkpoint there while it is being restored, that is an
+    :class:`OSError`.
 
-    With DistributedDataParallel all ranks have the same values.  Each makes
-    ``AsyncCheckpointer(directory, rank=0)`` and restores from it, before the first save, and rank 0
-    calls :meth:`save`.
+    With DistributedDataParallel all ranks have the same values.  Each rank makes
+    ``AsyncCheckpointer(directory, rank=0)`` and restores from it before the first save.  Only rank
+    0 calls :meth:`save`.
 
-    Where each rank has values of its own (a sharded model), all make the object with a process
-    group, or with their `rank` and the `world_size`.  Each saves its part, the file
-    ``step-<number>.<save>.rank-<rank>-of-<world size>.pt``, and a step counts when the parts of all
-    are there.  Making the object, :meth:`latest`, :meth:`restore`, :meth:`wait` and :meth:`close`
-    are collective then: all ranks call them, and an error on one is an error on all.  :meth:`save`
-    exchanges nothing.  As many ranks as saved restore; ``torch.distributed.checkpoint`` is for
-    other numbers.
+    If each rank has values of its own (a sharded model), all ranks make the object with a process
+    group, or with their `rank` and the `world_size`.  Each rank saves its part, the file
+    ``step-<number>.<save>.rank-<rank>-of-<world size>.pt``.  A step counts when the parts of all
+    ranks exist.  Then these are collective: making the object, :meth:`latest`, :meth:`restore`,
+    :meth:`wait` and :meth:`close`.  All ranks call them, and an error on one rank is an error on
+    all.  :meth:`save` exchanges nothing.  The number of ranks that restore must be the number that
+    saved; ``torch.distributed.checkpoint`` is for other numbers.
 
     The interpreter waits for pending saves before it exits, whether or not :meth:`close` is called.
     In a forked process no save is pending.
@@ -185,7 +184,7 @@ class AsyncCheckpointer:
         }
         self._closed = False
         self._last_step: int | None = None
-        self._announced: int | None = None  # the highest step of which a warning was given
+        self._announced: int | None = None  # the highest step that a warning has named
         place, self._open_directory = directory_opener(directory, storage_options, fsync=fsync)
         self._parts = rank_parts(place, self._rank, world_size, process_group)
         self._start_afresh()
@@ -220,17 +219,17 @@ class AsyncCheckpointer:
             The checkpoint's number, at least 0.  Positional only, so that an object may be called
             `step`.
         fsync : bool, optional
-            Whether this checkpoint must survive power loss; by default as the checkpointer's.
+            Whether this checkpoint must survive power loss; by default the checkpointer's `fsync`.
         atomic : bool, default True
             As for :func:`ptsave.save`.  With False, :meth:`latest` may be a file that is still
             being written, or that a killed process has left unfinished.
         progress : bool, default False
             Whether to show a progress bar.
         weights_only_check : bool, optional
-            As for :func:`ptsave.save`; by default as the checkpointer's.
+            As for :func:`ptsave.save`; by default the checkpointer's.
         **objects : object
-            Models, optimizers, schedulers, and anything that can be saved, under any names but
-            those of the options.
+            Models, optimizers, schedulers, and anything that can be saved.  Any name is allowed
+            that is not an option's.
 
         Returns
         -------
@@ -245,15 +244,15 @@ class AsyncCheckpointer:
             The step is no int, or negative; an object has the name of an option, or is an option
             of something else (``staging="background"``); the metric is no number.
         RuntimeError
-            The checkpointer is closed, or its checkpoints are those of another rank.
+            The checkpointer is closed, or another rank saves its checkpoints.
         Exception
             Whatever ``state_dict()`` and :func:`ptsave.async_save` raise in the call.
 
         Warns
         -----
         CheckpointWarning
-            A higher step is there: training went back.  :meth:`latest` still is that one.  Also,
-            from the thread that writes, if an old checkpoint cannot be removed.
+            A higher step exists, because training went back; :meth:`latest` still returns that
+            step.  Also, from the thread that writes, if an old checkpoint cannot be removed.
         """
         self._check_process()
         step = _checked(step, "step", 0)
@@ -284,7 +283,7 @@ class AsyncCheckpointer:
         with self._changed:
             self._pending[future] = step
             self._last_step = step
-        # Not the future's own method: then somebody would count as knowing the outcome.
+        # Not the future's own method, which would count as observing the outcome.
         Future.add_done_callback(future, lambda _: self._finish(step, str(path), future, atomic))
         return future
 
@@ -313,7 +312,7 @@ class AsyncCheckpointer:
             warnings.warn(message, CheckpointWarning, stacklevel=3)
 
     def _finish(self, step: int, path: str, future: SaveFuture, atomic: bool) -> None:
-        """Clean up after a save; runs on the thread that writes."""
+        """Clean up after a save, on the thread that wrote it."""
         error = CancelledError() if future.cancelled() else Future.exception(future)
         try:
             if error is None:
@@ -353,8 +352,8 @@ class AsyncCheckpointer:
 
         Notes
         -----
-        In a job of several ranks it is collective: all ranks call it at the same steps.  It takes
-        as long as an exchange between them, so a loop of short steps asks every few steps.
+        In a job of several ranks this is collective: all ranks call it at the same steps.  It takes
+        as long as an exchange between ranks, so a loop of short steps should ask every few steps.
 
         Examples
         --------
@@ -395,7 +394,7 @@ class AsyncCheckpointer:
         A save that is pending does not count yet.  Another process that saves to the directory may
         remove the file at any time: :meth:`restore` chooses again then.
 
-        Of several ranks, each gets its part of one step: the highest one that rank 0 sees.
+        With several ranks, each rank gets its own part of the highest step that rank 0 sees.
         """
         self._check_process()
         if self._parts is None:
@@ -439,9 +438,9 @@ class AsyncCheckpointer:
         Parameters
         ----------
         step : int or None
-            Step of the checkpoint; None is the latest complete one (call :meth:`wait` before if
-            saves are pending).  If another process removes that one before it is open, the choice
-            is made again.  Positional only:  ``restore(1000, model=model)``.
+            Step of the checkpoint.  None is the latest complete step; if saves are pending, call
+            :meth:`wait` before.  If another process removes that step before it is open, the
+            choice is made again.  Positional only: ``restore(1000, model=model)``.
         strict, assign, map_location, weights_only, verify, progress
         ignore_mismatched_sizes, match, key_mapping, device, rename
             As for :func:`ptsave.load_checkpoint`.
@@ -451,7 +450,7 @@ class AsyncCheckpointer:
         Returns
         -------
         RestoredEntries
-            A dict of the entries that are no target's, with a `report`, as from
+            A dict of the entries that have no target, with a `report`, as from
             :func:`ptsave.load_checkpoint`.
 
         Raises
@@ -493,12 +492,12 @@ class AsyncCheckpointer:
             return self._restored(self._directory.open_file(name), targets, options)
 
     def remove(self, step: int, /) -> None:
-        """Remove the checkpoint of a step: one that is damaged, or that is not to be gone on from.
+        """Remove the checkpoint of a step, for example a damaged one.
 
         Parameters
         ----------
         step : int
-            The step.  A save of it that is pending ends before.  Positional only.
+            The step.  If its save is pending, that save ends first.  Positional only.
 
         Raises
         ------
@@ -511,7 +510,7 @@ class AsyncCheckpointer:
 
         Notes
         -----
-        Of several ranks all call it; the parts of all are removed.
+        With several ranks, all ranks call this, and the parts of all ranks are removed.
 
         Examples
         --------
@@ -544,7 +543,7 @@ class AsyncCheckpointer:
         if self._parts is None:
             self._directory.remove_step(step)
             return
-        self._parts.meet()  # the part of no rank is being written any more
+        self._parts.meet()  # so no rank is writing its part any more
         with self._parts.together("remove a step"):
             if self._parts.is_first:
                 self._directory.remove_step(step)
@@ -558,7 +557,7 @@ class AsyncCheckpointer:
             if isinstance(source, str):
                 options["storage_options"] = self._staging["storage_options"]
                 return restore_entries(source, targets, **options)
-            # torch maps paths only, if it is told to map by default.
+            # If torch is told to map files by default, it maps only paths.
             path = source.name if torch_config.load.mmap else source
             return restore_entries(path, targets, **options)
 
@@ -570,8 +569,8 @@ class AsyncCheckpointer:
         Raises
         ------
         Exception
-            The error of the first save that failed and that nobody has learned of yet (from its
-            future, or here); another call raises the next one.
+            The first error of a save that the program has not seen yet, in the save's future or
+            here.  Another call raises the next one.
         """
         self._check_process()
         unknown = self._wait_here()
@@ -582,7 +581,7 @@ class AsyncCheckpointer:
             raise elsewhere
 
     def _settle(self, parts: RankParts) -> SaveError | None:
-        """Wait for the other ranks, clean up, and return a failure of one of them."""
+        """Wait for the other ranks, clean up, and return a failure of another rank."""
         lost, error = parts.settle()
         for name in lost:
             with suppress(OSError):  # it may not have been written
@@ -593,7 +592,7 @@ class AsyncCheckpointer:
         return error
 
     def _wait_here(self) -> SaveFuture | None:
-        """Wait for the saves of this process; return the first failed one that nobody knows of."""
+        """Wait for the saves of this process; return the first failure that is unobserved."""
         release_own()
         with self._changed:
             self._changed.wait_for(lambda: not self._pending)
@@ -624,8 +623,8 @@ class AsyncCheckpointer:
             self.close()
             return
         self._closed = True
-        # Collect the errors of saves; the block's own error came first, and is raised.  Other ranks
-        # may have none, and do something else now: nobody waits for them.
+        # The block's own error came first and is raised; errors of saves become notes on it.  Do
+        # not wait for other ranks: they may have no error, and do something else now.
         while (future := self._wait_here()) is not None:
             failure = future.exception()
             if failure is not error:
@@ -645,12 +644,9 @@ class AsyncCheckpointer:
         self._failed: list[SaveFuture] = []
 
     def _check_process(self) -> None:
-        """Forget the saves and the locks of the process that this one was forked from.
+        """Forget the saves and locks of the parent process after a fork.
 
-        Raises
-        ------
-        RuntimeError
-            That was one of several ranks, which this process is not.
+        A process forked from one of several ranks is not a rank: that is a RuntimeError.
         """
         if self._pid != os.getpid():
             if self._parts is not None:

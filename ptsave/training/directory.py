@@ -1,6 +1,6 @@
-"""The checkpoints in a directory: listing, pruning, locks.
+"""The checkpoints in a directory: lists, opens, removes and locks them.
 
-The directory is the only record: no index could disagree with it.
+The directory is the only record, so no index can disagree with it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,15 @@ from ptsave.support.syncing import sync_path
 from ptsave.training.naming import Naming, WholeFiles
 from ptsave.training.retention import Retention
 
-__all__ = ["CheckpointDirectory", "create_directory"]
-
 # Errors of opening a file that another process, or another host, has removed.
 _GONE = {errno.ENOENT, errno.ESTALE}
-_MAX_TRIES = 100  # each fails only if another checkpoint was written and pruned meanwhile
+_MAX_TRIES = 100  # a try fails only if a checkpoint was written and pruned meanwhile
 
 
 def create_directory(directory: str | os.PathLike[str], *, fsync: bool) -> Path:
     """Make a directory for checkpoints, with its parents, and return its absolute path.
 
-    Raises
-    ------
-    SaveError
-        If it cannot be made, is something else, or files cannot be listed and made in it.
+    It is a SaveError if files cannot be listed and made there.
     """
     path = Path(os.path.abspath(os.fsdecode(directory)))
     try:
@@ -66,18 +61,13 @@ def _sync(path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EINVAL):
             raise
-        os.sync()  # a directory that may not be read, or cannot be synced by itself
+        os.sync()  # for a directory that may not be read, or cannot be synced by itself
 
 
 class CheckpointDirectory:
-    """The checkpoints of one directory.  Files of other names in it are not looked at.
+    """The checkpoints of one directory; files of other names are ignored.
 
-    Parameters
-    ----------
-    path : Path
-        The directory.  While it does not exist it has no checkpoints.
-    naming : Naming, optional
-        Which files they are; by default one for each step.
+    A directory that does not exist has no checkpoints.
     """
 
     path: Path | str
@@ -86,10 +76,10 @@ class CheckpointDirectory:
     def __init__(self, path: Path | str, naming: Naming | None = None) -> None:
         self.path = path
         self._naming = naming or WholeFiles()
-        # Between a restore that chooses a checkpoint and the removal of old ones.
+        # Keeps pruning apart from a restore that chooses a checkpoint.
         self._lock = threading.Lock()
         self._held: list[int] = []
-        # By which checkpoints stay.
+        # By file name: the file's identity, and the entries that decide whether it stays.
         self._entries: dict[str, tuple[object, Mapping[str, Any]]] = {}
 
     def steps(self) -> list[int]:
@@ -105,22 +95,18 @@ class CheckpointDirectory:
         return self.place_of(names[0] if names else self._naming.name_of(step))
 
     def place(self, step: int) -> tuple[Path | Any, int | None]:
-        """Return where to save a step, and the highest step that is there."""
+        """Return where to save a step, and the highest step that exists."""
         names = self._names()
         name = self._naming.new_name(step, names.get(step, []))
         return self.place_of(name), max(names, default=None)
 
     @contextmanager
     def opened(self, step: int | None) -> Iterator[Any]:
-        """Yield the open file of a step (None: of the highest one), which is not pruned meanwhile.
+        """Yield the open file of a step (None: the highest step).
 
-        Another process may prune it all the same.  If that has happened before the file was open,
-        the choice is made again; an open file stays whole.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such checkpoint.
+        This object does not prune the step meanwhile.  If another process removes the file before
+        it is open, the choice is made again; an open file stays whole.  A step that does not exist
+        is a FileNotFoundError.
         """
         for n_left in reversed(range(_MAX_TRIES)):
             with ExitStack() as stack:
@@ -136,7 +122,7 @@ class CheckpointDirectory:
 
     @contextmanager
     def _held_back(self, step: int | None) -> Iterator[Path | Any]:
-        """Yield the path of a step, which this object does not prune meanwhile."""
+        """Yield the path of a step, and keep this object from pruning it meanwhile."""
         with self._lock:
             chosen, name = self.choose(step)
             self._held.append(chosen)
@@ -147,20 +133,14 @@ class CheckpointDirectory:
                 self._held.remove(chosen)
 
     def holds(self, name: str) -> bool:
-        """Return whether a file is there, also if that cannot be told."""
+        """Return whether a file exists; True if that cannot be told."""
         try:
             return name in self._files()
         except OSError:
             return True
 
     def choose(self, step: int | None) -> tuple[int, str]:
-        """Return a step (None: the highest one), and the name of its file.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such checkpoint.
-        """
+        """Return a step (None: the highest step), and the name of its file."""
         names = self._names()
         chosen = max(names, default=None) if step is None else step
         if chosen is None or chosen not in names:
@@ -168,19 +148,11 @@ class CheckpointDirectory:
         return chosen, names[chosen][0]
 
     def open_file(self, name: str) -> AbstractContextManager[Any]:
-        """Open the file of a name that `choose` has returned, here or in another process."""
+        """Open a file that `choose` named, in this process or another."""
         return self._open(self.place_of(name))
 
     def remove_step(self, step: int) -> None:
-        """Remove all files of a step.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such checkpoint.
-        OSError
-            If a file cannot be removed.
-        """
+        """Remove all files of a step; a step that does not exist is a FileNotFoundError."""
         self.choose(step)
         for name in self._names()[step]:
             with suppress(FileNotFoundError):  # another process was faster
@@ -189,9 +161,9 @@ class CheckpointDirectory:
     def prune(self, retention: Retention, written: int) -> None:
         """Remove the checkpoints that may go after the step `written` was saved.
 
-        A file that cannot be read or removed is a `CheckpointWarning`.  While another process is at
-        it, nothing is done: each would keep another one, and together they would keep fewer.  A
-        step whose parts are not all there yet does not count.
+        A file that cannot be read or removed is a `CheckpointWarning`.  Does nothing while another
+        process prunes: each would keep different checkpoints, and together they would keep too few.
+        An incomplete step does not count.
         """
         remarks: list[str] = []
         with self._lock, self._locked() as alone:
@@ -209,7 +181,7 @@ class CheckpointDirectory:
                     return None
 
             for step in retention.spare(names, written, read):
-                if step in self._held:  # a step that is being restored takes no newer one's place
+                if step in self._held:  # being restored: stays beside the checkpoints to keep
                     continue
                 for name in names[step]:
                     try:
@@ -220,7 +192,7 @@ class CheckpointDirectory:
             warnings.warn(remark, CheckpointWarning, stacklevel=2)
 
     def _entries_of(self, name: str, wanted: Collection[str]) -> Mapping[str, Any]:
-        """Return entries of a file, as far as it has them; read once while it is the same file."""
+        """Return the wanted entries that a file has; reads each version of the file once."""
         from ptsave.contents.archive import open as open_archive
 
         identity = self._identity(name)
@@ -232,7 +204,7 @@ class CheckpointDirectory:
         return entries
 
     def remove_leftovers(self) -> None:
-        """Remove leftovers of killed processes that were writing checkpoints."""
+        """Remove the files that killed processes have left."""
         self.remove_temporary_files()
         with self._lock:
             for name in self._naming.dead(self._files()):
@@ -240,7 +212,7 @@ class CheckpointDirectory:
                     self.remove(name)
 
     def remove_temporary_files(self) -> None:
-        """Remove temporary files that nobody is writing."""
+        """Remove temporary files that no process is writing."""
         with suppress(FileNotFoundError):
             targets = {
                 _core.target_of_temporary(name) for name in os.listdir(os.fsencode(self.path))
@@ -250,7 +222,7 @@ class CheckpointDirectory:
                     _C.remove_leftovers(os.path.join(os.fsencode(self.path), target))
 
     def _names(self) -> dict[int, list[str]]:
-        """Return the names of each step's files, the one to read first."""
+        """Return the file names of each step, the one to read first in front."""
         return self._naming.checkpoints(self._files())
 
     def _no_checkpoint(self, step: int | None, steps: list[int]) -> FileNotFoundError:
@@ -264,17 +236,17 @@ class CheckpointDirectory:
     # ------------------------------------------------------------------------ the file system
 
     def place_of(self, name: str) -> Path | Any:
-        """Return where the file of a name is."""
+        """Return the path, or the URL, of a file of this name."""
         return Path(self.path, name)
 
     def _files(self) -> list[str]:
-        """Return the names of the files that are there."""
+        """Return the names of the files in the directory."""
         with suppress(FileNotFoundError), os.scandir(self.path) as entries:
             return [entry.name for entry in entries if _is_file(entry)]
         return []
 
     def _identity(self, name: str) -> object:
-        """Return what changes when another file takes a name."""
+        """Return a value that changes when another file takes the name."""
         from ptsave.sources.file_limits import identity_of
 
         return identity_of(self.place_of(name))
@@ -283,11 +255,10 @@ class CheckpointDirectory:
         return open(os.fspath(path), "rb")
 
     def remove(self, name: str) -> None:
-        """Remove the file of a name."""
         _C.remove_file(os.path.join(os.fsencode(self.path), os.fsencode(name)))
 
     def _locked(self) -> AbstractContextManager[bool]:
-        """Return a context that yields whether no other process prunes."""
+        """Return a context manager that yields whether no other process prunes."""
         return _locked(Path(self.path))
 
 
@@ -300,11 +271,11 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[bool]:
-    """Yield whether no other process has locked the directory; lock it meanwhile."""
+    """Lock the directory in the block; yield False if another process has locked it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield try_lock(descriptor) is not False  # a file system may have none on directories
+        yield try_lock(descriptor) is not False  # None: the file system cannot lock directories
     finally:
-        with suppress(OSError):  # by hand: a process forked meanwhile has the descriptor, too
+        with suppress(OSError):  # closing is not enough: a forked child has the descriptor
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

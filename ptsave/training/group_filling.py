@@ -17,24 +17,13 @@ from ptsave.archive.group_records import CHECKED, PLANNED
 from ptsave.archive.part_copies import StorageView, is_viewable
 from ptsave.support.progress import ProgressCallback
 
-__all__ = ["GroupFiller"]
-
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy into a tensor that exists.
+    """A planned copy into a tensor that exists.
 
-    Attributes
-    ----------
-    target : torch.Tensor
-        Gets the values.
-    record : int or None
-        The record that they are in.
-    view : StorageView or None
-        Where in it.
-    source : torch.Tensor or None
-        A tensor that has the values, or will have them when its record is filled; if there is no
-        view.
+    The values are at `view` in `record`.  Without a view they are in `source`, which may be filled
+    only together with its record.
     """
 
     target: Tensor
@@ -44,21 +33,16 @@ class _Copy:
 
     @property
     def key(self) -> Any:
-        """The same for the same copy, as of tied parameters; None if there is no telling."""
+        """A key that is equal for equal copies, as for tied parameters; None without a view."""
         where = (self.target.device, self.target.data_ptr(), self.target.dtype)
         shape = (tuple(self.target.shape), self.target.stride())
         return None if self.view is None else (where, shape, self.record, self.view)
 
 
 class GroupFiller:
-    """Fills storages and targets with what a group receives.  See `restoring.Filler`.
+    """A `restoring.Filler` that takes its bytes from what the group's reader sends.
 
-    Parameters
-    ----------
-    archive : GroupArchive
-        The archive, with all storages reserved.
-    verify : bool
-        Whether checksums are compared.
+    All storages of the archive are reserved already.
     """
 
     is_shared = True
@@ -108,7 +92,7 @@ class GroupFiller:
         return self._changed
 
     def _make(self, records: Collection[int], copies: Sequence[_Copy]) -> None:
-        """Fill storages, and make copies whose targets do not overlap, in the file's order."""
+        """Fill storages and make copies, in the file's order; targets must not overlap."""
         by_record: defaultdict[int, list[tuple[Tensor, StorageView]]] = defaultdict(list)
         for copy in copies:
             if copy.view is not None and copy.record is not None:
@@ -134,9 +118,9 @@ class GroupFiller:
 
 
 def _turns(copies: Iterable[_Copy]) -> list[list[_Copy]]:
-    """Return copies in groups to be made one after the other.
+    """Return copies in groups to be made one after the other; equal copies are made once.
 
-    Those of one group have targets that do not overlap, so that their order makes no difference.
+    Targets in a group do not overlap, so the order of its copies makes no difference.
     """
     turns: list[list[_Copy]] = []
     seen: set[Any] = set()
@@ -155,7 +139,7 @@ def _turns(copies: Iterable[_Copy]) -> list[list[_Copy]]:
 
 
 class _Cluster:
-    """Numbers ranges of memory, which come in order: those that overlap have the same number."""
+    """Numbers memory ranges that come in order; overlapping ranges get the same number."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -171,7 +155,7 @@ class _Cluster:
 
 
 def _memory_of(tensor: Tensor) -> tuple[str, int, int]:
-    """Return the device of a tensor, and the addresses at which its memory begins and ends."""
+    """Return a tensor's device, and the addresses where its memory begins and ends."""
     begin = tensor.data_ptr()
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), begin, begin + (last + 1) * tensor.itemsize

@@ -1,4 +1,4 @@
-"""Says which part of a checkpoint was probably meant, where the whole of it does not fit."""
+"""Names the part of a checkpoint that was probably meant when the whole does not fit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from torch.optim import Optimizer
 from ptsave.errors import CheckpointWarning
 from ptsave.support.user_warnings import warn_user
 
-__all__ = ["part_named", "refuse_module", "warn_if_nothing_fits"]
-
 
 def refuse_module(state: Any) -> None:
-    """Raise for a module that was saved whole, in the place of its state dict."""
+    """Raise if the file holds a whole module where a state dict is expected."""
     if isinstance(state, nn.Module):
         raise TypeError(
             f"the file holds a module that was saved whole ({type(state).__name__}), not a state "
@@ -26,15 +24,7 @@ def refuse_module(state: Any) -> None:
 
 @contextmanager
 def part_named(obj: Any, target: Any) -> Iterator[None]:
-    """Name in errors about keys the part of a file's object that was probably meant.
-
-    Parameters
-    ----------
-    obj : object
-        The object in the file.
-    target : object
-        The object it is loaded into.
-    """
+    """Add to errors about keys the name of the part of `obj` that probably fits `target`."""
     try:
         yield
     except RuntimeError as error:
@@ -56,7 +46,7 @@ def part_named(obj: Any, target: Any) -> Iterator[None]:
 
 
 def warn_if_nothing_fits(obj: Any, target: Any, keys: Any) -> None:
-    """Warn if not one key of a module or a dict was in the file, and those of a part would be."""
+    """Warn if the file has none of the target's keys, but a part of it has them."""
     missing = getattr(keys, "missing_keys", None)
     if not missing or not isinstance(obj, Mapping) or not isinstance(target, (nn.Module, Mapping)):
         return

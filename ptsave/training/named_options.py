@@ -1,7 +1,7 @@
-"""Objects that are given by name, and options beside them: ``save_checkpoint(f, model=model)``.
+"""Checks objects that are given by name beside options: ``save_checkpoint(f, model=model)``.
 
-An option's name is taken for the option, so an object of that name is refused, and so is an option
-of another function, which would become an entry of the file, or something to restore.
+An option's name always means the option, so an object with that name is refused.  An option of
+another function is refused, too, because it would become an entry of the file, or a target.
 """
 
 from __future__ import annotations
@@ -12,18 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["check_restoring", "check_saving", "entries_of"]
-
 
 class _Option(NamedTuple):
-    """An option of another function.
+    """An option of the function `owner`, and the types of its values.
 
-    Attributes
-    ----------
-    owner : str
-        That function.
-    kinds : tuple of type
-        Types of its values; a value of another type under its name is an object.
+    A value of another type under the option's name is an object.
     """
 
     owner: str
@@ -64,24 +57,8 @@ _RESTORING_ADVICE = "the call returns the entry of that name, for you to load_st
 
 
 def check_saving(function: str, objects: Mapping[str, Any], **options: Any) -> None:
-    """Refuse objects called as an option, and options of others, before anything is saved.
+    """Refuse objects named like an option, and options of other functions.
 
-    Parameters
-    ----------
-    function : str
-        Name of the saving function.
-    objects : mapping of str to object
-        The objects that it was given under names.
-    **options : object
-        Its own options.
-
-    Raises
-    ------
-    TypeError
-        An option has the value of an object, or an object the name and value of an option.
-
-    Examples
-    --------
     >>> check_saving("ptsave.save_checkpoint", {"strict": False}, fsync=True)
     Traceback (most recent call last):
     ...
@@ -93,7 +70,7 @@ does not have: leave it out, or give what it stands for another name
 
 
 def check_restoring(function: str, targets: Mapping[str, Any], **options: Any) -> None:
-    """Refuse the same among the targets of a restore; arguments as of `check_saving`."""
+    """Refuse targets named like an option, and options of other functions."""
     _check_own(function, _RESTORING_ADVICE, options)
     _refuse_others(function, targets)
 
@@ -110,14 +87,14 @@ def _check_own(function: str, advice: str, options: Mapping[str, Any]) -> None:
 
 
 def _is_location(value: Any) -> bool:
-    """Whether a value is a map_location for torch.load, and nothing to restore into."""
+    """Return whether a value is a map_location for torch.load, not a target."""
     if hasattr(value, "load_state_dict"):
         return False
     return value is None or isinstance(value, (str, torch.device, dict)) or callable(value)
 
 
 def _is_key_mapping(value: Any) -> bool:
-    """Whether a value is a function or a mapping of names, and nothing to restore into."""
+    """Return whether a value is a function or a mapping of names, not a target."""
     if hasattr(value, "load_state_dict"):
         return False
     return value is None or isinstance(value, Mapping) or callable(value)
@@ -133,7 +110,7 @@ def _refuse_others(function: str, objects: Mapping[str, Any]) -> None:
 
 
 def entries_of(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a checkpoint of `objects`: their state dicts, or they themselves."""
+    """Return the entries of a checkpoint: each object's state dict, or the object itself."""
     return {name: _state_of(obj) for name, obj in objects.items()}
 
 

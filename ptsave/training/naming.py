@@ -1,8 +1,7 @@
-"""Names of the files of checkpoints: one for a step, or a part of each rank.
+"""Names of checkpoint files: one file for a step, or one part of each rank.
 
-A file of such a name is complete, because only a rename makes one.  A step of several ranks is
-complete when the parts of all are there.  Parts of one save have a session and a number in their
-names, so that parts of different saves are never taken for one checkpoint.
+A step saved by several ranks is complete when the parts of all ranks exist.  The names of parts
+hold a session and a number, so parts of different saves never make one checkpoint.
 """
 
 from __future__ import annotations
@@ -11,40 +10,38 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-__all__ = ["Naming", "Parts", "WholeFiles"]
-
 _WHOLE = r"step-([0-9]+)\.pt"
 _PART = r"step-([0-9]+)\.([0-9a-f]{16})-([0-9]{1,9})\.rank-([0-9]{1,9})-of-([0-9]{1,9})\.pt"
-_MIN_N_DIGITS = 8  # so that for a hundred million steps the order of names is that of steps
+_MIN_N_DIGITS = 8  # names sort like their steps below a hundred million
 
 
 class Naming(Protocol):
-    """Which files are checkpoints."""
+    """Decides which files are checkpoints."""
 
     def checkpoints(self, files: Iterable[str]) -> dict[int, list[str]]:
-        """Return the files of each complete step, the one that this process reads first."""
+        """Return the files of each complete step; this process reads the first file."""
 
     def judged(self, names: list[str]) -> str:
-        """Return the file whose entries decide whether a step stays: for all ranks the same."""
+        """Return the file whose entries decide whether a step stays: the same on all ranks."""
 
     def dead(self, files: Iterable[str]) -> list[str]:
-        """Return the files that belong to no checkpoint, and to none that is being written."""
+        """Return the files to remove: no checkpoint needs them, and no process writes them."""
 
     def is_checkpoint(self, name: str) -> bool:
         """Return whether a file of this name is a checkpoint, or a part of one."""
 
     def name_of(self, step: int) -> str:
-        """Return the name of a step that is not there."""
+        """Return the file name for a step that has no checkpoint."""
 
     def new_name(self, step: int, names: list[str]) -> str:
-        """Return the name to save a step under; `names` are the files of it that are there."""
+        """Return the name to save a step under; `names` are the step's existing files."""
 
     def remark(self, files: Iterable[str]) -> str:
-        """Return a remark on other files that are there, in brackets, or nothing."""
+        """Return a remark in brackets on the other files, or an empty string."""
 
 
 class WholeFiles:
-    """The file ``step-<number>.pt`` is a checkpoint, however many zeros are before the number."""
+    """Names of whole checkpoints: ``step-<number>.pt``, with any number of leading zeros."""
 
     def checkpoints(self, files: Iterable[str]) -> dict[int, list[str]]:
         names: dict[int, list[str]] = {}
@@ -81,7 +78,7 @@ class WholeFiles:
 
 
 class _Part(NamedTuple):
-    """A file's name: which save of which step, and whose part of it."""
+    """The parsed file name of one rank's part of a save."""
 
     step: int
     session: str
@@ -95,19 +92,14 @@ class _Part(NamedTuple):
 
 
 class Parts:
-    """The parts of a number of ranks are a checkpoint.
+    """Names of checkpoints that consist of one part per rank.
 
-    Parameters
-    ----------
-    rank, size : int
-        Whose part this process writes and reads, and how many there are.
-    session : str
-        16 hexadecimal digits that are the same on all ranks, and higher than those of earlier jobs.
+    `session` is 16 hexadecimal digits: the same on all ranks, and higher than in earlier jobs.
     """
 
     def __init__(self, rank: int, size: int, session: str) -> None:
         self._rank, self._size, self._session = rank, size, session
-        self._saves: list[tuple[int, str, int]] = []  # of this process, in their order
+        self._saves: list[tuple[int, str, int]] = []  # saves of this process, in order
 
     def checkpoints(self, files: Iterable[str]) -> dict[int, list[str]]:
         steps: dict[int, list[str]] = {}
@@ -121,10 +113,10 @@ class Parts:
         return self.of_rank(0, names[0])
 
     def dead(self, files: Iterable[str]) -> list[str]:
-        """Return the parts of saves that a later one has replaced, or outlived.
+        """Return the parts of saves that are replaced, or that can no longer be completed.
 
-        Saves of one rank end in their order.  So if a later one is complete, what lacks parts will
-        lack them for ever.
+        The saves of one rank end in the order in which they began.  So once a later save is
+        complete, an incomplete earlier save stays incomplete.
         """
         files = list(files)
         complete = self._complete(files)
@@ -168,18 +160,18 @@ class Parts:
         return name
 
     def own(self, name: str) -> str:
-        """Return the name of this rank's part, given that of another."""
+        """Return this rank's part of the save that the part `name` belongs to."""
         return self.of_rank(self._rank, name)
 
     def of_rank(self, rank: int, name: str) -> str:
-        """Return the name of a rank's part, given that of another."""
+        """Return a rank's part of the save that the part `name` belongs to."""
         part = _part(name)
         if part is None or part.size != self._size:
             raise ValueError(f"{name!r} is not a part of {self._size} ranks")
         return _name(part.save, rank, self._size)
 
     def save_of(self, name: str) -> str:
-        """Return the beginning that the names of all parts of a save share."""
+        """Return the prefix that the names of all parts of a save share."""
         return name.partition(".rank-")[0]
 
     def remark(self, files: Iterable[str]) -> str:
@@ -204,7 +196,7 @@ def _part(name: str) -> _Part | None:
     if match is None:
         return None
     part = _Part(int(match[1]), match[2], int(match[3]), size=int(match[5]), rank=int(match[4]))
-    # Only as it would be written: other spellings of a number are somebody else's files.
+    # A name that pads its numbers differently is not a file of ptsave.
     return part if name == _name(part.save, part.rank, part.size) else None
 
 

@@ -1,7 +1,7 @@
-"""Makes the checkpoints of several ranks one: names, the step to restore, saves that failed.
+"""Coordinates the checkpoints of several ranks: names, the step to restore, failed saves.
 
-Nothing is exchanged when a step is saved.  A step counts once the parts of all ranks are there, so
-a rank that dies leaves the step before as the latest one.
+Ranks exchange nothing when a step is saved.  A step counts once the parts of all ranks exist, so if
+a rank dies, the step before stays the latest one.
 """
 
 from __future__ import annotations
@@ -21,22 +21,12 @@ from ptsave.training.naming import Parts
 if TYPE_CHECKING:
     from ptsave.support.rank_groups import Ranks
 
-__all__ = ["RankParts", "check_ranks", "rank_parts"]
-
-# So long the parts of an old checkpoint may go one after another.
+# How long another rank may take to remove its part of an old checkpoint.
 _REMOVAL_S, _PAUSE_S = 1.0, 0.02
 
 
 def check_ranks(directory: str, rank: int | None, world_size: int | None, group: Any) -> None:
-    """Refuse ranks that are named half, twice or not at all.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The arguments do not go together.
-    RuntimeError
-        The job has several ranks, and nobody says which this is.
-    """
+    """Raise if the ranks are named incompletely, twice or not at all."""
     if group is not None and (rank is not None or world_size is not None):
         raise TypeError("a process group says what rank and world_size are: leave them out")
     if world_size is not None and rank is None:
@@ -50,16 +40,9 @@ def check_ranks(directory: str, rank: int | None, world_size: int | None, group:
 def rank_parts(
     place: Path | str, rank: int | None, world_size: int | None, group: Any
 ) -> RankParts | None:
-    """Return the ranks that save parts to a directory; None if a checkpoint is one file.
+    """Return the ranks that save parts to a directory, or None if a checkpoint is one file.
 
-    Collective: it waits for the other ranks.  The arguments are those of `check_ranks`.
-
-    Raises
-    ------
-    RuntimeError
-        As from :class:`FileRanks`.
-    ValueError
-        Ranks without a process group would meet at a URL.
+    Collective: waits for the other ranks.  Ranks without a process group cannot meet at a URL.
     """
     if rank is not None and world_size is None:
         return None
@@ -83,24 +66,16 @@ def rank_parts(
 
 
 class RankParts:
-    """The parts that this rank saves, and those of the others.
-
-    Parameters
-    ----------
-    ranks : Ranks
-        The ranks.
-    place : Path or str
-        The directory of the checkpoints, or its URL.
-    """
+    """The parts that this rank and the other ranks save to one directory or URL."""
 
     def __init__(self, ranks: Ranks, place: Path | str) -> None:
         from ptsave.support.rank_groups import FileRanks
 
         self._ranks = ranks
         self._place = place
-        # Held from the beginning by ranks that find each other by it.
+        # `FileRanks` find each other by this lock, so they hold it from the beginning.
         self._lock = ranks.lock if isinstance(ranks, FileRanks) else None
-        # Since the ranks have last waited for each other:
+        # Since the ranks last waited for each other:
         self._saved: list[str] = []
         self._failures: list[tuple[str, str, bool]] = []
         self.naming = Parts(ranks.rank, ranks.size, ranks.session)
@@ -111,13 +86,7 @@ class RankParts:
         return self._ranks.rank == 0
 
     def begin(self) -> None:
-        """Keep other jobs from saving here.
-
-        Raises
-        ------
-        RuntimeError
-            Another job does.
-        """
+        """Lock the directory; raise a RuntimeError if another job saves there."""
         if self._lock is None and isinstance(self._place, Path):
             from ptsave.support.rank_lock import RankLock
 
@@ -125,25 +94,23 @@ class RankParts:
 
     @property
     def tidies(self) -> bool:
-        """Whether this rank removes old checkpoints: where nothing can be locked, one does."""
+        """Whether this rank removes old checkpoints: only rank 0 does at a URL, without locks."""
         return self.is_first or isinstance(self._place, Path)
 
     def note(self, path: str) -> None:
-        """Remember a part whose save begins."""
+        """Remember the part that a save begins to write."""
         self._saved.append(posixpath.basename(path))
 
     def fail(self, path: str, error: BaseException, *, is_there: bool) -> None:
-        """Remember a save that failed, and whether its part is there, complete; from any thread."""
+        """Remember a failed save, and whether its complete part exists; from any thread."""
         message = str(error) or type(error).__name__
         self._failures.append((posixpath.basename(path), message, is_there))
 
     def agreed(self, choose: Callable[[], str]) -> str:
-        """Return the name of this rank's part of the save of which rank 0 chooses a part.
+        """Return this rank's part of the save that rank 0 chooses.
 
-        Raises
-        ------
-        OSError
-            As `choose` raised it on rank 0.
+        `choose` runs on rank 0 and returns the name of any part of the save.  All ranks raise its
+        OSError.
         """
         try:
             choice: list[Any] = [choose() if self.is_first else None]
@@ -155,27 +122,18 @@ class RankParts:
         return self.naming.own(choice[0])
 
     def settle(self) -> tuple[list[str], SaveError | None]:
-        """Wait until all ranks have come, and learn of saves that are not complete.
+        """Wait for all ranks; return this rank's parts of incomplete saves, and an error.
 
-        Returns
-        -------
-        lost : list of str
-            This rank's parts of those that lack a part.
-        error : SaveError or None
-            A failure of one of the others.  It is one as well if a save was begun on some ranks
-            only.
-
-        Raises
-        ------
-        RuntimeError
-            A rank has ended.
+        The error is a failure that this rank does not know of yet.  A save that only some ranks
+        began is a failure, too.  If a rank has ended, that is a RuntimeError.
         """
         saved, failures = self._saved, self._failures
         self._saved, self._failures = [], []
         everyone = self._ranks.gather({"saved": saved, "failures": failures})
         begun = [{self.naming.save_of(name) for name in theirs["saved"]} for theirs in everyone]
         messages = self._messages(everyone, begun)
-        # What has all parts counts, and an older checkpoint may have been removed for it.
+        # A save with all parts counts even if it failed later: an older checkpoint may have been
+        # removed for it.
         missing = {
             self.naming.save_of(name)
             for theirs in everyone
@@ -192,14 +150,14 @@ class RankParts:
         return lost, self._error(unknown[0]) if unknown else None
 
     def _part_not_seen(self, name: str) -> str:
-        """Return a message if another rank's part of a complete save is not beside this rank's."""
+        """Return a message if another rank's part of a complete save is not in the directory."""
         if not isinstance(self._place, Path):
             return ""
         other = self._ranks.size - 1 if self.is_first else 0
         theirs = self._place / self.naming.of_rank(other, name)
         deadline = time.monotonic() + _REMOVAL_S
         while not theirs.exists() and (self._place / name).exists():
-            if time.monotonic() > deadline:  # nobody is removing the checkpoint
+            if time.monotonic() > deadline:  # the checkpoint is not being removed
                 return (
                     f"the part of rank {other}, {theirs.name}, is not in this directory of rank "
                     f"{self._ranks.rank}: all ranks have to save to one that they share"
@@ -225,26 +183,19 @@ class RankParts:
         return messages
 
     def any_rank(self, value: bool) -> bool:
-        """Return whether a value is true on one of the ranks."""
+        """Return whether a value is true on any rank."""
         return any(self._ranks.gather(value))
 
     def meet(self) -> None:
-        """Wait until all ranks have come."""
+        """Wait until all ranks have called this."""
         self._ranks.gather(None)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Run the block on all ranks, and raise on all if it raises on one.
+        """Run the block on all ranks; if it raises on one rank, raise on all.
 
-        Parameters
-        ----------
-        what : str
-            What a rank could not do then: "restore its part".
-
-        Raises
-        ------
-        Exception
-            Of the same type as on the rank where the block raised.
+        The other ranks raise an error of the same type.  `what` is the action that failed: "restore
+        its part".
         """
         from ptsave.support.group_call import described, error_of_other
 
@@ -261,6 +212,6 @@ class RankParts:
         return SaveError(errno.EIO, message[0].upper() + message[1:], str(self._place))
 
     def release(self) -> None:
-        """Let other jobs save here."""
+        """Unlock the directory, so that other jobs may save there."""
         if self._lock is not None:
             self._lock.release()

@@ -1,4 +1,4 @@
-"""Results of `load_checkpoint`: the entries that are no target's, and a report of the others."""
+"""The result of `load_checkpoint`: the entries without a target, and a report of the targets."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from typing import Any
 
 from ptsave.state.modules import IncompatibleKeys
 
-__all__ = ["RestoredEntries", "keys_of"]
-
 
 class RestoredEntries(dict[str, Any]):
-    """The entries of a checkpoint that were no target's: a dict, with a report of the targets.
+    """The entries of a checkpoint that have no target: a dict, with a report of the targets.
 
     Attributes
     ----------
     report : dict of str to IncompatibleKeys
-        For each module, optimizer and dict that was restored, by its name: the keys that the
-        checkpoint has not got (``missing_keys``), those that the target has no place for
-        (``unexpected_keys``), and those that were left out because their shapes differ
-        (``mismatched_keys``, with the checkpoint's shape and the target's).  The keys of an
-        optimizer are names of parameters, or (saved) numbers where it was matched by order.  A
-        module with a ``load_state_dict`` of its own that returns no keys is not in it.
+        The keys that did not match, by the name of each restored module, optimizer and dict.
+        ``missing_keys`` are not in the checkpoint, ``unexpected_keys`` are not in the target.
+        ``mismatched_keys`` were left out because their shapes differ; they come with the
+        checkpoint's shape and the target's.  The keys of an optimizer are names of parameters, or
+        their saved numbers if it was matched by order.  A module is left out if it has a
+        ``load_state_dict`` of its own that returns no keys.
 
     Notes
     -----
@@ -56,7 +54,7 @@ class RestoredEntries(dict[str, Any]):
 
 
 def keys_of(result: Any) -> IncompatibleKeys | None:
-    """Return the keys that a load has reported; None if it has reported nothing."""
+    """Return the keys that a load has reported, or None if it reported none."""
     if isinstance(result, IncompatibleKeys):
         return result
     missing = getattr(result, "missing_keys", None)

@@ -1,10 +1,8 @@
 """Restores the tensors of a file straight into tensors that exist already.
 
-The file's pickle is run with storages that have their places, but not their bytes.  State dicts are
-loaded from it by the code that loads any other, with a copier that only notes sources and targets,
-and in the end the bytes are read: straight into the targets where a copy would only move bytes,
-into their own storages where somebody keeps the tensor, and in every other case through memory that
-is given back at once.
+The file's pickle runs with storages whose bytes are not read yet.  The code that loads any state
+dict then notes sources and targets in a copier.  The bytes are read last: straight into a target if
+a copy only moves bytes, into a storage that is still referred to, or else through temporary memory.
 """
 
 from __future__ import annotations
@@ -41,8 +39,6 @@ from ptsave.support.torch_tensors import storage_id_of
 if TYPE_CHECKING:
     from ptsave.archive.group_archive import GroupArchive
 
-__all__ = ["check_locations", "restoring"]
-
 _MAX_NAMED = 8
 
 
@@ -58,26 +54,16 @@ def restoring(
     process_group: Any = None,
     deferred: bool = True,
 ) -> Iterator[tuple[Any, RestoringCopier, Set[str]]]:
-    """Yield the object of a file, a copier for its tensors, and other locations they belong to.
+    """Yield the object of a file, a copier for its tensors, and the locations to move them to.
 
-    All copies are made, and every tensor of the object that is still referred to
-    has its values, when the block ends without an exception.  The tensors are in CPU memory; other
-    locations that they would have been loaded to are the third value.
+    When the block ends without an exception, all copies are made, and every tensor of the object
+    that is still referred to has its values.  The tensors are in CPU memory; the locations are
+    others that torch would have loaded them to.  If an exception leaves the block, its message and
+    its attribute `overwritten` name the entries that hold new values.
 
-    Parameters
-    ----------
-    f, map_location, weights_only, verify, progress, storage_options, process_group
-        As for :func:`ptsave.load`.
-    deferred : bool, default True
-        Whether to put off reading until the copies are known.  That is not done for files that
-        only torch reads, for objects whose making may look at values, and for a `map_location`
-        that wants to see each storage.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        Also when targets have been changed by then; the message and the attribute `overwritten` of
-        any exception that leaves the block say which entries hold new values.
+    `deferred` puts off reading until the copies are known.  Three cases rule that out: a file that
+    only torch reads, an object whose making may look at values, and a callable or dict as
+    `map_location`.
     """
     restricted = resolve_weights_only(weights_only, None)  # which may warn, once
     module = restricted_unpickler if restricted else pickle
@@ -118,7 +104,7 @@ def restoring(
 
 @contextmanager
 def _noting_changes(obj: Any, copier: MemoryCopier, path: str) -> Iterator[None]:
-    """Add a note of what has changed by then to an exception that leaves the block."""
+    """Add a note of the changed entries to an exception that leaves the block."""
     try:
         yield
     except BaseException as error:
@@ -135,7 +121,7 @@ def _restoring_from(
     pickle_module: Any,
     archive: GroupArchive | None = None,
 ) -> Iterator[tuple[Any, RestoringCopier, Set[str]]]:
-    """Yield the same as `restoring`, of an archive that is read, or received, in the end."""
+    """Yield as `restoring` does, for an archive whose bytes are read or received last."""
     map_location = options.map_location
     with progress_bar(options.progress, "restoring", reader.engine.nbytes) as callback:
         reader.check_records()
@@ -168,7 +154,7 @@ def _restoring_from(
 
 
 def check_locations(locations: Set[str]) -> None:
-    """Raise torch's error for a location that is not known, or not there."""
+    """Raise torch's error for a location that is unknown or missing."""
     for location in locations:
         torch.serialization.default_restore_location(torch.UntypedStorage(0), location)
 
@@ -201,33 +187,20 @@ def _can_defer(reader: RecordReader, map_location: Any, pickle_module: Any) -> b
 
 
 class RestoringCopier(Copier, Protocol):
-    """A `Copier` of a restore, in which other ranks may take part.
-
-    Attributes
-    ----------
-    is_shared : bool
-        Whether they do.
-    """
+    """A `Copier` of a restore; `is_shared` tells whether other ranks take part."""
 
     @property
     def is_shared(self) -> bool: ...
 
     def agree(self) -> None:
-        """Wait until all ranks have checked their targets; an error if a rank has found one."""
+        """Wait until all ranks have checked their targets; raise if a check failed."""
 
 
 class MemoryCopier(CopyLater):
-    """A `Copier` for tensors that are in memory, which knows where its copies came from.
+    """A `Copier` for tensors in memory that notes which storages it copied from.
 
-    Parameters
-    ----------
-    archive : GroupArchive, optional
-        Where they were received from, if other ranks take part in the restore.
-
-    Attributes
-    ----------
-    changed : set of int
-        The storages, by `storage_id_of`, whose values are in targets, or may be.
+    `changed` holds those storages, by `storage_id_of`: targets have their values, or may have them.
+    The tensors come from `archive` if other ranks take part.
     """
 
     def __init__(self, archive: GroupArchive | None = None) -> None:
@@ -260,13 +233,7 @@ class MemoryCopier(CopyLater):
 
 
 class Filler(Protocol):
-    """Makes copies from an archive's reserved storages, and fills these.
-
-    Attributes
-    ----------
-    is_shared : bool
-        Whether other ranks take part.
-    """
+    """Fills an archive's reserved storages, and copies from them into targets."""
 
     @property
     def is_shared(self) -> bool: ...
@@ -284,25 +251,17 @@ class Filler(Protocol):
         """Make the copies that were planned, and fill the storages of these records."""
 
     def read(self, view: Tensor, max_gap: int) -> Tensor:
-        """Return the values of a view; see `FileCopier.read_view`."""
+        """Return a view with its values; see `FileCopier.read_view`."""
 
     def is_filled(self, record: int) -> bool:
-        """Whether a storage has its bytes."""
+        """Return whether a storage has its bytes."""
 
     def changed(self) -> Collection[int]:
-        """Return the records from which targets were changed so far, or may have been."""
+        """Return the records from which targets were changed, or may have been changed."""
 
 
 class EngineFiller:
-    """A `Filler` that reads the archive.
-
-    Parameters
-    ----------
-    reader : RecordReader
-        The archive, with all storages reserved.
-    verify : bool
-        Whether checksums are compared.
-    """
+    """A `Filler` that reads the archive in this process; all storages are reserved."""
 
     is_shared = False
 
@@ -310,10 +269,10 @@ class EngineFiller:
         self._reader, self._verify = reader, verify
 
     def agree(self) -> None:
-        """Do nothing: there are no others."""
+        """Do nothing: there are no other ranks."""
 
     def begin(self) -> None:
-        """Do nothing: there are no others."""
+        """Do nothing: there are no other ranks."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._reader.engine.plan_copy(target, source)
@@ -340,19 +299,7 @@ class EngineFiller:
 class FileCopier:
     """A `Copier` for tensors whose bytes are still in a file.
 
-    Parameters
-    ----------
-    reader : RecordReader
-        The archive, with all storages reserved.
-    filler : Filler
-        Brings the bytes.
-    progress : ProgressCallback or None
-        Called with the bytes read so far.
-
-    Attributes
-    ----------
-    reader : RecordReader
-        The archive.
+    All storages of the archive are reserved already; `filler` brings their bytes.
     """
 
     def __init__(
@@ -368,7 +315,7 @@ class FileCopier:
         self._replacements: deque[tuple[Replacement, int | None]] = deque()  # with their records
 
     def changed(self) -> list[_C.Record]:
-        """Return the records whose values are in targets, or may be: others have had them."""
+        """Return the records whose values are in targets, or were shown to other code."""
         numbers = self._shown.union(self._filler.changed())
         unused = {record for _, record in self._replacements if record not in self._shown}
         records = [(i, self.reader.engine.record(i)) for i in sorted(numbers)]
@@ -390,14 +337,14 @@ class FileCopier:
         if replacement.new is not None and replacement.source is not None:
             record = self.reader.engine.record_of(replacement.source)
             self.copy([(replacement.new, replacement.source)])
-        # The source is not kept: storages that are still referred to are read in the end.
+        # Drop the source: storages that are still referred to are read at the end.
         self._replacements.append((replacement._replace(source=None), record))
 
     def read_view(self, view: Tensor, max_gap: int) -> Tensor:
-        """Return the values of a view, reading no more than its bytes and the gaps between them.
+        """Return the values of a view, and read only its bytes and small gaps between them.
 
-        Gaps of more than `max_gap` bytes are skipped.  All of a record is compared with its
-        checksum.
+        Gaps of more than `max_gap` bytes are skipped.  A checksum is compared only if the view's
+        whole record is read.
         """
         if not self._is_unread(view):
             return view
@@ -410,7 +357,7 @@ class FileCopier:
         dtype = source.dtype if dtype is None else dtype
         if (dtype, device) == (source.dtype, source.device) or not self._is_unread(source):
             return source.to(dtype=dtype, device=device)
-        # torch has something to say to the first, and lets the second take part in autograd.
+        # torch warns when it makes complex values real, and autograd follows the second.
         if (source.is_complex() and not dtype.is_complex) or source.requires_grad:
             self.show({"": source})
             return source.to(dtype=dtype, device=device)
@@ -461,12 +408,12 @@ class FileCopier:
 def _tell_what_changed(
     error: BaseException, reader: RecordReader, changed: list[_C.Record]
 ) -> None:
-    """Add a note to an exception that names the entries copied into their targets before it."""
+    """Add a note to an exception that names the entries that are in targets already."""
     if changed:
         from ptsave.archive.damage import entries_using
 
         records = {record.name for record in changed}
-        # A name that cannot be had is no reason to say that nothing has changed.
+        # Without the entries' names, name the records: silence would mean that nothing changed.
         _note(error, entries_using(reader, records) or sorted(records), reader.path)
 
 

@@ -1,7 +1,7 @@
-"""Which checkpoints of a directory stay: the newest, and those that their numbers or entries name.
+"""Chooses which checkpoints of a directory stay: the newest ones, and others by step or entry.
 
-A checkpoint says itself how good it is, in an entry of its file: another process that goes on with
-the run keeps the same ones.
+A checkpoint's metric is an entry of its own file, so a process that continues the run keeps the
+same checkpoints.
 """
 
 from __future__ import annotations
@@ -11,21 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Retention"]
-
-# Returns the named entries of a step's checkpoint, as far as it has them; None if it is unreadable.
+# Returns the named entries that a step's checkpoint has; None if it cannot be read.
 ReadEntries = Callable[[int, Collection[str]], "Mapping[str, Any] | None"]
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Rules of which checkpoints stay; the arguments are those of `AsyncCheckpointer`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The rules do not go together.
-    """
+    """The rules by which checkpoints stay; the fields are arguments of `AsyncCheckpointer`."""
 
     keep: int | None = 3
     keep_every: int | None = None
@@ -51,13 +43,7 @@ class Retention:
                 raise TypeError(f"{name} must be the name of an entry, not {entry!r}")
 
     def check(self, entries: Mapping[str, Any]) -> None:
-        """Refuse a metric that is no number.
-
-        Raises
-        ------
-        TypeError
-            It is none.
-        """
+        """Raise a TypeError if the metric is not a number."""
         if self.metric is None or self.metric not in entries:
             return
         value = entries[self.metric]
@@ -68,8 +54,9 @@ class Retention:
     def spare(self, steps: Iterable[int], written: int, read: ReadEntries) -> list[int]:
         """Return the steps whose checkpoints may go after the step `written` was saved.
 
-        That one stays, and so does the highest: after going back to an earlier step both are
-        somebody's newest.  One that cannot be read stays, too, where its entries would decide.
+        The written step and the highest step stay: after training went back to an earlier step,
+        both are the newest of their runs.  A checkpoint that cannot be read stays, too, if its
+        entries would decide.
         """
         if self.keep is None:
             return []
@@ -93,7 +80,7 @@ class Retention:
         ]
 
     def _best(self, entries: Mapping[int, Mapping[str, Any] | None]) -> set[int]:
-        """Return the steps with the best values of the metric; of equal ones the newest."""
+        """Return the steps with the best metric; of equal steps the newest."""
         if self.metric is None:
             return set()
         sign = 1 if self.mode == "min" else -1
@@ -107,9 +94,9 @@ class Retention:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, or a tensor or array of one number, as a float; None of all else.
+    """Return a number, or a tensor or array of one number, as a float; otherwise None.
 
-    Only of types that a checkpoint gives back without running its code.
+    Only types count that load from a checkpoint without running its code.
     """
     try:
         value = value.item() if hasattr(value, "item") else value

@@ -1,4 +1,4 @@
-"""Remembers a signal that asks a run to end, so that the training loop can save before it does."""
+"""Remembers signals that ask a run to end, so that the training loop can save first."""
 
 from __future__ import annotations
 
@@ -8,29 +8,15 @@ from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
-__all__ = ["StopSignals"]
-
-_before: dict[int, Any] = {}  # the handlers that this module's has taken the place of
+_before: dict[int, Any] = {}  # the handlers that `_note` has replaced
 _waiting: list[StopSignals] = []
 
 
 class StopSignals:
-    """Takes signals until it is released; the handlers that were there come back then.
+    """Takes signals until it is released, and then puts the earlier handlers back.
 
-    Parameters
-    ----------
-    numbers : collection of int
-        The signals.
-
-    Attributes
-    ----------
-    came : bool
-        Whether one of them has come.
-
-    Raises
-    ------
-    ValueError
-        If a signal cannot be taken, or this is not the main thread, which alone may take them.
+    `came` tells whether a signal has come.  Only the main thread may take signals: elsewhere that
+    is a ValueError.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:
@@ -48,11 +34,14 @@ class StopSignals:
             raise ValueError(f"stop_signals={numbers!r} cannot be taken: {error}") from error
 
     def takes(self, number: int) -> bool:
-        """Return whether a signal asks this process to end, and no parent its forked child."""
+        """Return whether this object takes a signal; SIGTERM ends a forked child instead."""
         return number in self._numbers and (number != signal.SIGTERM or self._pid == os.getpid())
 
     def release(self) -> None:
-        """Take signals no more; outside of the main thread handlers stay until they run."""
+        """Put the earlier handlers back.
+
+        Outside the main thread that is impossible: there a handler stays until its signal comes.
+        """
         if self in _waiting:
             _waiting.remove(self)
         for number in self._numbers & _before.keys():
@@ -64,13 +53,13 @@ def _note(number: int, frame: FrameType | None) -> None:
     takers = [each for each in _waiting if each.takes(number)]
     for each in takers:
         each.came = True
-    if not takers and signal.getsignal(number) is _note:  # or another handler has called this one
+    if not takers and signal.getsignal(number) is _note:  # not called by another handler
         _put_back(number)
         os.kill(os.getpid(), number)
 
 
 def _put_back(number: int) -> None:
-    """Put a handler back, unless somebody else has taken the signal since."""
+    """Put the earlier handler back, unless other code has taken the signal since."""
     try:
         if signal.getsignal(number) is _note:
             before = _before.get(number)

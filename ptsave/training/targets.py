@@ -1,4 +1,4 @@
-"""Loads a state dict into one target of a restore: a module, an optimizer, a dict, or another."""
+"""Loads a state dict into one target of a restore: a module, optimizer, dict or other object."""
 
 from __future__ import annotations
 
@@ -17,31 +17,15 @@ if TYPE_CHECKING:
     from ptsave.state.optimizers import Matching
     from ptsave.state.renaming import Rename, Renaming
 
-__all__ = [
-    "KeyMapping",
-    "Match",
-    "TargetOptions",
-    "key_mappings",
-    "names_of_modules",
-    "names_of_parameters",
-]
-
 Match: TypeAlias = 'Literal["order", "name"] | None'
-# New names for a checkpoint's, of all modules and optimizers or by the name of the target.
+# A renaming for all modules and optimizers, or a renaming for each target's name.
 KeyMapping: TypeAlias = "Rename | Mapping[str, Rename]"
 
 
 class TargetOptions(NamedTuple):
-    """How one target is restored.
+    """How to restore one target; the options are those of :func:`ptsave.load_checkpoint`.
 
-    Attributes
-    ----------
-    strict, assign, ignore_mismatched_sizes, match
-        As for :func:`ptsave.load_checkpoint`.
-    renaming : Renaming or None
-        New names for a module's or an optimizer's.
-    namings : sequence of sequences of (str, Tensor)
-        Ways of naming the parameters of optimizers beside their own names.
+    `namings` are ways to name an optimizer's parameters, besides the optimizer's own names.
     """
 
     strict: bool = True
@@ -52,7 +36,7 @@ class TargetOptions(NamedTuple):
     namings: Sequence[Named] = ()
 
     def check(self, target: Any, state: Any, copier: Copier) -> None:
-        """Raise the errors that `load` is certain to raise, changing nothing."""
+        """Raise the errors that `load` is certain to raise, and change nothing."""
         if isinstance(target, nn.Module):
             ignore = self.ignore_mismatched_sizes
             state = self._renamed(state)
@@ -69,7 +53,7 @@ class TargetOptions(NamedTuple):
             _check_type(target)
 
     def load(self, target: Any, state: Any, copier: Copier) -> Any:
-        """Load a state dict into a target, in place; returns the result of the target's own way."""
+        """Load a state dict into a target in place, and return the result of that load."""
         if isinstance(target, nn.Module):
             return load_module(
                 target,
@@ -91,7 +75,7 @@ class TargetOptions(NamedTuple):
         return target.load_state_dict(state)
 
     def goes_by_name(self, state: Any) -> bool:
-        """Whether an optimizer's parameters are matched by their names."""
+        """Return whether an optimizer's parameters are matched by name."""
         from ptsave.state.name_keyed import is_name_keyed
 
         return self.match == "name" or (self.match is None and is_name_keyed(state))
@@ -136,7 +120,11 @@ def _check_type(target: Any) -> None:
 
 
 def names_of_modules(modules: Iterable[nn.Module]) -> list[Named]:
-    """Return the ways of naming parameters that modules offer: each one's, and all together."""
+    """Return the ways to name parameters that modules offer.
+
+    Each module offers its names with and without the parts that wrappers add.  Several modules also
+    offer all of their names together.
+    """
     from ptsave.state.name_keyed import bare_name
 
     all_named: list[list[Named]] = []
@@ -151,7 +139,7 @@ def names_of_modules(modules: Iterable[nn.Module]) -> list[Named]:
 
 
 def names_of_parameters(named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[Named]:
-    """Return the ways of naming parameters that somebody's names offer."""
+    """Return the ways to name parameters that the caller's names offer."""
     if named_parameters is None:
         return []
     from ptsave.state.name_keyed import ways_of_naming
@@ -160,17 +148,9 @@ def names_of_parameters(named_parameters: Iterable[tuple[str, Tensor]] | None) -
 
 
 def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> dict[str, Renaming]:
-    """Return the new names for each module and optimizer among targets.
+    """Return the renaming of each module and optimizer among the targets.
 
-    Parameters
-    ----------
-    key_mapping : callable or mapping, optional
-        For all of them, or a mapping of their names to one for each.
-
-    Raises
-    ------
-    TypeError
-        It is neither, or names another target.
+    `key_mapping` is one renaming for all of them, or a mapping of targets' names to renamings.
     """
     named = {
         name: target
@@ -192,7 +172,7 @@ def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> 
 
 
 def _is_by_target(key_mapping: Any) -> bool:
-    """Whether a mapping has mappings or functions for names, and not other names."""
+    """Return whether a mapping holds a renaming for each target, not new names."""
     if not isinstance(key_mapping, Mapping):
         return False
     return any(isinstance(value, Mapping) or callable(value) for value in key_mapping.values())

@@ -1,7 +1,7 @@
-"""The checkpoints below a URL.
+"""Checkpoints in a directory at a URL.
 
-An object store has neither locks nor renames, and needs none here: a key is a complete checkpoint,
-because a save shows it when it is.  One process at a time prunes, that of the rank which saves.
+An object store needs no locks and no renames, because a save shows a key only when the checkpoint
+is complete.  Only one process removes old checkpoints: the rank that saves, or rank 0.
 """
 
 from __future__ import annotations
@@ -16,43 +16,23 @@ from ptsave.training.directory import CheckpointDirectory, create_directory
 from ptsave.training.naming import Naming
 from ptsave.writing.targets import resolve
 
-__all__ = ["directory_opener"]
-
 
 def directory_opener(
     directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, *, fsync: bool
 ) -> tuple[Path | str, Callable[[Naming | None], CheckpointDirectory]]:
-    """Make a directory for checkpoints, and return its place and what opens it, in any process.
-
-    Raises
-    ------
-    SaveError
-        As from :func:`create_directory`; an `UnsupportedUrlError` for a URL that cannot be written.
-    TypeError
-        If there are options for the file system of a URL, and it is none.
-    """
+    """Make a checkpoint directory; return its place and a function that opens it."""
     target = resolve(directory, storage_options)
     if not isinstance(target, str):
         target.make_directory()
         url = target.url
-        # Once for each process: connections do not survive a fork.
+        # Each process opens the directory anew: connections do not survive a fork.
         return url, lambda naming: UrlCheckpointDirectory(url, storage_options, naming)
     path = create_directory(target, fsync=fsync)
     return path, lambda naming: CheckpointDirectory(path, naming)
 
 
 class UrlCheckpointDirectory(CheckpointDirectory):
-    """The checkpoints of one directory of a file system that fsspec knows.
-
-    Parameters
-    ----------
-    url : str
-        The directory.  While it does not exist it has no checkpoints.
-    storage_options : mapping or None
-        Arguments of the file system.
-    naming : Naming, optional
-        Which files are checkpoints.
-    """
+    """The checkpoints of one directory in a file system that fsspec knows."""
 
     def __init__(
         self, url: str, storage_options: Mapping[str, Any] | None, naming: Naming | None = None
@@ -64,7 +44,7 @@ class UrlCheckpointDirectory(CheckpointDirectory):
         self._open_options = {"storage_options": storage_options}
 
     def remove_temporary_files(self) -> None:
-        """Do nothing: whether somebody is writing a temporary file cannot be seen."""
+        """Do nothing: at a URL, a temporary file's writer cannot be seen."""
 
     def place_of(self, name: str) -> str:
         return self._target.child(name).url
@@ -76,7 +56,7 @@ class UrlCheckpointDirectory(CheckpointDirectory):
         return self._target.child(name).identity()
 
     def _open(self, path: Any) -> AbstractContextManager[Any]:
-        return nullcontext(path)  # a client opens one connection or many, as it reads
+        return nullcontext(path)  # the reader opens its own connections
 
     def remove(self, name: str) -> None:
         self._target.child(name).remove()
