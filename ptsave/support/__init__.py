@@ -1,1 +1,1 @@
-"""Tuning, progress, threads, limits of memory, and the adapter to torch's private names."""
+"""Tuning, progress, threads, memory limits, and adapters to torch's private names."""

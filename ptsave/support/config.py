@@ -9,78 +9,31 @@ from typing import NamedTuple
 
 from ptsave.support import memory_limits
 
-__all__ = ["Config", "current", "install_options", "local_world_size", "read_integer"]
-
 MIB = 1 << 20
-_MAX_N_DIGITS = 100  # with leading zeros; int() raises another error for thousands of them
+_MAX_N_DIGITS = 100  # with leading zeros; int() raises another error for thousands of digits
 _MAX_SHOWN = 40
 
 
 class Config(NamedTuple):
-    """Bounds of the machine's resources that a save or load may use.
+    """Bounds of the machine's resources that a save or load may use."""
 
-    Attributes
-    ----------
-    n_threads : int
-        Threads that copy and checksum.
-    n_direct_writers : int
-        Threads of a direct write; several for each core, so that one waits for the disk while
-        another copies and checksums.
-    n_readers : int
-        Threads of a read, half of which may wait for the disk at a time; the ranks of a machine
-        share its cores.
-    max_pinned_nbytes : int
-        Page-locked host memory, in bytes, through which one save or load moves the tensors of
-        accelerators.
-    write_chunk_nbytes : int
-        Unit of writing, in bytes; times `n_direct_writers` it is the memory a direct save needs.
-    direct_io : bool
-        Whether reads and writes may go past the page cache.
-    direct_reads : bool
-        Whether reads may: not if ranks of one machine load the same files.
-    n_local_ranks : int
-        Processes of one job on this machine.
-    verify : bool
-        Whether loads compare checksums at all.
-    max_staged_nbytes : int or None
-        Bytes that all saves in the background together may hold.  None derives it from the memory
-        that this process may use.
-    """
-
-    n_threads: int
-    n_direct_writers: int
-    n_readers: int
-    max_staged_nbytes: int | None
-    max_pinned_nbytes: int = 64 * MIB
-    write_chunk_nbytes: int = 4 * MIB
-    direct_io: bool = True
-    direct_reads: bool = True
-    verify: bool = True
-    n_local_ranks: int = 1
+    n_threads: int  # copy and checksum
+    n_direct_writers: int  # several per core: one waits for the disk while another copies
+    n_readers: int  # half of them may wait for the disk; the ranks of a machine share its cores
+    max_staged_nbytes: int | None  # of all background saves; None: derived from the memory
+    max_pinned_nbytes: int = 64 * MIB  # page-locked memory of one save or load of accelerators
+    write_chunk_nbytes: int = 4 * MIB  # times `n_direct_writers`: the memory of a direct save
+    direct_io: bool = True  # past the page cache
+    direct_reads: bool = True  # False if ranks of one machine load the same files
+    verify: bool = True  # whether loads compare checksums at all
+    n_local_ranks: int = 1  # processes of one job on this machine
 
 
 def current() -> Config:
     """Return the configuration that the environment asks for.
 
-    ``PTSAVE_NUM_THREADS`` sets the number of threads (default: the cores this process may use, at
-    most 16).  ``PTSAVE_MAX_PINNED_BYTES`` bounds the page-locked memory of one save or load of
-    tensors on accelerators (default: 64 MiB, or an eighth of the memory that this process may
-    use; one buffer of 4 MiB is taken in any case).  ``PTSAVE_MAX_STAGED_BYTES`` bounds the copies
-    of saves in the background (default: half of that memory).  ``PTSAVE_DIRECT_IO=0`` turns direct
-    I/O off; so does, for reads, a ``LOCAL_WORLD_SIZE`` above 1, because ranks of one machine load
-    the same files.  ``PTSAVE_VERIFY=0`` turns verification off, for storages that are edited in
-    place by code that calls ``torch.load``.  A variable that is set to nothing counts as not set.
-
-    Raises
-    ------
-    ValueError
-        A variable has another value than a positive integer, or than 0 or 1; the message names it.
-
-    Examples
-    --------
-    >>> from ptsave.support import config
-    >>> config.current().n_threads >= 1
-    True
+    The variables and their defaults are in docs/reference/environment.md.  An empty variable counts
+    as not set.  A wrong value is a ValueError that names the variable.
     """
     cores = len(os.sched_getaffinity(0))
     n_threads = _positive("PTSAVE_NUM_THREADS", min(cores, 16))
@@ -117,11 +70,6 @@ def install_options() -> dict[str, bool]:
 
     ``ptsave run`` sets it for the program and its child processes: to ``1``, or to words between
     commas, such as ``safetensors,fsync,no-verify``.
-
-    Raises
-    ------
-    ValueError
-        If it has other words.
     """
     text = os.environ.get(_INSTALL, "")
     options = {}
@@ -138,7 +86,7 @@ def install_options() -> dict[str, bool]:
 
 
 def local_world_size() -> int:
-    """Return how many ranks of a job are on this machine, as ``LOCAL_WORLD_SIZE`` says; else 1."""
+    """Return the number of ranks on this machine by ``LOCAL_WORLD_SIZE``, or 1."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if re.fullmatch("[0-9]{1,6}", text) else 1
 
@@ -148,21 +96,10 @@ def _default_pinned_nbytes(n_local_ranks: int) -> int:
 
 
 def read_integer(variable: str, default: int, *, minimum: int) -> int:
-    """Read an environment variable that holds an integer.
+    """Read an environment variable that holds an integer of at least `minimum` (0 or 1).
 
-    Parameters
-    ----------
-    variable : str
-        Its name.
-    default : int
-        The value if it is not set, or set to nothing.
-    minimum : {0, 1}
-        The least that it may be.
-
-    Raises
-    ------
-    ValueError
-        If it holds anything else, or a number that no 64-bit machine can use.
+    An empty variable counts as not set.  Other values, and numbers that no 64-bit machine can use,
+    are a ValueError.
     """
     text = os.environ.get(variable)
     if not text:

@@ -1,4 +1,4 @@
-"""Options that are True or False, or that have two names, checked where they come in."""
+"""Checks options that are True or False, or that have two names."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_flags", "location_of", "one_of"]
-
 
 def check_flags(**flags: object) -> None:
-    """Refuse values of options that are no bool, as "no" would count as True.
+    """Raise a TypeError for an option that is no bool, as "no" would count as True.
 
-    Raises
-    ------
-    TypeError
-        If there is one; it names the option.
-
-    Examples
-    --------
     >>> check_flags(fsync=True, verify="no")
     Traceback (most recent call last):
     ...
@@ -30,15 +21,8 @@ def check_flags(**flags: object) -> None:
 
 
 def one_of(**values: Any) -> Any:
-    """Return the value of an option that has two names, under the name that the caller knows.
+    """Return the value of an option that has two names, under the name that the caller used.
 
-    Raises
-    ------
-    TypeError
-        If it is given under both.
-
-    Examples
-    --------
     >>> one_of(map_location=None, device="cpu")
     'cpu'
     >>> one_of(map_location="cpu", device="cpu")
@@ -53,12 +37,9 @@ def one_of(**values: Any) -> Any:
 
 
 def location_of(map_location: Any, device: Any) -> Any:
-    """Return a `map_location` for torch, which is no number, from it or from its other name.
+    """Return the `map_location` for torch, which may be given as `device`.
 
-    Raises
-    ------
-    TypeError
-        If there are both, or `device` is none.
+    A number becomes a device, because torch takes no number here.
     """
     if not isinstance(device, (torch.device, str, int, type(None))):
         raise TypeError(f"device must be a device or its name, not {type(device).__name__}")

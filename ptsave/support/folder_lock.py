@@ -1,4 +1,4 @@
-"""Keeps a directory for one process, by a lock on a file in it that goes when the process does."""
+"""Keeps a directory for one process, by a lock on a file in it that ends with the process."""
 
 from __future__ import annotations
 
@@ -11,30 +11,12 @@ from ptsave import _C
 from ptsave.errors import SaveError
 from ptsave.support.held_lock import HeldLock
 
-__all__ = ["FolderLock"]
-
 
 class FolderLock(HeldLock):
-    """Holds a directory, which is made.  Where the file system has no locks nobody is kept out.
+    """Makes and locks a directory; a SaveError about `place` says that it is locked already.
 
-    Parameters
-    ----------
-    folder : str
-        The directory.
-    name : str
-        The file's.
-    place : str
-        The path that the message names.
+    On a file system without locks, other processes are not kept out.
 
-    Raises
-    ------
-    SaveError
-        Another process, or another object of this one, holds it.
-    OSError
-        The file cannot be made.
-
-    Examples
-    --------
     >>> import os, tempfile
     >>> with tempfile.TemporaryDirectory() as parent:
     ...     lock = FolderLock(f"{parent}/folder", ".lock", "step-1")
@@ -51,26 +33,26 @@ class FolderLock(HeldLock):
     def __init__(self, folder: str, name: str, place: str) -> None:
         self._folder, self._path = folder, os.path.join(folder, name)
         descriptor = None
-        while descriptor is None:  # a holder may remove the file while this one opens it
+        while descriptor is None:  # a holder may remove the file at the same time
             descriptor = self._locked(place)
         self._hold(descriptor)
 
     def release(self) -> None:
-        """Let others have the directory; it goes, if nothing else is in it."""
+        """Unlock the directory, and remove it if nothing else is in it."""
         if self._descriptor is not None:
             with suppress(OSError):
                 os.unlink(self._path)
             with suppress(OSError):
                 os.rmdir(self._folder)
-            # A file system that is writing a checkpoint to its disk may take a tenth of a second
-            # for the end of a file that has lost its name.
+            # While a file system writes a checkpoint to its disk, it may take a tenth of a second
+            # to close a file that was removed.
             descriptor, self._descriptor = self._descriptor, None
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             _C.release_later(descriptor)
 
     def _locked(self, place: str) -> int | None:
-        """Return a descriptor of the file, or None if it has lost its name meanwhile."""
+        """Return a descriptor of the locked file, or None if the file was removed meanwhile."""
         os.makedirs(self._folder, exist_ok=True)
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

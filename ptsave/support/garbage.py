@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 
-__all__ = ["GarbageCollectionPause", "pausing_garbage_collection"]
-
 
 class GarbageCollectionPause:
-    """A block in which many objects are made without the collector's looking for garbage in them.
+    """A block that makes many objects while the garbage collector is off.
 
-    No generator: ending one makes objects, so that the collector would look at all that the block
-    has made, which is often about to go.
+    It is not a generator: ending a generator makes objects, which would start the collector.  It
+    would then look at all objects of the block, which are often about to go.
     """
 
     def __init__(self) -> None:
@@ -19,7 +17,8 @@ class GarbageCollectionPause:
 
     def __enter__(self) -> GarbageCollectionPause:
         self._was_enabled = gc.isenabled()
-        if self._was_enabled:  # or the pause of another thread may end before this line, for good
+        # Not otherwise: another thread may end its pause here, and the collector would stay off.
+        if self._was_enabled:
             gc.disable()
         return self
 
@@ -27,12 +26,12 @@ class GarbageCollectionPause:
         self.end()
 
     def end(self) -> None:
-        """End the pause before its block does, because code that is not ours runs now."""
+        """End the pause before the block ends, because other code runs now."""
         if self._was_enabled:
             self._was_enabled = False
             gc.enable()
 
 
 def pausing_garbage_collection() -> GarbageCollectionPause:
-    """Make many objects without the collector's looking for garbage among them."""
+    """Return a block that makes many objects while the garbage collector is off."""
     return GarbageCollectionPause()

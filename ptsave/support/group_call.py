@@ -1,4 +1,4 @@
-"""A call that all ranks of a process group make at once: a failure of one is one of all."""
+"""A collective call: if one rank fails, all ranks raise."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
 from ptsave.support.host_groups import host_group, host_identity, in_global_order
 from ptsave.support.torch_distributed import device_of_group
 
-__all__ = ["GroupCall", "agree_on_file", "described", "error_of_other"]
-
-# Types for errors of other ranks: the first of these that one has.
+# Types for errors of other ranks: the first type that fits the error.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -32,34 +30,10 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 class GroupCall:
-    """A call, as one rank makes it: each makes the same exchanges in the same order.
+    """A collective call, seen from one rank; all ranks make the same exchanges in the same order.
 
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup
-        Its ranks make the call.
-
-    Attributes
-    ----------
-    name : str
-        The file that the call is about, for messages.
-    rank, size : int
-        This process's number in the group, and how many there are.
-    is_reader : bool
-        Whether this is the rank that reads the file, for all or for those of its host.
-    is_divided : bool
-        Whether each host has a reader.
-    device : torch.device
-        Where tensors have to be for the group to exchange them.
-
-    Raises
-    ------
-    RuntimeError
-        There is no process group, or this one has been destroyed.
-    TypeError
-        It is no process group.
-    ValueError
-        This process is not in it.
+    `name` is the file that the call is about.  A reader reads the file for all ranks or, if the
+    call is divided, for the ranks of its host.  Tensors have to be on `device` to be exchanged.
     """
 
     def __init__(self, group: Any) -> None:
@@ -74,18 +48,12 @@ class GroupCall:
         except (ValueError, RuntimeError, KeyError) as error:
             raise RuntimeError(f"process_group has been destroyed ({error})") from error
         self.device = device_of_group(group)
-        self._near: Any = group  # to whom the reader of this rank sends; None if to nobody
+        self._near: Any = group  # the ranks that this rank's reader sends to, or None
         self.is_reader = self.rank == 0
         self.is_divided = False
 
     def divide(self, hosts: Sequence[str]) -> None:
-        """Let one rank of each host read for the ranks of that.
-
-        Parameters
-        ----------
-        hosts : sequence of str
-            The hosts of all ranks.
-        """
+        """Let one rank of each host read for its host; `hosts` has the host of each rank."""
         ranks = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         near = in_global_order(self._group, ranks)
         self._near = host_group(self._group, near) if len(near) > 1 else None
@@ -93,32 +61,19 @@ class GroupCall:
         self.is_divided = True
 
     def agree_on_contents(self, digest: Callable[[], bytes]) -> None:
-        """Go on with one reader in all if those of the hosts have opened different files.
+        """Return to a single reader if the hosts' readers have opened different files.
 
-        Parameters
-        ----------
-        digest : callable
-            Of the contents that a reader has opened.
+        `digest` returns a digest of the contents that this rank has opened.
         """
         found = self.agree(digest() if self.is_divided and self.is_reader else None)
         if len({each for each in found if each is not None}) > 1:
             self._near, self.is_reader, self.is_divided = self._group, self.rank == 0, False
 
     def agree(self, value: Any, error: Exception | None = None) -> list[Any]:
-        """Return the values of all ranks.
+        """Return the values of all ranks; if a rank gives an error, raise on every rank.
 
-        Parameters
-        ----------
-        value : object
-            This rank's part: anything that can be pickled.
-        error : Exception, optional
-            Why it cannot go on.
-
-        Raises
-        ------
-        Exception
-            `error`, if there is one; otherwise that of the first rank that has one, which the
-            message names.
+        Values have to be picklable.  A rank raises its own `error`.  The other ranks raise an error
+        of the same type that names the first failed rank.
         """
         said: list[Any] = [None] * self.size
         with self.exchanging("exchange"):
@@ -132,7 +87,7 @@ class GroupCall:
         return [value for value, _ in said]
 
     def send(self, value: Any) -> Any:
-        """Return the value that the reader gives, on every rank."""
+        """Return the reader's value, on every rank."""
         values = [value]
         if self._near is not None:
             with self.exchanging("exchange"):
@@ -140,14 +95,14 @@ class GroupCall:
         return values[0]
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Begin to give all ranks the reader's bytes; the result's ``wait()`` ends it."""
+        """Begin to send the reader's bytes to its ranks; ``wait()`` of the result ends it."""
         if self._near is None:
             return _Done()
         return distributed.broadcast(tensor, group=self._near, group_src=0, async_op=True)
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
-        """Name the file and this rank in an error of the group; nothing is exchanged after it."""
+        """Name the file and this rank in a group's error, and exchange nothing afterwards."""
         try:
             yield
         except BaseException as error:
@@ -161,7 +116,7 @@ class GroupCall:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Tell the other ranks of an error in the block, unless they know, and raise it here."""
+        """Tell the other ranks of an error in the block, unless they know it, and raise it."""
         try:
             yield
         except Exception as error:
@@ -171,24 +126,17 @@ class GroupCall:
 
 
 class _Done:
-    """A broadcast to nobody."""
+    """A broadcast without receivers."""
 
     def wait(self) -> None:
         """Do nothing."""
 
 
 def agree_on_file(call: GroupCall, f: Any) -> None:
-    """Name the call after a file, which has to be the same on all ranks, and choose who reads it.
+    """Name the call after a file that all ranks ask for, and choose its readers.
 
-    That is one rank of each host if all of these have the same file, as far as sizes and times of
-    change tell, and otherwise the first rank.
-
-    Raises
-    ------
-    UnsupportedSourceError
-        It is no path and no URL.
-    ValueError
-        The ranks ask for different ones.
+    If all hosts have the same file, as far as sizes and times of change tell, each host has a
+    reader.  Otherwise the first rank reads.
     """
     if not isinstance(f, (str, os.PathLike)):
         raise UnsupportedSourceError(
@@ -209,9 +157,9 @@ def agree_on_file(call: GroupCall, f: Any) -> None:
 
 
 def _identity_of(path: str) -> tuple[Any, ...] | None:
-    """Return the facts that a local file or directory shares with its copies, or None.
+    """Return the sizes and times that a local file or directory shares with its copies.
 
-    Two files of one host are on the same disk; those of several hosts may be copies.
+    Inodes do not count, because the hosts may have copies.  None if there is no such file.
     """
     try:
         if not os.path.isdir(path):
@@ -242,9 +190,9 @@ def _check_group(group: Any) -> None:
 
 
 def described(error: Exception, rank: int) -> tuple[str, str, dict[str, Any]]:
-    """Return what `error_of_other` needs on the other ranks; JSON has a form for it.
+    """Return the JSON values that `error_of_other` needs on the other ranks.
 
-    A CorruptCheckpointError gets the rank that has found the damage.
+    A CorruptCheckpointError gets the rank that found the damage.
     """
     if isinstance(error, CorruptCheckpointError):
         error.rank = rank if error.rank is None else error.rank
@@ -260,14 +208,9 @@ def described(error: Exception, rank: int) -> tuple[str, str, dict[str, Any]]:
 def error_of_other(
     name: str, what: str, kind: str, words: str, details: dict[str, Any]
 ) -> Exception:
-    """Return an error for that of another rank, of the same type.
+    """Return an error for another rank's error, of the same type.
 
-    Parameters
-    ----------
-    name, what : str
-        The file or directory that the call is about, and which rank could not do what.
-    kind, words, details
-        What `described` has returned there.
+    `name` is the file or directory of the call; `what` says which rank failed, and at what.
     """
     if kind == "OSError":
         return OSError(details["errno"], f"{what}: {words}", details["filename"] or name)

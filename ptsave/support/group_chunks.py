@@ -1,4 +1,4 @@
-"""Chunks of bytes that one rank of a group reads while all ranks receive and use those before."""
+"""Sends chunks of bytes to a group: one rank reads ahead while all ranks use earlier chunks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from torch import Tensor
 
 from ptsave.support.group_call import GroupCall
 
-__all__ = ["CHUNK_NBYTES", "received_chunks"]
-
 CHUNK_NBYTES = 8 << 20
-# One is being read, one is on its way, and one is being used: 24 MiB.
+# One buffer is read, one is on its way, and one is used: 24 MiB.
 _N_BUFFERS = 3
-# Before the bytes of each chunk: whether there are any.  A cache line keeps them aligned.
+# In front of each chunk: whether reading it failed.  A cache line keeps the bytes aligned.
 _HEAD_NBYTES = 64
 _FAILED = 1
 
@@ -25,28 +23,11 @@ _FAILED = 1
 def received_chunks(
     call: GroupCall, sizes: Sequence[int], read: Callable[[int, Tensor], None]
 ) -> Iterator[Tensor]:
-    """Yield the bytes of each chunk, the same on every rank.
+    """Yield the bytes of each chunk, as uint8 on the group's device, the same on every rank.
 
-    Collective: each rank takes all of them.  A chunk is valid until the next one is asked for.
-
-    Parameters
-    ----------
-    call : GroupCall
-        The ranks.
-    sizes : sequence of int
-        Of the chunks, in bytes: at most `CHUNK_NBYTES`.
-    read : callable
-        Given the number of a chunk, and memory for it: on the rank that reads, in a thread.
-
-    Yields
-    ------
-    torch.Tensor
-        uint8, on the group's device.
-
-    Raises
-    ------
-    Exception
-        On every rank, if reading fails.
+    Collective: each rank takes all chunks.  A chunk is valid until the next one is asked for.
+    `sizes` are in bytes, and at most `CHUNK_NBYTES`.  The reader calls `read` in a thread, with a
+    chunk's number and memory; if that fails, every rank raises.
     """
     if not sizes:
         return
@@ -75,7 +56,7 @@ def received_chunks(
 def _begin(
     call: GroupCall, sizes: Sequence[int], source: _Source | None, buffers: list[Tensor], k: int
 ) -> Any:
-    """Begin to send a chunk from the rank that reads to the others."""
+    """Begin to send a chunk from the reader to the other ranks."""
     buffer = buffers[k % len(buffers)][: _HEAD_NBYTES + sizes[k]]
     if source is not None:
         chunk = source.chunk(k)
@@ -85,7 +66,7 @@ def _begin(
 
 
 class _Source:
-    """Reads chunks in a thread, one ahead of those that are sent."""
+    """Reads chunks in a thread, ahead of the chunks that are sent."""
 
     def __init__(self, sizes: Sequence[int], read: Callable[[int, Tensor], None]) -> None:
         self._sizes, self._read = sizes, read
@@ -105,7 +86,7 @@ class _Source:
         self._pool.shutdown(cancel_futures=True)
 
     def chunk(self, k: int) -> Tensor:
-        """Return a chunk with its head, as soon as it has been read, or reading it has failed."""
+        """Return a chunk with its head, once the chunk has been read or reading it has failed."""
         chunk = self._memory(k)
         chunk[0] = 0
         try:
@@ -116,7 +97,7 @@ class _Source:
         return chunk
 
     def give_back(self, k: int) -> None:
-        """Use the memory of a chunk for another one."""
+        """Use the memory of a chunk for a later chunk."""
         self._submit(k + len(self.buffers))
 
     def _submit(self, k: int) -> None:

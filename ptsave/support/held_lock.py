@@ -1,4 +1,4 @@
-"""Locks on files and directories that end with the process which has taken them."""
+"""Locks on files and directories that end with the process that took them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import fcntl
 import os
 import weakref
 
-__all__ = ["HeldLock", "try_lock"]
-
 
 class HeldLock:
-    """Has the descriptor of a locked file; a forked child, which would hold it too, closes it."""
+    """Holds the descriptor of a locked file; a forked child closes its copy."""
 
     _descriptor: int | None = None
 
@@ -19,7 +17,7 @@ class HeldLock:
         _held.add(self)
 
     def _close(self) -> None:
-        """Give the lock up, or leave it to the process that this one was forked from."""
+        """Give the lock up; in a forked child, leave it to the parent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -42,8 +40,6 @@ os.register_at_fork(after_in_child=_forget_all)
 def try_lock(descriptor: int) -> bool | None:
     """Lock without waiting: False if another process has the lock, None if there are no locks.
 
-    Examples
-    --------
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file, open(file.name) as other:
     ...     print(try_lock(file.fileno()), try_lock(other.fileno()))

@@ -1,4 +1,4 @@
-"""Recognizes the ranks of one host, and makes groups of them."""
+"""Recognizes the ranks of one host, and makes process groups of them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,17 @@ from torch.distributed import distributed_c10d
 
 from ptsave.support.torch_distributed import timeout_of_group
 
-__all__ = ["host_group", "host_identity", "in_global_order"]
-
-# By the group, and the ranks of it: a group takes connections, and lives as long as that.
+# By group and ranks: a host's group holds connections, so it is kept as long as the whole group.
 _made: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-# Gloo waits for a rank to connect, which may have ended, so many times as long as for its data.
+# Gloo waits this many times its timeout for a rank to connect, even if the rank has ended.
 _GLOO_CONNECTS = 5
 _MIN_CONNECTING = timedelta(seconds=5)
 
 
 def host_identity() -> str:
-    """Return the same text in all processes of a host, and another one on every other host.
+    """Return a text that is the same in all processes of a host, and different elsewhere.
 
-    That is the number of the kernel's last start, and the name of the host, which containers of one
-    kernel have each for itself.
-
-    Examples
-    --------
-    >>> host_identity() == host_identity()
-    True
+    It holds the kernel's boot ID, and the host's name, which differs between containers.
     """
     start = ""
     with suppress(OSError):
@@ -42,14 +34,14 @@ def host_identity() -> str:
 
 
 def in_global_order(group: Any, ranks: Sequence[int]) -> list[int]:
-    """Return ranks of a group in the order that they have in a group made of them."""
+    """Return ranks of a group in the order of a new group made of them."""
     return sorted(ranks, key=lambda rank: distributed.get_global_rank(group, rank))
 
 
 def host_group(group: Any, ranks: Sequence[int]) -> Any:
-    """Return the group of these ranks of another one, with its backend and timeout.
+    """Return the process group of some ranks of a group, with its backend and timeout.
 
-    Only they make the call, at the same time.
+    Only these ranks make the call, all at the same time.
     """
     made = _made.setdefault(group, {})
     key = tuple(ranks)
@@ -70,7 +62,7 @@ def host_group(group: Any, ranks: Sequence[int]) -> Any:
 
 
 def _connecting(timeout: timedelta | None) -> timedelta | None:
-    """Return the timeout with which gloo ends to connect when another timeout is over."""
+    """Return the timeout that makes gloo give up connecting after `timeout`."""
     if timeout is None:
         return None
     return max(timeout / _GLOO_CONNECTS, min(timeout, _MIN_CONNECTING))

@@ -1,8 +1,8 @@
-"""Limits of this process's memory: the machine's, its control groups', its share of both.
+"""Memory limits of this process: the machine's, its control groups', and its share of them.
 
-A container's limit is that of a control group (cgroup).  Both versions of them are looked at, as
-both may be mounted: a group's limit binds every group in it, so all ancestors count that the mounts
-show.  The contents of these files are not trusted: an absent or malformed number is no limit.
+A container's limit is the limit of a control group (cgroup).  Both versions of cgroups are read,
+because both may be mounted.  A group's limit binds every group in it, so all ancestors count that
+the mounts show.  An absent or malformed number is no limit.
 """
 
 from __future__ import annotations
@@ -15,13 +15,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
-
-__all__ = [
-    "available_nbytes",
-    "dirty_nbytes",
-    "limit_nbytes",
-    "share_nbytes",
-]
 
 _ROOT = Path("/")
 _MAX_FILE_NBYTES = 1 << 20  # of /proc/self/mountinfo, which grows with the number of mounts
@@ -65,7 +58,7 @@ class _Group(NamedTuple):
         return min((limit for limit in limits if limit), default=sys.maxsize)
 
     def available_nbytes(self) -> int:
-        """Return the bytes that its limit leaves; its cached file pages count as free."""
+        """Return the bytes that the limit leaves; the group's cached file pages count as free."""
         limit = self.limit_nbytes()
         if limit >= _physical_nbytes():
             return limit
@@ -82,31 +75,22 @@ class _Group(NamedTuple):
 
 
 def limit_nbytes(root: Path = _ROOT) -> int:
-    """Return the bytes of memory that the machine and the control groups of this process allow.
+    """Return the bytes of memory that the machine and this process's control groups allow.
 
-    Parameters
-    ----------
-    root : Path
-        Directory of ``proc`` and the mounts: another than ``/`` for tests.
-
-    Examples
-    --------
-    >>> from ptsave.support import memory_limits
-    >>> 0 < memory_limits.share_nbytes(1) <= memory_limits.limit_nbytes()
-    True
+    `root` is the directory of ``proc`` and of the mounts; tests give another one than ``/``.
     """
     groups = [group.limit_nbytes() for group in _groups(root)]
     return min([_physical_nbytes(), *groups])
 
 
 def available_nbytes(root: Path = _ROOT) -> int:
-    """Return how many of these bytes are free now, or hold only cached files."""
+    """Return how many of the allowed bytes are free now, or hold only cached files."""
     free = _meminfo(root).get("MemAvailable", _physical_nbytes())
     return min([free, *(group.available_nbytes() for group in _groups(root))])
 
 
 def dirty_nbytes(root: Path = _ROOT) -> int:
-    """Return how many bytes of files the machine holds that are not on their disks yet."""
+    """Return the bytes of files that the machine has not written to its disks yet."""
     lines = _meminfo(root)
     return lines.get("Dirty", 0) + lines.get("Writeback", 0)
 
@@ -119,7 +103,7 @@ def share_nbytes(n_ranks: int, root: Path = _ROOT) -> int:
 
 @cache
 def _limit_of_machine() -> int:
-    # Each save and load asks.
+    # Cached, because each save and load asks.
     return limit_nbytes()
 
 
@@ -137,7 +121,7 @@ def _physical_nbytes() -> int:
 
 
 def _own_limit_nbytes() -> int:
-    """Return the limits of this process alone (``ulimit -v``, ``-d``), whatever other ranks do."""
+    """Return the limit of this process alone (``ulimit -v``, ``-d``)."""
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=sys.maxsize)
 
@@ -146,13 +130,13 @@ def _own_limit_nbytes() -> int:
 
 
 def _groups(root: Path) -> Iterator[_Group]:
-    """Yield the groups with a memory controller that this process is in, with their ancestors."""
+    """Yield this process's groups that have a memory controller, with their ancestors."""
     paths = dict(_own_paths(_text(root / "proc/self/cgroup")))
     mounts = list(_mounts(_text(root / "proc/self/mountinfo")))
     for version, path in paths.items():
         own = [(source, target) for kind, source, target in mounts if kind is version]
-        # A container may see its own group only, under a name that the path does not have: the
-        # path is that of the host, the mount that of the container, or the other way round.
+        # A container may see only its own group, under a name that is not in the path.  One of the
+        # two is the host's name, and the other is the container's.
         inside = [
             (path.relative_to(source), target)
             for source, target in own

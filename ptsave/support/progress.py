@@ -6,26 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeAlias
 
-__all__ = ["ProgressCallback", "progress_bar", "progress_from"]
-
 ProgressCallback: TypeAlias = Callable[[int], None]
 
 
 def progress_bar(
     show: bool, description: str, nbytes: int, *, delay: float = 0
 ) -> AbstractContextManager[ProgressCallback | None]:
-    """Return a context with a bar that its function moves to an absolute number of bytes.
+    """Return a context with a bar, and with a function that moves it to a number of bytes.
 
-    Parameters
-    ----------
-    show : bool
-        If false, nothing is shown and there is no function.
-    description : str
-        Text in front of the bar.
-    nbytes : int
-        The total.
-    delay : float, default 0
-        Seconds before the bar appears; an operation that is over by then shows nothing.
+    Without `show` there is no bar and no function.  The bar appears after `delay` seconds, so a
+    shorter operation shows nothing.
     """
     return _bar(description, nbytes, delay) if show else nullcontext()
 
@@ -48,5 +38,5 @@ def _bar(description: str, nbytes: int, delay: float) -> Iterator[ProgressCallba
 
 
 def progress_from(progress: ProgressCallback | None, begin: int) -> ProgressCallback | None:
-    """Return a callback for a part that `begin` bytes precede: it reports their sum."""
+    """Return a callback for a part of a file, which adds the `begin` bytes before the part."""
     return None if progress is None else lambda done: progress(begin + done)

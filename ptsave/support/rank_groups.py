@@ -1,7 +1,7 @@
-"""Lets the ranks of a job exchange small values: over torch.distributed, or over a directory.
+"""Lets the ranks of a job exchange small values, over torch.distributed or a directory.
 
-Values can be written as JSON.  Each call is collective: all ranks make it, in the same order, and
-none returns before all have called.
+Values have to be JSON. Each call is collective: all ranks make it in the same order, and no call
+returns before all ranks have called.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ptsave.support.rank_lock import RankLock, is_held, new_token, token_of
 
-__all__ = ["FileRanks", "GroupRanks", "Ranks"]
-
 _TIMEOUT_S = 1800.0  # torch.distributed's own
 _LONGEST_PAUSE_S = 0.1
 
@@ -30,40 +28,25 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """Number of this process."""
+        """The number of this process."""
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     @property
     def session(self) -> str:
-        """16 hexadecimal digits, the same on all ranks, and higher than any earlier job's."""
+        """16 hexadecimal digits: the same on all ranks, and higher than in earlier jobs."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks.
-
-        Raises
-        ------
-        RuntimeError
-            If a rank has ended, or does not call within the timeout.
-        """
+        """Return the values of all ranks; a RuntimeError if a rank has ended or is too late."""
 
 
 class GroupRanks:
-    """The ranks of a process group.
+    """The ranks of a process group; `place` is the directory that they save to, for errors.
 
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup
-        The group.  This process belongs to it.
-    place : str
-        The directory that they save to, for errors.
-
-    Notes
-    -----
-    The group is not kept alive: ``destroy_process_group()`` waits for its threads then.  One that
-    runs on when the interpreter ends may free what Python made, and takes the process along.
+    The group is not kept alive, so ``destroy_process_group()`` waits for its threads.  A thread
+    that runs on when the interpreter ends may free objects of Python, and crash the process.
     """
 
     def __init__(self, group: Any, place: str) -> None:
@@ -89,26 +72,11 @@ class GroupRanks:
 
 
 class FileRanks:
-    """Ranks that know their numbers, and see one directory, but have no process group.
+    """Ranks that know their numbers and see one directory, but have no process group.
 
-    Each locks a file of its own while it lives.  The session is made of the files of all ranks that
-    live; a store for its values is a file named after it.
-
-    Parameters
-    ----------
-    folder : Path
-        A directory that all ranks see, on a file system with ``flock``.
-    rank, size : int
-        This process's number, and how many there are.
-    timeout : float, default 1800
-        Seconds until ranks that do not come are given up.
-
-    Raises
-    ------
-    RuntimeError
-        Another process has this number, or ranks do not come.
-    OSError
-        The directory cannot be written, or its file system has no locks.
+    Each rank locks a file of its own with ``flock`` while it lives.  The files of all living ranks
+    make the session, and a store for its values is a file named after it.  A rank that does not
+    come within `timeout` seconds is a RuntimeError.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, timeout: float = _TIMEOUT_S) -> None:
@@ -128,8 +96,8 @@ class FileRanks:
     def _meet(self) -> None:
         """Wait until all ranks know the same session.
 
-        A file that is held may be that of an object whose end is near; so the files are read again
-        until everybody has said in the session's store that these are the ones.
+        A locked file may belong to an object that is about to end.  So the files are read again
+        until every rank has confirmed them in the session's store.
         """
 
         def look() -> bool:
@@ -174,7 +142,7 @@ class FileRanks:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _remove_stores(self) -> None:
-        """Remove those that earlier sessions have left."""
+        """Remove the stores of earlier sessions."""
         for path in self._folder.glob(".ranks-*"):
             if path.name != f".ranks-{self.session}":
                 path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Locks a file per rank in a directory, for as long as the rank's process lives.
 
-A file is locked before it gets its name, so one that is there and not locked is a dead process's.
+A file is locked before it gets its name, so a file without a lock belongs to a dead process.
 """
 
 from __future__ import annotations
@@ -14,48 +14,18 @@ from pathlib import Path
 
 from ptsave.support.held_lock import HeldLock
 
-__all__ = ["RankLock", "is_held", "last_word_of", "new_token", "token_of"]
-
 _N_TOKEN_DIGITS = 16
 
 
 def new_token() -> str:
-    """Return 16 hexadecimal digits, higher than those of an earlier millisecond."""
+    """Return 16 hexadecimal digits, higher than any token of an earlier millisecond."""
     return f"{time.time_ns() // 1_000_000:011x}{secrets.randbits(20):05x}"
 
 
 class RankLock(HeldLock):
-    """Holds the file of a rank.
+    """Holds the locked file of a rank, which contains `token`.
 
-    Parameters
-    ----------
-    folder : Path
-        The directory.
-    rank, size : int
-        Whose file it is, of how many ranks.
-
-    Attributes
-    ----------
-    token : str
-        The file's contents.
-
-    Raises
-    ------
-    RuntimeError
-        Another process, or another object of this one, holds it.
-    OSError
-        The file cannot be made or locked.
-
-    Examples
-    --------
-    >>> import pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     lock = RankLock(pathlib.Path(folder), 0, 2)
-    ...     print(is_held(pathlib.Path(folder), 0, 2))
-    ...     lock.release()
-    ...     print(is_held(pathlib.Path(folder), 0, 2))
-    True
-    False
+    It is a RuntimeError if another process, or another object of this process, holds the file.
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
@@ -72,13 +42,13 @@ class RankLock(HeldLock):
             raise RuntimeError(f"{folder}: two processes began to save as rank {rank} of {size}")
 
     def release(self) -> None:
-        """Remove the file, and let others have the number."""
+        """Remove the file, so that another process may take the rank."""
         if self._descriptor is not None:
             self._path.unlink(missing_ok=True)
             self._close()
 
     def leave(self, word: str) -> None:
-        """Let others have the number, and leave the file with a last word in it."""
+        """Leave the file with a last word in it; another process may take the rank."""
         if self._descriptor is not None:
             try:
                 os.write(self._descriptor, word.encode())
@@ -92,13 +62,15 @@ def is_held(folder: Path, rank: int, size: int) -> bool:
 
 
 def token_of(folder: Path, rank: int, size: int) -> str:
-    """Return the contents of a rank's file, if a process holds it; else the empty string."""
+    """Return the token in a rank's file, or an empty string if no process holds the file."""
     held, text = _read(folder, rank, size)
     return text[:_N_TOKEN_DIGITS] if held else ""
 
 
 def last_word_of(folder: Path, rank: int, size: int) -> str | None:
-    """Return a rank's last text in its file, empty if it has ended without; None if it has not.
+    """Return the last word of a rank that has ended, or None if its process holds the file.
+
+    The word is empty if the rank ended without one.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Finds the rank of this process in its job: torch.distributed, or a launcher's environment."""
+"""Finds this process's rank in its job, by torch.distributed or a launcher's environment."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ from torch import distributed
 
 from ptsave.support.config import read_integer
 
-__all__ = [
-    "check_rank_is_named",
-    "check_rank_of_file",
-    "check_rank_saves",
-    "checked_rank",
-    "group_of_job",
-]
-
 
 def group_of_job() -> Any:
     """Return torch.distributed's default group if all ranks of the job are in it; else None."""
@@ -26,13 +18,7 @@ def group_of_job() -> Any:
 
 
 def checked_rank(rank: object) -> int | None:
-    """Return the number of a rank, or None.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is no number, or a negative one.
-    """
+    """Return a rank as an int, or None; raise if it is not a number from 0 on."""
     if rank is None:
         return None
     try:
@@ -47,21 +33,9 @@ def checked_rank(rank: object) -> int | None:
 
 
 def check_rank_is_named(directory: str, rank: int | None) -> None:
-    """Refuse a directory of checkpoints that all ranks of a job would save to.
+    """Raise if all ranks of a job would save to one directory of checkpoints.
 
-    Parameters
-    ----------
-    directory : str
-        The directory of the checkpoints.
-    rank : int or None
-        The rank whose checkpoints these are, if somebody has said so.
-
-    Raises
-    ------
-    RuntimeError
-        Nobody has, and there are several ranks.
-    ValueError
-        ``WORLD_SIZE`` is no positive integer.
+    `rank` is the rank that saves, or None if the caller has named none.
     """
     if rank is not None:
         return
@@ -77,15 +51,7 @@ def check_rank_is_named(directory: str, rank: int | None) -> None:
 
 
 def check_rank_saves(directory: str, rank: int | None) -> None:
-    """Refuse a save to checkpoints of another rank; arguments as of `check_rank_is_named`.
-
-    Raises
-    ------
-    RuntimeError
-        This process is another rank of a job of several, or nobody has said whose they are.
-    ValueError
-        ``WORLD_SIZE`` or ``RANK`` is no such number.
-    """
+    """Raise if this process would save to checkpoints of another rank, or of no rank."""
     check_rank_is_named(directory, rank)
     own = _own_rank() if _n_ranks() > 1 else None
     if own not in (None, rank):
@@ -96,23 +62,9 @@ def check_rank_saves(directory: str, rank: int | None) -> None:
 
 
 def check_rank_of_file(file: str, rank: int | None, call: str) -> None:
-    """Refuse a file that all ranks of a job would replace, or that is another rank's.
+    """Raise if all ranks of a job would replace a file, or if it is another rank's file.
 
-    Parameters
-    ----------
-    file : str
-        The file.
-    rank : int or None
-        The rank whose file it is, if somebody has said so.
-    call : str
-        The call and its arguments before the file, for messages: ``"capture(model, "``.
-
-    Raises
-    ------
-    RuntimeError
-        Nobody has, and there are several ranks; or this process is another one.
-    ValueError
-        ``WORLD_SIZE`` or ``RANK`` is no such number.
+    `call` is the call up to its file, for messages: ``"capture(model, "``.
     """
     n_ranks = _n_ranks()
     if n_ranks == 1:
@@ -131,10 +83,10 @@ def check_rank_of_file(file: str, rank: int | None, call: str) -> None:
 
 
 def _n_ranks() -> int:
-    """Return how many processes the job has; 1 if nobody says.
+    """Return the number of processes in the job, or 1 if nothing tells it.
 
-    Of the process group and ``WORLD_SIZE``, the larger number counts: one process of several may
-    have made a group for itself.
+    ``WORLD_SIZE`` counts if the process group has one rank: one process of several may have made a
+    group for itself.
     """
     n_in_group = distributed.get_world_size() if _has_group() else 1
     if n_in_group > 1:

@@ -6,8 +6,6 @@ import operator
 import re
 from contextlib import suppress
 
-__all__ = ["parse_size"]
-
 _UNITS = {
     "": 1,
     "B": 1,
@@ -23,24 +21,10 @@ _UNITS = {
 
 
 def parse_size(size: int | str, name: str) -> int:
-    """Return a number of bytes.
+    """Return a number of bytes; `name` is the argument's name, for messages.
 
-    Parameters
-    ----------
-    size : int or str
-        A number, or one with a unit: ``"500MB"`` (10**6 bytes), ``"2GiB"`` (2**30).
-    name : str
-        Name of the argument, for messages.
-
-    Raises
-    ------
-    ValueError
-        If it is none, or less than 1.
-
-    Examples
-    --------
-    >>> parse_size("1.5 KiB", "max_size")
-    1536
+    >>> parse_size("1.5 KiB", "max_size"), parse_size("500MB", "max_size")
+    (1536, 500000000)
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", size)

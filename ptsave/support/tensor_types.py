@@ -1,4 +1,4 @@
-"""The types of tensors, where torch may not be there: what is looked at may be an outline."""
+"""The types of tensors, for code that may run without torch, on outlines."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from ptsave._core import OutlinedTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["is_tensor", "tensor_types"]
-
 
 def tensor_types() -> tuple[Any, ...]:
-    """Return those of which an object may hold instances: torch's own only if it is imported."""
+    """Return the types that a tensor may have; torch's own type only if torch is imported."""
     torch = sys.modules.get("torch")
     return (OutlinedTensor,) if torch is None else (torch.Tensor, OutlinedTensor)
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
-    """Whether something is a tensor, or stands for one.
-
-    >>> is_tensor([1.0])
-    False
-    """
+    """Return whether a value is a tensor, or the outline of a tensor."""
     return isinstance(value, tensor_types())

@@ -9,26 +9,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "count_text",
-    "cut",
-    "cut_in_the_middle",
-    "dtype_text",
-    "n_columns",
-    "padded",
-    "printable",
-    "shape_text",
-    "short_count_text",
-    "size_text",
-    "some_of",
-]
-
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _COUNT_UNITS = ("k", "M", "G", "T", "P", "E")
 
 
 def size_text(nbytes: int) -> str:
-    """Return a number of bytes in the unit that suits it.
+    """Return a number of bytes in a suitable unit.
 
     >>> size_text(1000), size_text(1536), size_text(3 << 40)
     ('1000 B', '1.50 KiB', '3.00 TiB')
@@ -44,12 +30,12 @@ def size_text(nbytes: int) -> str:
 
 
 def shape_text(shape: Sequence[object]) -> str:
-    """Return a shape as ``[2, 3]``; a number is ``[]``."""
+    """Return a shape as ``[2, 3]``; the shape of a scalar is ``[]``."""
     return f"[{', '.join(map(str, shape))}]"
 
 
 def dtype_text(dtype: torch.dtype | str) -> str:
-    """Return a dtype, or its name, without the name of the module.
+    """Return the name of a dtype without its module.
 
     >>> import torch
     >>> dtype_text(torch.bfloat16)
@@ -59,7 +45,7 @@ def dtype_text(dtype: torch.dtype | str) -> str:
 
 
 def count_text(n: int, noun: str) -> str:
-    """Return how many there are of something.
+    """Return a number with its noun.
 
     >>> count_text(1, "tensor"), count_text(100_000, "tensor")
     ('1 tensor', '100,000 tensors')
@@ -84,7 +70,7 @@ def short_count_text(n: int) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """Return text, or its beginning and two dots if it takes more columns of a terminal.
+    """Return text, or its beginning and two dots if it is wider than `width` terminal columns.
 
     >>> cut("Transformer", 11), cut("Transformer", 8)
     ('Transformer', 'Transf..')
@@ -115,7 +101,7 @@ def cut_in_the_middle(text: str, width: int) -> str:
 
 
 def padded(text: str, width: int) -> str:
-    """Return text with blanks behind it up to a width, as a terminal shows it.
+    """Return text with blanks behind it, up to a width in terminal columns.
 
     >>> padded("ab", 4) + "|", padded("\u65e5", 4) + "|"
     ('ab  |', '\u65e5  |')
@@ -124,7 +110,7 @@ def padded(text: str, width: int) -> str:
 
 
 def n_columns(text: str) -> int:
-    """Return how many columns of a terminal some text takes: two for a character of Chinese."""
+    """Return the number of terminal columns of a text: two for a Chinese character."""
     if text.isascii():
         return len(text)
     return sum(
@@ -134,7 +120,7 @@ def n_columns(text: str) -> int:
 
 
 def printable(text: str) -> str:
-    r"""Return text of a file with escapes for whatever does more to a terminal than to show.
+    r"""Return text with escapes for characters that a terminal does not just show.
 
     >>> printable("weight\n")
     'weight\\n'

@@ -1,4 +1,4 @@
-"""A thread pool that does without threads where the system has none, or no memory for them."""
+"""A thread pool that works without threads if the system cannot start any."""
 
 from __future__ import annotations
 
@@ -11,28 +11,13 @@ from typing import Any, TypeVar
 
 from ptsave.support.threads import Thread, run_all
 
-__all__ = ["ThreadPool"]
-
 _Result = TypeVar("_Result")
 
 
 class ThreadPool(Executor):
-    """Some threads that carry out calls, as :class:`concurrent.futures.ThreadPoolExecutor`.
+    """Threads that run calls, like :class:`concurrent.futures.ThreadPoolExecutor`.
 
-    They exist only while there are calls.  Where none can be started, `submit` carries them out.
-
-    Parameters
-    ----------
-    n_threads : int
-        Largest number of threads.
-    name : str
-        Name of each of them.
-
-    Examples
-    --------
-    >>> with ThreadPool(2) as pool:
-    ...     print(pool.submit(pow, 2, 10).result(), list(pool.map(abs, [-1, 2])))
-    1024 [1, 2]
+    The threads exist only while there are calls.  If none can be started, `submit` runs the calls.
     """
 
     def __init__(self, n_threads: int, name: str = "ptsave-worker") -> None:
@@ -45,7 +30,7 @@ class ThreadPool(Executor):
         self._closed = False
 
     def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
-        """Have a call carried out; returns the future of its result."""
+        """Queue a call, and return the future of its result."""
         call = _Call(partial(fn, *args, **kwargs))
         with self._lock:
             if self._closed:
@@ -100,7 +85,7 @@ class _Call:
         self._has_begun = False
 
     def __call__(self) -> None:
-        """Carry it out; or, if that ran out of memory on its way, say so."""
+        """Run the call; a second try, after a MemoryError, only fails the future."""
         future = self.future
         try:
             if self._has_begun:

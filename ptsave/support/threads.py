@@ -1,7 +1,7 @@
-"""Threads whose start returns when they run, or raises.
+"""Threads whose start returns once they run, or raises.
 
-Python's own wait for ever for a thread that dies while it begins, as one does that runs out of
-memory there (``threading.Thread.start``, which ``concurrent.futures`` uses as well).
+With Python's own threads (``threading.Thread.start``, also under ``concurrent.futures``), the start
+of a thread that runs out of memory while it begins waits for ever.
 """
 
 from __future__ import annotations
@@ -12,22 +12,15 @@ import weakref
 from collections.abc import Callable
 from typing import TypeAlias
 
-__all__ = ["PAUSE", "Call", "Thread", "run_all"]
-
 Call: TypeAlias = Callable[[], None]
 
 PAUSE = 0.02  # seconds between two looks at a condition, or two attempts to get memory
 
 
 def run_all(take: Callable[[], Call | None]) -> None:
-    """Run calls until `take` has no more.
+    """Run calls until `take` returns None.
 
-    Calls that run out of memory are repeated until they do not, because somebody waits for them.
-
-    Parameters
-    ----------
-    take : callable
-        Returns the next call, which it takes out of a queue; None if there is none.
+    A call that runs out of memory is repeated, because a caller waits for its result.
     """
     call: Call | None = None
     while True:
@@ -36,49 +29,35 @@ def run_all(take: Callable[[], Call | None]) -> None:
             if call is None:
                 return
             call()
-            call = None  # as it would live until the next one comes, with all that it holds
+            call = None  # or it would live until the next call, with all that it holds
         except MemoryError:
             time.sleep(PAUSE)
 
 
 class Thread(threading.Thread):
-    """A thread whose :meth:`start` returns when it has begun, and raises if it cannot.
+    """A thread whose :meth:`start` returns when the thread has begun, and raises if it cannot.
 
-    The interpreter waits for it when it exits.
-
-    Parameters
-    ----------
-    call : callable
-        Runs on the thread.  Gets a function to call as soon as it handles errors by itself: until
-        then `start` handles them.
-    name : str or None
-        Name of the thread.
+    The interpreter waits for the thread at exit.  `call` gets a function, to call as soon as it
+    handles errors itself; until then, a failing thread makes `start` raise.
     """
 
     def __init__(self, call: Callable[[Callable[[], None]], None], name: str | None = None) -> None:
         super().__init__(name=name, daemon=False)
         self._call = call
-        self._started = _Unawaited()  # instead of threading's
+        self._started = _Unawaited()  # replaces threading's event
         self._waiting = threading.Lock()
         self._waiting.acquire()
         self._entry: weakref.ref[_Entry] | None = None
 
     @property
     def _bootstrap(self) -> _Entry:
-        # Entry point of the new thread; threading asks for it once, in start().
+        # The new thread's entry point; threading asks for it once, in start().
         entry = _Entry(super()._bootstrap)  # type: ignore[misc]
         self._entry = weakref.ref(entry)
         return entry
 
     def start(self) -> None:
-        """Start the thread, and wait until it has begun.
-
-        Raises
-        ------
-        RuntimeError, MemoryError
-            There is no thread: the system has none left, no memory for it, or the interpreter
-            starts none any more.
-        """
+        """Start the thread and wait until it has begun; raise if it cannot be started."""
         try:
             super().start()
         except (RuntimeError, MemoryError):
@@ -91,11 +70,10 @@ class Thread(threading.Thread):
                 raise MemoryError("a thread ran out of memory while it was starting")
 
     def run(self) -> None:
-        """Run the call; the new thread calls this."""
         self._call(self._waiting.release)
 
     def _begins(self) -> bool:
-        """Wait for the thread; returns whether it has begun."""
+        """Wait for the thread, and return whether it has begun."""
         while not self._waiting.acquire(timeout=PAUSE):
             entry = None if self._entry is None else self._entry()
             if entry is None or entry.ended:  # the thread has died, and its entry point with it
@@ -104,12 +82,12 @@ class Thread(threading.Thread):
         return True
 
     def _forget(self) -> None:
-        # threading lists it as one that will begin.
+        # threading lists the thread as about to begin.
         threading._limbo.pop(self, None)  # type: ignore[attr-defined]
 
 
 class _Entry:
-    """Entry point of a new thread; only the thread refers to it, so it goes when that dies."""
+    """Entry point of a new thread; only the thread refers to it, so it dies with the thread."""
 
     __slots__ = ("__weakref__", "_bootstrap", "ended")
 

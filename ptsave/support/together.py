@@ -1,4 +1,4 @@
-"""Calls that a process makes alone or as a rank: imports what ranks need only for those."""
+"""Calls that a process makes alone or as a rank; imports the code for ranks only if needed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["failing_together", "has_others"]
-
 
 def has_others(group: Any) -> bool:
-    """Whether a process group, or None, has other ranks than this; errors as of `GroupCall`."""
+    """Return whether a process group, or None, has other ranks; raises as `GroupCall` does."""
     if group is None:
         return False
     from ptsave.support.group_call import GroupCall
@@ -20,15 +18,7 @@ def has_others(group: Any) -> bool:
 
 @contextmanager
 def failing_together(group: Any, name: str) -> Iterator[None]:
-    """Tell the other ranks of an error in the block, in the place of their first exchange.
-
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup or None
-        The ranks.
-    name : str
-        The file that the call is about.
-    """
+    """Tell the other ranks of an error in the block, in place of their first exchange."""
     try:
         yield
     except Exception as error:

@@ -1,6 +1,6 @@
-"""The private names of torch that the hooks of a capture need.
+"""Private names of torch that the hooks of a capture need.
 
-Checked with torch 2.13.0; where one is missing, `private` makes ``import ptsave`` fail and says so.
+Checked with torch 2.13.0; if a name is missing, `private` raises an ImportError that names it.
 """
 
 from __future__ import annotations
@@ -16,31 +16,19 @@ from torch.utils import checkpoint
 
 from ptsave.support.torch_version import private
 
-__all__ = [
-    "WRAPPED_ATTRIBUTE",
-    "StopRecomputationError",
-    "graph_task_id",
-    "is_transforming",
-    "is_wrapped",
-    "never_compiled",
-    "outside_transforms",
-    "unwrapped",
-    "version_of",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# The number of the backward that this thread works on; -1 outside of one.
+# The number of the backward pass that this thread works on; -1 outside of a pass.
 graph_task_id: Callable[[], int] = private(torch._C, "_current_graph_task_id")
-# Ends a recomputation that has everything that the backward needs.
+# Ends a recomputation that has all values for the backward pass.
 StopRecomputationError: type[Exception] = private(checkpoint, "_StopRecomputationError")
 _functorch: Any = private(torch._C, "_functorch")
 _interpreter: Callable[[], object] = private(_functorch, "peek_interpreter_stack")
-# Whether a tensor is one of a transform, which may have ended.
+# Whether a tensor is wrapped by a transform, which may have ended.
 is_wrapped: Callable[[Tensor], bool] = private(_functorch, "is_functorch_wrapped_tensor")
 _is_functional: Callable[[Tensor], bool] = private(_functorch, "is_functionaltensor")
 _unwrap: Callable[[Tensor], Tensor] = private(_functorch, "get_unwrapped")
-# A context manager in which operations are those of plain tensors.
+# A context manager in which no transform sees operations.
 outside_transforms: Callable[[], AbstractContextManager[None]] = private(
     pyfunctorch, "temporarily_clear_interpreter_stack"
 )
@@ -48,16 +36,16 @@ _eval_frame: Any = private(private(torch._C, "_dynamo"), "eval_frame")
 _set_strategy: Callable[[Any, Any], None] = private(_eval_frame, "set_code_exec_strategy")
 _FrameExecStrategy: Any = private(_eval_frame, "_FrameExecStrategy")
 _FrameAction: Any = private(_eval_frame, "_FrameAction")
-# Of a frame, and of the frames of all that it calls.
+# For a frame, and for the frames of everything that it calls.
 _NEVER = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-WRAPPED_ATTRIBUTE = "_orig_mod"  # where the module of `torch.compile` keeps the one that it wraps
+WRAPPED_ATTRIBUTE = "_orig_mod"  # the module inside a module of `torch.compile`
 private(torch.ones(()), "_version")
 
 
 def never_compiled(function: _Function) -> _Function:
-    """Have dynamo break graphs at a function, and run it as it is: a decorator.
+    """Make dynamo break graphs at a function, and run the function uncompiled: a decorator.
 
-    ``torch.compiler.disable`` does that too, and imports dynamo, which takes seconds.
+    ``torch.compiler.disable`` does the same, but imports dynamo, which takes seconds.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "ptsave.capture records here"  # type: ignore[attr-defined]
@@ -73,7 +61,7 @@ def is_transforming() -> bool:
 def unwrapped(tensor: Tensor) -> Tensor | None:
     """Return the plain tensor in the wrappers of ``torch.func``; None if it may be out of date.
 
-    That of ``vmap`` has all samples, and so a dimension more.
+    Under ``vmap`` it has all samples, and so one more dimension.
     """
     while is_wrapped(tensor):
         if _is_functional(tensor):
@@ -83,5 +71,5 @@ def unwrapped(tensor: Tensor) -> Tensor | None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; raises RuntimeError for inference tensors."""
+    """Return how often a tensor was changed in place; a RuntimeError for inference tensors."""
     return tensor._version

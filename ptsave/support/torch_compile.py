@@ -1,8 +1,8 @@
-"""Has code of `torch.compile` see hooks of modules that come and go.
+"""Makes code of `torch.compile` see hooks of modules that come and go.
 
-Dynamo compiles a call of a module without the hooks that it does not have at that moment, and looks
-for new ones neither in the calls nor in its guards (`skip_nnmodule_hook_guards`).  So code that was
-compiled before, also that of another instance of the class, would leave out hooks silently.
+Dynamo compiles a module's call without hooks if the module has none at that moment.  Neither calls
+nor guards look for new hooks later (`skip_nnmodule_hook_guards`).  So code that was compiled
+before, even for another instance of the class, would silently leave out hooks.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from types import ModuleType
 
 from ptsave.support.torch_version import private
 
-__all__ = ["HookWatch", "hook_watch"]
-
 _DYNAMO = "torch._dynamo"
-_AFTER_CONFIG = f"{_DYNAMO}.convert_frame"  # is imported when the configuration is there
+_AFTER_CONFIG = f"{_DYNAMO}.convert_frame"  # is imported once the configuration exists
 _OPTION = "skip_nnmodule_hook_guards"
 
 
 class HookWatch:
-    """Makes dynamo compile code anew that ran without hooks, and guard code against their changes.
+    """Makes dynamo recompile code that ran without hooks, and guard code against new hooks.
 
-    It takes back compiled code, of all modules, since nothing tells which of them a
-    piece of code calls.  Dynamo is not imported for it, as that takes seconds.
+    It drops compiled code of all modules, because nothing tells which modules a piece of code
+    calls.  It does not import dynamo, which takes seconds.
     """
 
     def __init__(self) -> None:
@@ -38,7 +36,7 @@ class HookWatch:
         self._is_overridden = False
 
     def begin(self) -> None:
-        """Begin, after hooks were registered; `end` must follow."""
+        """Begin to watch, after hooks were registered; `end` must follow."""
         with self._lock:
             self._n += 1
             if _DYNAMO in sys.modules:
@@ -48,7 +46,7 @@ class HookWatch:
                 sys.meta_path.insert(0, self._finder)
 
     def end(self) -> None:
-        """End, after the hooks were removed: code is compiled once more, without them."""
+        """Stop watching, after the hooks were removed; code is compiled again without them."""
         with self._lock:
             self._n -= 1
             if self._n:
@@ -60,12 +58,12 @@ class HookWatch:
                 self._forget_code()
 
     def guard_hooks(self) -> None:
-        """Have dynamo guard all code that it compiles from now on against new hooks."""
+        """Make dynamo guard all code that it compiles from now on against new hooks."""
         if self._was_skipped is not None or not self._n:
             return
         config = _config()
         entry = private(config, "_config")[_OPTION]
-        # The default is that of all threads; what was set in this one goes before it.
+        # The default is for all threads; a value that was set in this thread overrides it.
         self._was_skipped, entry.default = entry.default, False
         self._is_overridden = getattr(config, _OPTION)
         if self._is_overridden:

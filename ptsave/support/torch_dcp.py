@@ -1,6 +1,6 @@
-"""The private names of torch.distributed.checkpoint, whose import takes a second.
+"""Private names of torch.distributed.checkpoint, whose import takes a second.
 
-Only modules that are imported for such a checkpoint may import this.
+Only modules that are imported for such a checkpoint may import this module.
 """
 
 from __future__ import annotations
@@ -25,30 +25,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ptsave.support.torch_version import private
 
-__all__ = [
-    "DistWrapper",
-    "MemoryFormat",
-    "ShardedTensor",
-    "StorageInfo",
-    "flatten_state_dict",
-    "init_state_dict",
-    "layout_function",
-    "load_state_dict",
-    "rebuild_tensor",
-    "rebuild_tensor_of_dtype",
-    "save_state_dict",
-    "storage_setup_module",
-    "validate_global_plan",
-]
-
 # Where the bytes of an item are: relative_path, offset, length, transform_descriptors.
 StorageInfo: Any = private(filesystem, "_StorageInfo")
 MemoryFormat: Any = private(metadata, "_MEM_FORMAT_ENCODING")
 
-# A tensor of many ranks, before there were DTensors.
+# A tensor spread over ranks, from before DTensor.
 ShardedTensor: Any = private(sharded_tensor, "ShardedTensor")
 
-# Puts tensors with memory in the place of those on the device "meta".
+# Replaces tensors on the device "meta" by tensors with memory.
 init_state_dict: Any = private(planner_helpers, "_init_state_dict")
 
 _validate_global_plan: Any = private(default_planner, "_validate_global_plan")
@@ -59,14 +43,14 @@ flatten_state_dict: Any = _nested_dict.flatten_state_dict
 # The function of torch.serialization that pickles name for a torch.layout.
 layout_function = "_get_layout"
 
-# Called by pickles for a tensor; the second where no class of storages has its dtype.
+# Pickles call these for a tensor; the second if no storage class has its dtype.
 rebuild_tensor: Any = private(torch._utils, "_rebuild_tensor_v2")
 rebuild_tensor_of_dtype: Any = private(torch._utils, "_rebuild_tensor_v3")
 
-# The module that finds a storage for a checkpoint_id, by names of its own.
+# The module that finds a storage for a checkpoint_id, by classes among its own globals.
 storage_setup_module = _storage_utils
 
-# Called by save() and load() once their storage is set up, and the process group that these make.
+# save() and load() set up their storage, make a DistWrapper of the group, and call these.
 save_state_dict: Any = private(state_dict_saver, "_save_state_dict")
 load_state_dict: Any = private(state_dict_loader, "_load_state_dict")
 DistWrapper: Any = private(utils, "_DistWrapper")
@@ -75,7 +59,7 @@ DistWrapper: Any = private(utils, "_DistWrapper")
 def validate_global_plan(plans: list[SavePlan], described: Metadata) -> list[str]:
     """Return messages about tensors whose chunks overlap or leave something out.
 
-    torch 2.9 logs the messages, and returns whether all is well.
+    torch 2.9 logs the messages, and returns whether the plan is valid.
     """
     found: bool | list[str] = _validate_global_plan(plans, described)
     if isinstance(found, bool):

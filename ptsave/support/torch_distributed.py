@@ -1,4 +1,4 @@
-"""Distributed tensors and process groups, without importing what takes a second to import."""
+"""Distributed tensors and process groups, without imports that take a second."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["device_of_group", "is_distributed_tensor", "local_part_of", "timeout_of_group"]
-
 _PLAIN_TYPES = (Tensor, Parameter)
 
 
 def is_distributed_tensor(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor: every rank has a part of it, and of its memory.
-
-    >>> is_distributed_tensor(Tensor())
-    False
-    """
-    if type(tensor) in _PLAIN_TYPES:  # which answer slowly that they have no such attribute
+    """Return whether a tensor is a DTensor, so that each rank has a part of it."""
+    if type(tensor) in _PLAIN_TYPES:  # `hasattr` is slow for these
         return False
     # The attribute that torch.distributed.checkpoint asks for; importing the class takes a second.
     return hasattr(tensor, "__create_chunk_list__") and hasattr(tensor, "to_local")
@@ -29,7 +23,7 @@ def is_distributed_tensor(tensor: Any) -> bool:
 def local_part_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return this rank's part of a tensor, and the index at which it begins in each dimension.
 
-    Of any tensor but a DTensor that is itself.
+    The part of a tensor that is no DTensor is the tensor.
     """
     if not is_distributed_tensor(tensor):
         return tensor, (0,) * tensor.dim()
@@ -44,18 +38,15 @@ def local_part_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def device_of_group(group: Any) -> torch.device:
-    """Return where tensors have to be for a process group to exchange them: the CPU if it can.
+    """Return the device on which a process group exchanges tensors: the CPU if it can.
 
-    Raises
-    ------
-    RuntimeError
-        If it exchanges tensors on devices of which this process has none.
+    It is a RuntimeError if this process has no such device.
     """
     kinds = [device.type for device in group._device_types]
     if not kinds or "cpu" in kinds:
         return torch.device("cpu")
     try:
-        return torch.empty(0, device=kinds[0]).device  # the current one of that kind
+        return torch.empty(0, device=kinds[0]).device  # the current device of that kind
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise RuntimeError(
             f"process_group exchanges tensors on devices of type {kinds[0]}, and this process "

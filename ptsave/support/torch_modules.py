@@ -1,7 +1,7 @@
-"""The private names of torch.nn.Module and torch.optim.Optimizer.
+"""Private names of torch.nn.Module and torch.optim.Optimizer.
 
-Checked with torch 2.9.1, 2.11.0 and 2.13.0, which have all of them; where one is missing,
-`private` makes ``import ptsave`` fail and names it.
+Checked with torch 2.9.1, 2.11.0 and 2.13.0, which have all of them.  If a name is missing,
+`private` raises an ImportError that names it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _T = TypeVar("_T")
 _module = nn.Module()
 
 
-_attribute_of: dict[Any, str] = {}  # by the function that asks for it
+_attribute_of: dict[Any, str] = {}  # by the function that gets it
 
 
 def _attribute(name: str) -> Any:
-    """Return a function that asks a module for an attribute, which every module has."""
+    """Return a function that gets an attribute, which every module has, from a module."""
     private(_module, name)
     getter = attrgetter(name)
     _attribute_of[getter] = name
@@ -73,11 +73,11 @@ non_persistent_buffers_of = _attribute("_non_persistent_buffers_set")
 pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = _attribute("_load_state_dict_pre_hooks")
 post_hooks_of: Callable[[nn.Module], dict[int, Any]] = _attribute("_load_state_dict_post_hooks")
 
-# Replaces all tensors of a module and its children by those that a function makes of them.
+# Replaces all tensors of a module and its children by a function's results.
 apply_to_tensors_of: Callable[[nn.Module], Callable[[Callable[[Tensor], Tensor]], nn.Module]]
 apply_to_tensors_of = _attribute("_apply")
 
-# The method with which a module loads its own entries, and which some override.
+# The method with which a module loads its own entries; some modules override it.
 LOAD_METHOD = "_load_from_state_dict"
 load_method_of: Callable[[Any], Any] = _attribute(LOAD_METHOD)
 
@@ -85,7 +85,7 @@ load_method_of: Callable[[Any], Any] = _attribute(LOAD_METHOD)
 register_pre_hook: Callable[[nn.Module, Callable[..., None]], Any]
 register_pre_hook = private(nn.Module, "_register_load_state_dict_pre_hook")
 lazy_load_hook: Any = private(lazy.LazyModuleMixin, "_lazy_load_hook")
-# Of all modules: who is asked when a parameter or a buffer is set.
+# Hooks of all modules, which are called when a parameter or a buffer is set.
 registration_hooks: tuple[dict[int, Any], ...] = (
     private(module_module, "_global_parameter_registration_hooks"),
     private(module_module, "_global_buffer_registration_hooks"),
@@ -101,15 +101,15 @@ METADATA = "_metadata"
 
 
 def optimizer_policy() -> Callable[..., Tensor]:
-    """Return the method that casts values of an optimizer's state; users may have replaced it."""
+    """Return the method that casts an optimizer's state; users may have replaced it."""
     return Optimizer._process_value_according_to_param_policy
 
 
 def modules_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules of a model by name, each under all of its names.
 
-    As ``named_modules(remove_duplicate=False)`` yields them, whose generators within generators
-    take most of the time of a walk.
+    The result is that of ``named_modules(remove_duplicate=False)``, whose nested generators take
+    most of the time of a walk.
     """
     found: list[tuple[str, nn.Module]] = []
     _note_modules(model, "", found)
@@ -129,8 +129,8 @@ def _note_modules(module: nn.Module, name: str, found: list[tuple[str, nn.Module
 def having(
     modules: list[tuple[str, nn.Module]], attribute_of: Callable[[nn.Module], Any]
 ) -> list[tuple[str, nn.Module]]:
-    """Return the modules, given by name, of which one of the attributes above is not empty."""
-    from ptsave import _C  # not when this is imported: strip_prefix needs no engine
+    """Return the named modules in which an attribute above is not empty."""
+    from ptsave import _C  # not at import: strip_prefix needs no engine
 
     return _C.having(modules, _attribute_of[attribute_of])
 
@@ -138,14 +138,9 @@ def having(
 def tensors_in(
     model: nn.Module, modules: list[tuple[str, nn.Module]] | None = None
 ) -> dict[str, Tensor]:
-    """Return the parameters of a model, and then its buffers, each under all of its names.
+    """Return the parameters of a model, then its buffers, each under all of its names.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model.
-    modules : list of (str, torch.nn.Module), optional
-        What `modules_in` has returned for it.
+    `modules` is the result of `modules_in` for the model, if the caller has it.
     """
     found: dict[str, Tensor] = {}
     modules = modules_in(model) if modules is None else modules

@@ -1,7 +1,7 @@
-"""The private names of torch's tensors and storages.
+"""Private names of torch's tensors and storages.
 
-Checked with torch 2.9.1, 2.11.0 and 2.13.0, which have all of them; where one is missing,
-`private` makes ``import ptsave`` fail and names it.
+Checked with torch 2.9.1, 2.11.0 and 2.13.0, which have all of them.  If a name is missing,
+`private` raises an ImportError that names it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,13 @@ from torch import Tensor
 
 from ptsave.support.torch_version import private
 
-__all__ = [
-    "CHECKPOINT_OFFSET",
-    "has_internal_overlap",
-    "make_subclass",
-    "modes_are_active",
-    "n_values_of_sparse",
-    "negated_view",
-    "numel_of_typed",
-    "parts_of_sparse_coo",
-    "set_grad_enabled",
-    "storage_id",
-    "storage_id_of",
-    "storage_type_name",
-    "untyped_of",
-]
-
 _storage = torch.UntypedStorage(0)
 
-# The address of the C++ object: equal for all Python objects of one storage, as long as it lives.
+# The address of the C++ object: equal for all Python objects of a storage while it lives.
 storage_id: Callable[[Any], int] = attrgetter("_cdata")
 private(_storage, "_cdata")
 
-# Of a TypedStorage, whose public methods warn.
+# For a TypedStorage, whose public methods warn.
 untyped_of: Callable[[Any], torch.UntypedStorage] = attrgetter("_untyped_storage")
 numel_of_typed: Callable[[Any], int] = methodcaller("_size")
 storage_type_name: Callable[[Any], str] = methodcaller("_pickle_storage_type")
@@ -54,7 +38,7 @@ private(Tensor, "_nnz")
 _n_dispatch_modes: Callable[[], int] = private(torch._C, "_len_torch_dispatch_stack")
 _n_function_modes: Callable[[], int] = private(torch._C, "_len_torch_function_stack")
 _transforms: Any = private(torch._C, "_functorch")
-# The attribute of a storage on the meta device that says where in the file it lies.
+# An attribute of storages on the meta device: the storage's position in the file.
 CHECKPOINT_OFFSET = "_checkpoint_offset"
 
 
@@ -67,7 +51,7 @@ def storage_id_of(tensor: Tensor) -> int | None:
 
 
 def modes_are_active() -> bool:
-    """Return whether every call of torch goes to somebody's mode or transform first."""
+    """Return whether a mode or a transform sees every call of torch first."""
     return bool(
         _n_dispatch_modes()
         or _n_function_modes()

@@ -1,4 +1,4 @@
-"""Refuses to go on under a torch for which there is no engine."""
+"""Fails under a torch for which there is no engine, and gets private names of torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ choice.find(torch.__version__)
 
 
 def private(owner: Any, name: str) -> Any:
-    """Return a private attribute of torch's.
-
-    Raises
-    ------
-    ImportError
-        This torch has none of that name: ptsave does not know this release.
-    """
+    """Return a private attribute of torch; an ImportError names it if this release has none."""
     try:
         return getattr(owner, name)
     except AttributeError:

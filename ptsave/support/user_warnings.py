@@ -1,4 +1,4 @@
-"""Warnings that point at the caller's code, however many of ptsave's frames are in between."""
+"""Warnings that point at the caller's code, however many frames of ptsave are in between."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import os
 import sys
 import warnings
 
-__all__ = ["warn_user"]
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of something at the innermost frame outside of ptsave."""
+    """Warn at the innermost frame outside of ptsave."""
     level = 1
     while _is_internal(sys._getframe(level).f_code.co_filename):
         level += 1

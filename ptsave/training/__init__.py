@@ -1,1 +1,1 @@
-"""A run saved and resumed."""
+"""Saves and resumes a training run."""

@@ -357,7 +357,7 @@ class FileCopier:
         dtype = source.dtype if dtype is None else dtype
         if (dtype, device) == (source.dtype, source.device) or not self._is_unread(source):
             return source.to(dtype=dtype, device=device)
-        # torch warns when it makes complex values real, and autograd follows the second.
+        # torch warns of the first case, and autograd records the second.
         if (source.is_complex() and not dtype.is_complex) or source.requires_grad:
             self.show({"": source})
             return source.to(dtype=dtype, device=device)
