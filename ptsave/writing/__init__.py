@@ -1,1 +1,1 @@
-"""An object becomes a pickle, a plan and a file."""
+"""Writes an object: pickles it, plans the file, and writes the file."""

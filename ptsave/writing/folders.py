@@ -1,4 +1,4 @@
-"""Directories into which several files are written: local ones, and those at URLs."""
+"""Directories into which several files are written: local ones, and directories at URLs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,9 @@ from ptsave.writing.targets import resolve
 if TYPE_CHECKING:
     from ptsave.writing.url_targets import UrlTarget
 
-__all__ = ["Folder", "LocalFolder", "UrlFolder", "resolve_folder"]
-
 
 class LocalFolder:
-    """A directory of this machine.
-
-    Parameters
-    ----------
-    path : str
-        The directory.
-    """
+    """A directory of this machine."""
 
     def __init__(self, path: str) -> None:
         self.name = path
@@ -35,19 +27,19 @@ class LocalFolder:
         os.makedirs(self.name, exist_ok=True)
 
     def files(self) -> list[str]:
-        """Return the names of everything in it."""
+        """Return the names of everything in the directory."""
         return os.listdir(self.name)
 
     def file(self, name: str) -> str:
-        """Return the target for a file in it."""
+        """Return the target for a file in the directory."""
         return os.path.join(self.name, name)
 
     def exists(self, name: str) -> bool:
-        """Return whether there is anything of that name, also a link that leads nowhere."""
+        """Return whether the name exists, also as a link that leads nowhere."""
         return os.path.lexists(self.file(name))
 
     def bytes_of(self, name: str) -> bytes:
-        """Return the contents of a file, empty if it is not there."""
+        """Return the contents of a file, empty if the file does not exist."""
         try:
             with open(self.file(name), "rb", opener=regular_only) as stream:
                 return stream.read()
@@ -55,14 +47,14 @@ class LocalFolder:
             return b""
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         _C.remove_file(os.fsencode(self.file(name)))
 
     def check_room(self, nbytes: int) -> None:
-        """Refuse files that do not fit on the disk, as far as that tells."""
+        """Raise if `nbytes` do not fit on the disk, as far as the disk tells."""
         if self._has_room(nbytes):
             return
-        _C.finish_releases()  # of files that were replaced
+        _C.finish_releases()  # frees the room of replaced files
         if not self._has_room(nbytes):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.name)
 
@@ -71,25 +63,19 @@ class LocalFolder:
         return not disk.f_blocks or nbytes <= disk.f_bavail * disk.f_frsize
 
     def remove_leftovers(self, is_own: Callable[[str], bool]) -> None:
-        """Remove temporary files of killed processes that were writing one of our files."""
+        """Remove temporary files that killed processes left while writing our files."""
         entries = os.listdir(os.fsencode(self.name))
         for target in {os.fsdecode(_core.target_of_temporary(entry)) for entry in entries}:
             if is_own(target):
                 _C.remove_leftovers(os.fsencode(self.file(target)))
 
     def sync(self) -> None:
-        """Let the names of its files survive power loss."""
+        """Make the names of the directory's files survive power loss."""
         sync_path(self.name)
 
 
 class UrlFolder:
-    """A directory of a file system that fsspec knows; methods as of `LocalFolder`.
-
-    Parameters
-    ----------
-    target : UrlTarget
-        The directory.
-    """
+    """A directory of a file system that fsspec knows, with the methods of `LocalFolder`."""
 
     def __init__(self, target: UrlTarget) -> None:
         self.name = target.url
@@ -114,13 +100,13 @@ class UrlFolder:
         self.file(name).remove()
 
     def check_room(self, nbytes: int) -> None:
-        """Do nothing: no file system far away says how much room there is."""
+        """Do nothing: remote file systems do not say how much room they have."""
 
     def remove_leftovers(self, is_own: Callable[[str], bool]) -> None:
-        """Do nothing: nobody can see whether a temporary file is being written."""
+        """Do nothing: at a URL, a temporary file's writer cannot be seen."""
 
     def sync(self) -> None:
-        """Do nothing: a server that has confirmed a file has it."""
+        """Do nothing: a server that has confirmed a file has stored it."""
 
 
 Folder: TypeAlias = LocalFolder | UrlFolder
@@ -129,12 +115,6 @@ Folder: TypeAlias = LocalFolder | UrlFolder
 def resolve_folder(
     directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Folder:
-    """Return the directory that a path or a URL names.
-
-    Raises
-    ------
-    UnsupportedUrlError, TypeError
-        As from `resolve`.
-    """
+    """Return the directory that a path or a URL names."""
     target = resolve(directory, storage_options)
     return LocalFolder(target) if isinstance(target, str) else UrlFolder(target)

@@ -15,8 +15,6 @@ from torch.serialization import location_tag, normalize_storage_type
 from ptsave import _C
 from ptsave.support.torch_tensors import numel_of_typed, storage_id, storage_type_name, untyped_of
 
-__all__ = ["StorageTable", "dump", "pickle_object"]
-
 Storage = torch.UntypedStorage
 
 
@@ -54,7 +52,7 @@ class StorageTable:
         return ("storage", storage_type, key, location, numel)
 
     def number(self, storage: Storage, dtype: torch.dtype) -> int:
-        """Return the number for the record of a storage that is met for the first time."""
+        """Return the record number of a storage that is met for the first time."""
         return len(self._keys)
 
     def _check_dtype(self, storage: Storage, dtype: torch.dtype) -> None:
@@ -70,8 +68,8 @@ class StorageTable:
 
 @functools.lru_cache(maxsize=8)
 def _pickler_class(base: Any) -> Any:
-    # One class for all saves: a class is in a reference cycle with itself, so one made for each
-    # save would keep that save's storages alive until the garbage collector comes by.
+    # One class for all saves: a class is in a reference cycle with itself.  A class made for each
+    # save would keep that save's storages alive until the garbage collector runs.
     class Pickler(base):  # type: ignore[misc]
         table: StorageTable
 
@@ -87,25 +85,9 @@ def pickle_object(
     pickle_protocol: int,
     locations: Mapping[int, str] | None = None,
 ) -> tuple[bytes, _C.StorageList]:
-    """Pickle `obj` as :func:`torch.save` does.
+    """Pickle `obj` as :func:`torch.save` does; storage i of the list is the record ``data/i``.
 
-    Parameters
-    ----------
-    obj : object
-        The object to save.
-    pickle_module : module
-        Has a ``Pickler`` class: ``pickle``, ``dill``, ...
-    pickle_protocol : int
-        Passed to that class.
-    locations : mapping of int to str, optional
-        Locations to write for storages, by their ``_cdata``, instead of their own.
-
-    Returns
-    -------
-    data : bytes
-        The contents of the record ``data.pkl``.
-    storages : _C.StorageList
-        Storage i is the record ``data/i``.
+    `locations` replaces the locations of storages, by their ``_cdata``.
     """
     if not locations and _is_standard(pickle_module, pickle_protocol):
         pickled = _C.pickle_object(obj)
@@ -117,7 +99,7 @@ def pickle_object(
 
 
 def dump(obj: object, table: StorageTable, pickle_module: Any, pickle_protocol: int) -> bytes:
-    """Pickle an object with a module's pickler, which refers to storages as `table` says."""
+    """Pickle an object with a module's pickler; `table` makes the references to storages."""
     stream = io.BytesIO()
     pickler = _pickler_class(pickle_module.Pickler)(stream, protocol=pickle_protocol)
     pickler.table = table
@@ -126,7 +108,7 @@ def dump(obj: object, table: StorageTable, pickle_module: Any, pickle_protocol: 
 
 
 def _is_standard(pickle_module: Any, pickle_protocol: int) -> bool:
-    """Return whether it is Python's own pickler that the engine would stand in for."""
+    """Return whether the pickler is Python's own, which the engine can replace."""
     return (
         pickle_module is pickle
         and pickle.Pickler is _pickle.Pickler

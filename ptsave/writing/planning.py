@@ -1,4 +1,4 @@
-"""Plans the records of an archive, in torch's order, and the sources of its storages' bytes."""
+"""Plans the records of an archive, in torch's order, and the sources of the storages' bytes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from ptsave import _C
 from ptsave.support.torch_serialization import options, storage_alignment
 from ptsave.writing.targets import is_url_file, name_of, root_for_path
 
-__all__ = ["engine_can_save", "plan_archive"]
-
 _Records: TypeAlias = "_C.PlannedRecord | _C.StorageList"
 
 _SERIALIZATION_ID_NBYTES = 40
@@ -23,26 +21,17 @@ _MAX_ALIGNMENT = 32768
 
 
 def engine_can_save(new_format: bool) -> bool:
-    """Whether the engine can save: it writes the zip format, torch also the one before it."""
+    """Return whether the engine can save: it writes zip, with alignments that zip can hold."""
     return new_format and storage_alignment() <= _MAX_ALIGNMENT
 
 
 def plan_archive(
     target: object, data: bytes, storages: _C.StorageList, no_byte_order: bool
 ) -> _C.WritePlan:
-    """Plan the archive of a pickle and its storages.
+    """Plan the archive of a pickle and its storages, which must live until it is written.
 
-    Parameters
-    ----------
-    target : str, UrlTarget or file-like
-        The target: the archive's root folder is named after a path or URL.
-    data : bytes
-        The record ``data.pkl``.
-    storages : _C.StorageList
-        The records ``data/0``, ``data/1``, ...  They must live until the archive is written.
-    no_byte_order : bool
-        Whether the Python part of torch would leave out the byte order, which its C++ part then
-        adds in another place.
+    The archive's root folder is named after a path or URL. With `no_byte_order`, torch's Python
+    code leaves out the byte order, and its C++ code adds it in another place.
     """
     records = _records_before_storages(data, no_byte_order)
     records += _storage_records(storages)
@@ -64,7 +53,7 @@ def _records_before_storages(data: bytes, no_byte_order: bool) -> list[_Records]
 
 
 def _records_after_storages(no_byte_order: bool) -> list[_C.PlannedRecord]:
-    # torch's C++ writer adds the record that the Python part has left out.
+    # torch's C++ writer adds the record that the Python code has left out.
     byte_order = [_byte_order_record()] if no_byte_order else []
     return [
         ("version", b"3\n", 2),
@@ -96,7 +85,7 @@ def _storage_records(storages: _C.StorageList) -> list[_Records]:
 
 
 def _stage(storage: torch.UntypedStorage, staged: list[torch.UntypedStorage]) -> int:
-    """Copy a storage to CPU memory, dropping the copy of the one before; returns its address."""
+    """Copy a storage to CPU memory, drop the previous copy, and return the address."""
     from torch.utils.serialization import config
 
     staged.clear()

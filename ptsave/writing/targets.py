@@ -1,14 +1,14 @@
 """Writes a planned file to its target: a path, a URL, a real file, memory, or a `write` method.
 
-* A regular file is replaced by a rename.  It is overwritten in place where its directory does not
-  allow replacing it (no permission, sticky, a mount point), where the path is a link of ``/proc``
-  to an open file (``/dev/stdout``), and with ``atomic=False`` unless this process has it mapped.
-  Nothing that another saver does meanwhile can bring that about, because the choice follows from
-  links, directories, owners and mounts, never from two looks at a file.
-* A save of 16 MiB or more goes past the page cache if it waits for the disk: with ``fsync``, or if
-  it is larger than half of the dirty pages that the kernel holds before it makes writers wait.
-  Any other one goes through the cache until the cache turns out to be expensive (`MemoryGauge`
-  in csrc/core/memory/fresh_pages.h), and past it from there on.
+* A regular file is replaced by a rename, with three exceptions that are overwritten in place.  The
+  directory does not allow replacing the file (no permission, sticky, a mount point).  The path is a
+  link of ``/proc`` to an open file (``/dev/stdout``).  Or the save has ``atomic=False``, and this
+  process has not mapped the file.  The choice follows from links, directories, owners and mounts,
+  so another saver cannot change it.
+* From 16 MiB on, a save with ``fsync`` goes past the page cache.  Without ``fsync``, only the bytes
+  go past it that would make the kernel let writers wait; a large save in the background goes past
+  it as a whole.  Other bytes go through the cache until the cache turns out to be expensive
+  (`MemoryGauge` in csrc/core/memory/fresh_pages.h), and past it from there on.
 * The file of a URL is a stream: `url_targets` says how it becomes visible.
 """
 
@@ -35,38 +35,20 @@ from ptsave.support.progress import ProgressCallback
 if TYPE_CHECKING:
     from ptsave.writing.url_targets import UrlTarget
 
-__all__ = [
-    "FileTarget",
-    "FileWriter",
-    "TargetWriter",
-    "absolute",
-    "direct_nbytes",
-    "exists",
-    "is_url_file",
-    "name_of",
-    "refuse_safetensors_name",
-    "replaceable_file",
-    "resolve",
-    "resolve_file",
-    "resolve_target",
-    "root_for_path",
-    "scratch_folder",
-]
-
 FileTarget: TypeAlias = "str | UrlTarget"
 
-# Errors of rename that say "not this file, not here", as opposed to "the disk failed".
+# Errors of a rename that mean "not this file, not here", not "the disk failed".
 _RENAME_REFUSED = {errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES}
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP}
 # Below this a durable save is one write and one sync either way.
 _MIN_DIRECT_NBYTES = 16 << 20
-# A chunk that is staged needs a few bytes more than it has, and page-locked memory, through which
-# accelerators' payloads come, has sizes that are powers of two.  A multiple of any disk's block.
+# A staged chunk takes a few bytes more than its contents, and page-locked memory, which carries
+# accelerators' payloads, has sizes that are powers of two.  A multiple of any disk's block.
 _STAGING_SLACK = 64 << 10
 
 
 def is_url_file(target: object) -> TypeGuard[UrlTarget]:
-    """Whether something is a `UrlTarget`, whose module is imported where there is one."""
+    """Return whether a value is a `UrlTarget`, without importing its module."""
     url_targets = sys.modules.get("ptsave.writing.url_targets")
     return url_targets is not None and isinstance(target, url_targets.UrlTarget)
 
@@ -77,19 +59,19 @@ def name_of(target: FileTarget) -> str:
 
 
 def exists(target: FileTarget) -> bool:
-    """Return whether there is anything of that name, also a link that leads nowhere."""
+    """Return whether the target's name exists, also as a link that leads nowhere."""
     return target.exists() if is_url_file(target) else os.path.lexists(str(target))
 
 
 def scratch_folder(target: FileTarget) -> str:
-    """Return the directory for temporary files of a save: the target's own if it is local."""
+    """Return the directory for a save's temporary files: the target's own if it is local."""
     if is_url_file(target):
         return tempfile.gettempdir()
     return os.path.dirname(str(target)) or "."
 
 
 def root_for_path(path: str) -> str:
-    """Return the archive's root folder for a file saved at `path`: its stem, as torch takes it."""
+    """Return the root folder of an archive at `path`: the file's stem, as in torch."""
     if not path.isascii():
         return "archive"  # torch opens such files in Python, and so does not see the name
     name = path.replace("\\", "/").rpartition("/")[2]
@@ -98,13 +80,7 @@ def root_for_path(path: str) -> str:
 
 
 def refuse_safetensors_name(f: object) -> None:
-    """Refuse to write torch's format under a name that promises another one.
-
-    Raises
-    ------
-    ValueError
-        The path or URL ends with ``.safetensors``.
-    """
+    """Raise a ValueError for torch's format under a name that ends with ``.safetensors``."""
     name = ""
     if is_url_file(f):
         name = f.url
@@ -138,15 +114,15 @@ def _require_root(path: str) -> None:
 
 
 def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> Any:
-    """Return `f` as a str if it is a path, as a `UrlTarget` if it is a URL, else as it is.
+    """Return a path as a str, a URL as a `UrlTarget`, and any other object as it is.
 
-    Raises now everything that is known of errors that writing to it would raise later.
+    Errors that writing to the target is known to raise are raised here.
     """
     if is_url_file(f):
         return f
     if isinstance(f, (str, os.PathLike)):
         path: Any = os.fspath(f)
-        if isinstance(path, bytes):  # which torch takes for a file and refuses
+        if isinstance(path, bytes):  # torch takes bytes for a file object and refuses them
             check_stream(path)
         target = resolve_file(f, storage_options)
         if isinstance(target, str):
@@ -160,14 +136,7 @@ def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> 
 def resolve(f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> FileTarget:
     """Return the file or directory that a path or a URL names; for ``file://`` its local path.
 
-    Raises
-    ------
-    UnsupportedUrlError
-        If it is a URL that cannot be written to.
-    SaveError
-        If it is empty, as the value of a variable that is not set is.
-    TypeError
-        If there are options for the file system of a URL, and it is none.
+    An empty path is a SaveError, because it is often the value of a variable that is not set.
     """
     if is_url_target(f):
         from ptsave.writing.url_targets import resolve_url
@@ -183,15 +152,7 @@ def resolve(f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 def resolve_file(
     f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> FileTarget:
-    """Return the file that a path or a URL names.
-
-    Raises
-    ------
-    SaveError
-        If it is the URL of a directory.
-    UnsupportedUrlError, TypeError
-        As from `resolve`.
-    """
+    """Return the file that a path or URL names; the URL of a directory is a SaveError."""
     target = resolve(f, storage_options)
     if not isinstance(target, str):
         target.require_file_name()
@@ -200,7 +161,7 @@ def resolve_file(
 
 
 def check_stream(stream: object) -> None:
-    """Refuse an object that cannot be written to, as torch does."""
+    """Raise torch's error for an object that cannot be written to."""
     if callable(getattr(stream, "write", None)):
         return
     message = f"Buffer of {str(type(stream)).strip('<>')} has no callable attribute 'write'"
@@ -210,12 +171,12 @@ def check_stream(stream: object) -> None:
 
 
 def direct_nbytes(nbytes: int, *, fsync: bool, in_background: bool = False) -> int:
-    """Return how many of so many bytes to write past the page cache.
+    """Return how many of `nbytes` to write past the page cache.
 
-    The cache is faster as long as it only has to remember.  From half-way between its two limits
-    on, the kernel may make writers wait for the disk, often twice as long as direct writes take: so
-    those are for the bytes that are too many.  Where nobody waits, direct writes leave processors
-    and memory to the program.
+    The cache is faster as long as it only has to remember the bytes.  Half-way between its two
+    limits the kernel may begin to make writers wait for the disk, often twice as long as direct
+    writes take.  So only the bytes above that point are written directly.  In the background no
+    caller waits, and direct writes leave processors and memory to the program.
     """
     if nbytes < _MIN_DIRECT_NBYTES:
         return 0
@@ -230,13 +191,9 @@ def direct_nbytes(nbytes: int, *, fsync: bool, in_background: bool = False) -> i
 
 
 def replaceable_file(path: str) -> str:
-    """Return the absolute name of the file that a new one at `path` replaces.
+    """Return the absolute name of the file that a new file at `path` replaces.
 
-    Raises
-    ------
-    SaveError
-        If it cannot be replaced: it is no regular file, or may not be written, or its directory
-        does not allow it.
+    It is a SaveError if that file cannot be replaced.
     """
     with _translated_errors(path):
         status = _status(path)
@@ -254,24 +211,10 @@ def replaceable_file(path: str) -> str:
 class FileWriter:
     """Writes one planned file to one path or URL.
 
-    Parameters
-    ----------
-    plan : _C.WritePlan, _C.PackedPlan or _C.CheckedPlan
-        The layout and the contents of the file.
-    compute_crcs : bool
-        False writes zeros for every checksum, as torch can be told to.
-    fsync, atomic : bool
-        See :func:`ptsave.save`.  A URL's file is always replaced as a whole, and durable as soon as
-        its server says that it is there.
-    progress : ProgressCallback or None
-        Called about ten times a second with the bytes written so far.
-    scratch_for : callable, optional
-        Returns the descriptor of an empty file if the plan reads from the file that has this
-        status, which therefore cannot be overwritten meanwhile; else None.
-    payloads_are_still : bool
-        Whether nobody changes the payloads meanwhile, so that a disk may read them itself.
-    limits : Config, optional
-        Bounds of the machine's resources, by default those of now.
+    With ``compute_crcs=False``, every checksum is zero, as torch can be told.  `progress` gets the
+    bytes written so far about ten times a second.  `scratch_for` gets the status of the file to
+    overwrite, and returns the descriptor of an empty file if the plan reads from that file.  With
+    `payloads_are_still`, no code changes the payloads meanwhile, so a disk may read them itself.
     """
 
     def __init__(
@@ -305,10 +248,10 @@ class FileWriter:
             self.write_path(target)
 
     def write_path(self, path: str) -> None:
-        """Write to a path: atomically where a regular file is or will be there.
+        """Write to a path, atomically if a regular file is or will be there.
 
-        Other savers may replace or remove the file at any moment.  So whether it can be replaced is
-        decided by facts that no saver changes: links, the directory, its owner.
+        Other savers may replace or remove the file at any moment.  So the choice depends only on
+        facts that no saver changes: links, the directory and its owner.
         """
         with _translated_errors(path):
             status = _status(path)
@@ -372,12 +315,12 @@ class FileWriter:
         )
 
     def _direct_nbytes(self) -> int | None:
-        """Return how many bytes go past the page cache in any case; None: all go through it."""
+        """Return how many bytes always go past the page cache; None if all go through it."""
         if not self._config.direct_io or self._plan.has_holes:
             return None
         if self._plan.nbytes < _MIN_DIRECT_NBYTES:
             return None
-        # Copies are written while the program goes on; a write that is followed makes it wait.
+        # The program goes on while copies are written, but waits for a write that follows a copy.
         in_background = self._payloads_are_still and not self._is_following
         return direct_nbytes(self._plan.nbytes, fsync=self._fsync, in_background=in_background)
 
@@ -395,27 +338,20 @@ class FileWriter:
 
 
 class TargetWriter(FileWriter):
-    """Writes one planned archive to one target, a path, a URL or a file-like object.
-
-    Parameters
-    ----------
-    plan : _C.WritePlan
-        The records and their places.
-    compute_crcs, fsync, atomic, progress, payloads_are_still
-        As for `FileWriter`.
-    """
+    """Writes one planned archive to one target: a path, a URL or a file-like object."""
 
     _plan: _C.WritePlan
 
     def begin_staging(self) -> None:
-        """Fix the values of tensors on accelerators: those that the caller's streams leave now."""
+        """Fix the values of tensors on accelerators, as the caller's streams leave them now."""
         self._plan.begin_staging(options=self._options())
 
     def follow(self, copies: _C.Snapshot, target: Any) -> bool:
-        """Let `write` take storages that are still being copied; returns whether it can.
+        """Let `write` take storages that are still being copied; return whether it can.
 
-        Only into a large file that replaces another one as a whole: nothing of it is lost if the
-        copy fails.  And only if it may pass the page cache, where fresh memory costs as much.
+        The target has to be a large file that is replaced as a whole: then a failed copy loses
+        nothing.  The write has to bypass the page cache, because the cache's fresh memory costs as
+        much.
         """
         is_direct = self._config.direct_io and self._plan.nbytes >= _MIN_DIRECT_NBYTES
         if not isinstance(target, str) or not self._atomic or not is_direct:
@@ -503,9 +439,9 @@ def _status(path: str) -> os.stat_result | None:
 
 
 def _writable_status(path: str) -> os.stat_result | None:
-    """Return the status of a file that may be written; None if it has been removed meanwhile.
+    """Return the status of a file that may be written; None if it was removed meanwhile.
 
-    One that may not be written is not replaced either, though its directory would allow it.
+    A file that may not be written is not replaced either, even if its directory allows that.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -528,9 +464,9 @@ def _resolved(path: str) -> str | None:
 
 
 def absolute(path: str) -> str:
-    """Return a path that means the same in any directory; not normalized, as links may be in it.
+    """Return a path that means the same in any directory; it keeps links and so is not normalized.
 
-    An absolute one needs no working directory, which may have been deleted.
+    An absolute path needs no working directory, which may have been deleted.
     """
     if os.path.isabs(path):
         return path
@@ -542,7 +478,7 @@ def absolute(path: str) -> str:
 
 
 def _can_replace(target: str, status: os.stat_result | None) -> bool:
-    """Whether a new file can take the place of `target`: its directory must allow it."""
+    """Return whether the directory of `target` allows a new file in its place."""
     if status is None:
         return True  # if not, creating it says why
     parent = os.path.dirname(target)
@@ -554,16 +490,16 @@ def _can_replace(target: str, status: os.stat_result | None) -> bool:
 
 
 def _is_refused(number: int | None, target: str) -> bool:
-    """Whether the error of a rename means that this file cannot ever be replaced."""
+    """Return whether a rename's error means that this file can never be replaced."""
     if number in _UNSUPPORTED:
         return True
-    if number == errno.EBUSY:  # which network file systems say of files that others use just now
+    if number == errno.EBUSY:  # network file systems also say it of a file in use
         return _mount_of(target) != _mount_of(os.path.dirname(target))
     return number in _RENAME_REFUSED and os.path.exists(target)
 
 
 def _mount_of(path: str) -> str:
-    """Return the number of the mount that a file or directory is reached by; "" if not known."""
+    """Return the ID of the mount that a file or directory is on; empty if unknown."""
     try:
         with _located(path) as descriptor:
             fields = Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines()
@@ -573,7 +509,7 @@ def _mount_of(path: str) -> str:
 
 
 def _is_mapped(target: str) -> bool:
-    """Whether this process has the file memory-mapped."""
+    """Return whether this process has the file memory-mapped."""
     try:
         with _located(target) as descriptor:
             status = os.fstat(descriptor)
@@ -582,7 +518,7 @@ def _is_mapped(target: str) -> bool:
         return False
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-        # Filesystems with devices of their own (btrfs, overlayfs) are listed under another one.
+        # btrfs and overlayfs list files under another device than the file's own.
         return any(
             fields[4] == str(status.st_ino) and (fields[3] == device or fields[-1] == name)
             for fields in (line.rstrip("\n").split(maxsplit=5) for line in maps)
@@ -600,7 +536,7 @@ def _located(path: str) -> Iterator[int]:
 
 
 def _is_plain(stream: Any) -> bool:
-    """Whether a file object is an open regular file that can be written at any position."""
+    """Return whether a file object is a regular file that can be written at any position."""
     import fcntl
 
     if not stream.writable() or not stream.seekable():
@@ -612,7 +548,7 @@ def _is_plain(stream: Any) -> bool:
 
 
 def _complete_writer(write: Callable[[memoryview], object]) -> Callable[[memoryview], None]:
-    """Return a function that writes all of its argument, however little `write` takes at a time.
+    """Return a function that writes all bytes, even if `write` takes few at a time.
 
     The result of `write` counts only if it can be a number of bytes: many file-like objects return
     None or something else.
@@ -627,7 +563,7 @@ def _complete_writer(write: Callable[[memoryview], object]) -> Callable[[memoryv
             if n == 0:
                 raise OSError(errno.EIO, "write() took none of the bytes")
             rest = rest[n:]
-        # The memory behind the view is about to be reused: whoever kept it gets an error instead.
+        # The memory behind the view is about to be reused: code that kept the view gets an error.
         _release(rest)
         _release(view)
 
@@ -635,13 +571,13 @@ def _complete_writer(write: Callable[[memoryview], object]) -> Callable[[memoryv
 
 
 def _release(view: memoryview) -> None:
-    # A view that something still uses stays, as it could with torch's own writer.
+    # A view that is still in use stays, as with torch's own writer.
     with suppress(BufferError):
         view.release()
 
 
 def _zero_writer(write: Callable[[memoryview], object]) -> Callable[[int], None]:
-    """Return a function that writes `nbytes` zeros, for targets that cannot seek."""
+    """Return a function that writes zeros, for targets that cannot seek."""
     write_all = _complete_writer(write)
     zeros = bytes(1 << 20)
 
@@ -655,7 +591,7 @@ def _zero_writer(write: Callable[[memoryview], object]) -> Callable[[int], None]
 
 
 def _dirty_limits() -> tuple[int, int]:
-    """Return from how many dirty bytes on the kernel writes them, and makes writers wait."""
+    """Return the dirty bytes from which the kernel writes them, and makes writers wait."""
     limit = _dirty_limit("dirty", 1 << 30)
     begin = _dirty_limit("dirty_background", 1 << 29)
     return (begin if begin < limit else limit // 2), limit
@@ -669,5 +605,5 @@ def _dirty_limit(name: str, default: int) -> int:
         ratio = int(Path(f"/proc/sys/vm/{name}_ratio").read_text())
     except (OSError, ValueError):
         return default
-    # Of a control group, a part of the room that its limit leaves.
+    # In a control group, the ratio is of the memory that its limit leaves.
     return memory_limits.available_nbytes() * ratio // 100

@@ -1,12 +1,12 @@
-"""Files behind URLs that fsspec writes: complete at the end of a save, or as they were before.
+"""Files at URLs that fsspec writes: complete at the end of a save, or as they were before.
 
 How a file appears all at once depends on the file system:
 
 * object stores (``s3``, ``gs``, ``abfs``): one request, or an upload in parts that is completed at
   the end;
-* ``memory``: put together in a buffer, which then takes the place of the old one;
-* ``file``: the local path, written as any other;
-* all others: written under a temporary name beside it, and moved (copied and removed, where the
+* ``memory``: put together in a buffer, which then replaces the old one;
+* ``file``: the local path, written as any other path;
+* all others: written under a temporary name beside the file, and moved (copied and removed, if the
   file system has no move).
 """
 
@@ -23,18 +23,16 @@ from typing import Any, Protocol
 from ptsave.errors import SaveError, UnsupportedUrlError, add_note
 from ptsave.sources.urls import options_of, url_to_fs
 
-__all__ = ["ByteSink", "UrlTarget", "resolve_url", "save_errors"]
-
 _PART_NBYTES = 16 << 20
 _MAX_N_PARTS = 10_000  # of S3; others allow more
 _MIB = 1 << 20
-# As torch says.
+# torch's message.
 _WRITE_FAILED = "PytorchStreamWriter failed writing file: file write failed"
 
 _LOCAL = {"file", "local"}
-# Uploads of these appear when commit() is called, and vanish when discard() is.
+# An upload appears when commit() is called, and vanishes when discard() is called.
 _COMMITTED = {"s3", "s3a", "gs", "gcs"}
-# Uploads of these appear when the file is closed; one that is never closed vanishes by itself.
+# An upload appears when the file is closed; an upload that is never closed vanishes by itself.
 _COMPLETED_BY_CLOSING = {"abfs", "abfss", "az"}
 _OBJECT_STORES = _COMMITTED | _COMPLETED_BY_CLOSING
 _READ_ONLY = {
@@ -59,26 +57,14 @@ class ByteSink(Protocol):
     """Takes the bytes of a file in order."""
 
     def write(self, data: Any, /) -> object:
-        """Take some more."""
+        """Take the next bytes."""
         ...
 
 
 class UrlTarget:
-    """A file, or a directory, at a URL.
+    """A file or a directory at a URL; `path` is its name in the file system.
 
-    Parameters
-    ----------
-    url : str
-        Its name in messages.
-    file_system : fsspec.AbstractFileSystem
-        Where it is.
-    path : str
-        How the file system calls it.
-
-    Attributes
-    ----------
-    is_object_store : bool
-        Whether directories are nothing but beginnings of names there.
+    In an object store, directories are only the beginnings of names.
     """
 
     def __init__(self, url: str, file_system: Any, path: str) -> None:
@@ -89,13 +75,7 @@ class UrlTarget:
         self.is_object_store = bool(self._protocols & _OBJECT_STORES)
 
     def require_file_name(self) -> None:
-        """Refuse a URL that ends with a slash, or names no more than a bucket.
-
-        Raises
-        ------
-        SaveError
-            With ``errno.EISDIR``.
-        """
+        """Raise if the URL ends with a slash, or names only a bucket."""
         is_bucket = self.is_object_store and "/" not in self.path
         if self.url.endswith("/") or not self.path.strip("/") or is_bucket:
             raise SaveError(errno.EISDIR, "it names no file: add a name", self.url)
@@ -108,18 +88,18 @@ class UrlTarget:
         return UrlTarget(url, self.file_system, f"{self.path.rstrip('/')}/{name}")
 
     def exists(self) -> bool:
-        """Return whether there is such a file or directory now."""
+        """Return whether the file or directory exists now."""
         with save_errors(self.url, "it cannot be looked for"):
             self.file_system.invalidate_cache(self.file_system._parent(self.path))
             return bool(self.file_system.exists(self.path))
 
     def identity(self) -> str:
-        """Return what changes when another file takes the name."""
+        """Return a text that changes when another file takes the name."""
         with save_errors(self.url, "it cannot be looked for"):
             return str(self.file_system.ukey(self.path))
 
     def contents(self) -> bytes:
-        """Return the bytes of the file, none if it is not there."""
+        """Return the bytes of the file, empty if the file does not exist."""
         try:
             with save_errors(self.url, "the file cannot be read"):
                 return bytes(self.file_system.cat_file(self.path))
@@ -127,18 +107,12 @@ class UrlTarget:
             return b""
 
     def remove(self) -> None:
-        """Remove the file, if it is there."""
+        """Remove the file, if it exists."""
         with suppress(FileNotFoundError), save_errors(self.url, "the file cannot be removed"):
             self.file_system.rm_file(self.path)
 
     def make_directory(self) -> None:
-        """Make the directory, with its parents, where the file system has any.
-
-        Raises
-        ------
-        SaveError
-            If it cannot be made or listed.
-        """
+        """Make the directory with its parents, if the file system has any, and list it."""
         if self.is_object_store:
             if not self.path.strip("/"):
                 raise SaveError(errno.ENOENT, "it names no bucket: add a name", self.url)
@@ -148,19 +122,13 @@ class UrlTarget:
         self.files()
 
     def make_parent(self) -> None:
-        """Make the directory that this file is in, with its parents, where there are any.
-
-        Raises
-        ------
-        SaveError
-            If it cannot be made.
-        """
+        """Make the file's directory with its parents, if the file system has any."""
         if not self.is_object_store:
             with save_errors(self.url, "its directory cannot be made"):
                 self.file_system.makedirs(self.file_system._parent(self.path), exist_ok=True)
 
     def files(self) -> list[str]:
-        """Return the names of the files in this directory; none if it is not there."""
+        """Return the names of the files in this directory; none if it does not exist."""
         with save_errors(self.url, "the directory cannot be listed"):
             self.file_system.invalidate_cache(self.path)
             try:
@@ -174,19 +142,10 @@ class UrlTarget:
         ]
 
     def opened(self, nbytes: int | None = None) -> AbstractContextManager[ByteSink]:
-        """Open the file for its new contents, which are there at the end of the block.
+        """Open the file for new contents, which appear at the end of the block.
 
-        If the block raises there is nothing new.
-
-        Parameters
-        ----------
-        nbytes : int, optional
-            The size of the new contents, which bounds the memory that it takes to send them.
-
-        Raises
-        ------
-        SaveError
-            If the file system refuses or fails, in the block or at its end; it names the URL.
+        If the block raises, nothing changes.  The size `nbytes` of the contents bounds the memory
+        for sending them.  Errors of the file system are a SaveError that names the URL.
         """
         is_small = nbytes is not None and nbytes <= _PART_NBYTES
         if "memory" in self._protocols or (self.is_object_store and is_small):
@@ -207,7 +166,7 @@ class UrlTarget:
     @contextmanager
     def _uploaded(self, nbytes: int) -> Iterator[ByteSink]:
         stream = self._open(self.path, block_size=_part_nbytes(nbytes), autocommit=False)
-        with suppress(ValueError):  # nobody's transaction is to commit it
+        with suppress(ValueError):  # no transaction may commit it
             self.file_system.transaction.files.remove(stream)
         try:
             yield _NamingSink(stream, self.url)
@@ -264,7 +223,7 @@ class UrlTarget:
             return self.file_system.open(path, "wb", **options)
 
     def _require_size(self, path: str, nbytes: int) -> None:
-        """Refuse to replace a file by one that is not all there, whatever has been said."""
+        """Raise if a file that was written is not complete, whatever its server has said."""
         self.file_system.invalidate_cache(path)
         found = self.file_system.info(path).get("size")
         if found is not None and found != nbytes:
@@ -293,10 +252,7 @@ class _NamingSink:
 def resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | UrlTarget:
     """Return the file or directory that a URL names; for ``file://`` its local path.
 
-    Raises
-    ------
-    UnsupportedUrlError
-        If nothing can be written there by fsspec, or all at once.
+    It is an UnsupportedUrlError if fsspec cannot write there, or not all at once.
     """
     if "::" in url:
         raise UnsupportedUrlError.of_target(url, "several file systems in one are only read from")
@@ -331,13 +287,13 @@ def _protocols_of(file_system: Any) -> set[str]:
 
 
 def _part_nbytes(nbytes: int) -> int:
-    """Return the size of parts, so that there are not too many of them: some MiB."""
+    """Return the size of an upload's parts: some MiB, so that there are not too many parts."""
     needed = -(-nbytes // _MAX_N_PARTS)
     return max(_PART_NBYTES, -(-needed // _MIB) * _MIB)
 
 
 def _abandon(stream: Any) -> None:
-    """Close a stream, without sending the bytes in its buffer where that can be prevented."""
+    """Close a stream, if possible without sending the bytes in its buffer."""
     from fsspec.spec import AbstractBufferedFile
 
     if isinstance(stream, AbstractBufferedFile):
@@ -350,7 +306,7 @@ def _abandon(stream: Any) -> None:
 def save_errors(url: str, failed: str = _WRITE_FAILED) -> Iterator[None]:
     """Map errors of a file system in the block to a :class:`SaveError` that names the URL.
 
-    Libraries raise errors of many types, and say in them nothing of the URL's beginning.
+    Libraries raise errors of many types, which do not contain the beginning of the URL.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Warns at save time of what ``weights_only=True`` will refuse to load.
+"""Warns at save time of objects that ``weights_only=True`` will refuse to load.
 
-The pickle is run by the machine that would load it, with storages that have no bytes.  Only if it
-is refused is the object looked through, part by part, for the places to name.
+The machine that would load the pickle runs it, with storages that have no bytes.  Only if the
+machine refuses the pickle is the object searched, part by part, for the names to report.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from ptsave.support.user_warnings import warn_user
 from ptsave.tree.containers import is_container, walk_entries
 from ptsave.writing.pickling import pickle_object
 
-__all__ = ["warn_of_refusals"]
-
 _MAX_NAMED = 8
-_SMALLEST_ODD_INT = 1 << (8 * 255 - 1)  # has an opcode that torch's machine does not know
+_SMALLEST_ODD_INT = 1 << (8 * 255 - 1)  # its opcode is unknown to torch's machine
 _ACCEPTED = (type(None), bool, float, str, torch.dtype, torch.device, torch.Size)
 _PLAIN_CONTAINERS = (dict, list, tuple, OrderedDict, Counter)
 
 
 class _Refused(NamedTuple):
-    """A part of an object that torch will refuse; `restores` says whether a restore will, too."""
+    """A part of an object that torch will refuse; `restores` says if a restore accepts it."""
 
     name: str
     kind: str
@@ -44,19 +42,8 @@ def warn_of_refusals(
 ) -> None:
     """Warn if ``torch.load(weights_only=True)`` will refuse the file of an object.
 
-    Parameters
-    ----------
-    obj : object
-        The object to save.
-    pickle_module, pickle_protocol
-        As for :func:`ptsave.save`.
-    data : bytes, optional
-        Its pickle, if there is one already.
-
-    Warns
-    -----
-    CheckpointWarning
-        With the names and types of up to 8 parts that are refused.
+    The CheckpointWarning names up to 8 refused parts.  `data` is the object's pickle, if the caller
+    has it.
     """
     if data is None:
         data, _ = pickle_object(obj, pickle_module, pickle_protocol)
@@ -81,7 +68,7 @@ def warn_of_refusals(
 
 
 def _refused_parts(obj: object, pickle_module: Any, pickle_protocol: int) -> Iterator[_Refused]:
-    """Yield the refused parts, in order; nothing in a container that is refused itself."""
+    """Yield the refused parts in order, but not the parts of a refused container."""
     inside: str | None = None
     for name, value in _odd_parts(obj):
         if inside is not None and name.startswith(inside):
@@ -98,7 +85,7 @@ def _refused_parts(obj: object, pickle_module: Any, pickle_protocol: int) -> Ite
 
 
 def _odd_parts(obj: object) -> Iterator[tuple[str, Any]]:
-    """Yield the parts that are none of the usual types, with their names."""
+    """Yield the parts that have unusual types, with their names."""
     if _is_odd(obj):
         yield "", obj
     if is_container(obj):
