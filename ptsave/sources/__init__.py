@@ -1,1 +1,1 @@
-"""Ranges of bytes near or far, and the kind of file they are."""
+"""Sources of byte ranges, local or remote, and the kinds of files that they hold."""

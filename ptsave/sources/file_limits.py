@@ -1,4 +1,4 @@
-"""How many files may be held open, and whether one that is opened again is the same."""
+"""How many files may be held open, and whether a file that is opened again is the same."""
 
 from __future__ import annotations
 
@@ -9,20 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-__all__ = ["Identity", "identity_of", "n_files_to_hold", "naming_limit", "require_identity"]
-
 Identity: TypeAlias = "tuple[int, ...]"
-_N_DESCRIPTORS = 3  # of one that is read: its own, the engine's, and that of direct reads
+_N_DESCRIPTORS = 3  # per file: its own, the engine's, and one for direct reads
 
 
 def n_files_to_hold() -> int:
-    """Return how many files may be open for reading, with half of what is left for others.
-
-    Examples
-    --------
-    >>> n_files_to_hold() > 0
-    True
-    """
+    """Return how many files may be open for reading; half of the room is for others."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         limit = 1 << 20
@@ -35,7 +27,7 @@ def n_files_to_hold() -> int:
 
 @contextmanager
 def naming_limit(n_files: int) -> Iterator[None]:
-    """Say what to do if the files of a set, opened in the block, are more than may be open."""
+    """Name the limit if the set of files that the block opens is too large for it."""
     try:
         yield
     except OSError as error:
@@ -50,13 +42,13 @@ def naming_limit(n_files: int) -> Iterator[None]:
 
 
 def identity_of(file: int | str | os.PathLike[str]) -> Identity:
-    """Return what tells a file, by descriptor or path, from another one of its name."""
+    """Return values that tell a file, by descriptor or path, from another file of its name."""
     status = os.stat(file)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def require_identity(found: Identity, wanted: Identity, path: str) -> None:
-    """Raise OSError if a file that was opened again is another one by now."""
+    """Raise an OSError if a file that was opened again is another file by now."""
     if found != wanted:
         raise OSError(
             errno.ESTALE,

@@ -1,4 +1,4 @@
-"""Identifies common non-checkpoint files by their first bytes: HTML, git-lfs pointers, gzip."""
+"""Identifies files by their first bytes: checkpoints, HTML, git-lfs pointers, gzip, and others."""
 
 from __future__ import annotations
 
@@ -10,35 +10,15 @@ import stat
 import struct
 from typing import BinaryIO, Literal, TypeAlias
 
-__all__ = [
-    "HEAD_NBYTES",
-    "MAX_SAFETENSORS_HEADER_NBYTES",
-    "ZIP_MAGIC",
-    "Kind",
-    "is_dcp",
-    "is_known",
-    "is_legacy",
-    "is_of_another_program",
-    "is_safetensors",
-    "is_zip",
-    "kind_of",
-    "refuse_special_file",
-    "refuse_special_stream",
-    "regular_only",
-    "what_came_instead",
-    "what_it_is",
-    "what_it_surely_is",
-]
-
 Kind: TypeAlias = Literal["zip", "legacy", "safetensors", "dcp"]
 HEAD_NBYTES = 512
 ZIP_MAGIC = b"PK\x03\x04"
 
-MAX_SAFETENSORS_HEADER_NBYTES = 100_000_000  # that its library accepts; of text it is never less
+MAX_SAFETENSORS_HEADER_NBYTES = 100_000_000  # the library's limit; text begins with a larger number
 
 # The pickled magic number that files written before torch 1.6 begin with.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-# A pickle whose first name is that of the class of DCP's metadata.
+# A pickle whose first name is the class of DCP's metadata.
 _DCP_METADATA = (
     rb"(?s)\x80[\x02-\x05].{0,16}(?:torch\.distributed\.checkpoint\.metadata.{1,8}Metadata"
     rb"|megatron\.core\.dist_checkpointing\..{1,24}MCoreMetadata)"
@@ -67,26 +47,20 @@ _NAME_OFFSET = 30  # of the first member's name in a zip archive
 
 
 def refuse_special_file(path: str | bytes | os.PathLike[str]) -> None:
-    """Raise for a pipe, a terminal, ...: opening it might wait forever, and it has no end.
-
-    Raises
-    ------
-    OSError
-        If it is one, or is not there.
-    """
+    """Raise for a pipe, a terminal, ...: opening it might wait forever, and it has no end."""
     _require_contents(os.stat(path).st_mode, path)
 
 
 def refuse_special_stream(stream: BinaryIO, name: str) -> None:
-    """Raise as `refuse_special_file` does for an open file."""
+    """Raise for an open file as `refuse_special_file` does."""
     _require_contents(os.fstat(stream.fileno()).st_mode, name)
 
 
 def regular_only(path: str | bytes | os.PathLike[str], flags: int) -> int:
-    """Open a file as `refuse_special_file` says, without waiting: an ``opener`` of `open`.
+    """Open a file that `refuse_special_file` accepts, without waiting: an ``opener`` of `open`.
 
     A pipe or a device is not opened, because that would take its writer away from another reader.
-    The open file is looked at once more, because it may have been replaced in between.
+    The open file is checked again, because it may have been replaced in between.
     """
     refuse_special_file(path)
     descriptor = os.open(path, flags | os.O_NONBLOCK)
@@ -117,22 +91,22 @@ def _kind_of(mode: int) -> str:
 
 
 def is_zip(head: bytes) -> bool:
-    """Whether a file begins as a zip archive does."""
+    """Return whether a file begins as a zip archive."""
     return head.startswith(ZIP_MAGIC)
 
 
 def is_legacy(head: bytes) -> bool:
-    """Whether a file begins as those that torch wrote before version 1.6."""
+    """Return whether a file begins as torch wrote files before version 1.6."""
     return head.startswith(_LEGACY_MAGIC)
 
 
 def is_dcp(head: bytes) -> bool:
-    """Whether a file begins as the metadata of a torch.distributed.checkpoint directory does."""
+    """Return whether a file begins as the metadata of a torch.distributed.checkpoint directory."""
     return re.match(_DCP_METADATA, head) is not None
 
 
 def is_safetensors(head: bytes, nbytes: int) -> bool:
-    """Whether a file of `nbytes` bytes begins as a safetensors file does, whole or cut short."""
+    """Return whether a file of `nbytes` begins as a safetensors file, whole or cut short."""
     if head[8:9] != b"{":
         return False
     (header_nbytes,) = struct.unpack_from("<Q", head)
@@ -140,7 +114,7 @@ def is_safetensors(head: bytes, nbytes: int) -> bool:
 
 
 def kind_of(head: bytes, nbytes: int) -> Kind | None:
-    r"""Return the kind of checkpoint that a file of `nbytes` bytes begins as; None for no such.
+    r"""Return the kind of checkpoint that a file of `nbytes` bytes begins as, or None.
 
     >>> kind_of(b"PK\x03\x04", 4), kind_of(b"<html>", 6)
     ('zip', None)
@@ -155,19 +129,9 @@ def kind_of(head: bytes, nbytes: int) -> Kind | None:
 
 
 def what_it_is(head: bytes, nbytes: int) -> str | None:
-    """Name the format of a file that is no checkpoint.
+    """Name the format of a file that is no checkpoint, by its first `HEAD_NBYTES` bytes.
 
-    Parameters
-    ----------
-    head : bytes
-        The first `HEAD_NBYTES` bytes, or all there are.
-    nbytes : int
-        The file's size.
-
-    Returns
-    -------
-    str or None
-        None if it begins as a checkpoint does.
+    The result is None for a zip archive that may be a checkpoint.
     """
     if is_zip(head):
         return _what_zip_it_is(head)
@@ -184,19 +148,13 @@ def what_it_is(head: bytes, nbytes: int) -> str | None:
 
 
 def is_known(head: bytes) -> bool:
-    """Whether a file begins as those of another format do, such as zip, HDF5 or plain pickles.
-
-    Parameters
-    ----------
-    head : bytes
-        The first `HEAD_NBYTES` bytes, or all there are.
-    """
+    """Return whether a file begins as a known format, such as zip, HDF5 or a plain pickle."""
     is_torchs = is_zip(head) or _is_pickle(head)
     return is_torchs or head[257:262] == b"ustar" or _has_signature(head)
 
 
 def is_of_another_program(head: bytes) -> bool:
-    """Whether a file begins as a format does that torch has nothing to do with, such as GGUF."""
+    """Return whether a file begins as a format that is not torch's, such as GGUF."""
     return _has_signature(head) and not head.startswith(_EMPTY_ZIP)
 
 
@@ -209,19 +167,9 @@ def _is_pickle(head: bytes) -> bool:
 
 
 def what_it_surely_is(head: bytes, nbytes: int) -> str | None:
-    """Name the format of a file that torch has failed to load, where its own words say less.
+    """Name the format of a file that torch failed to load, if torch's message says less.
 
-    Parameters
-    ----------
-    head : bytes
-        The first `HEAD_NBYTES` bytes, or all there are.
-    nbytes : int
-        The file's size.
-
-    Returns
-    -------
-    str or None
-        None for a checkpoint, a zip archive, a pickle, and an unknown beginning.
+    The result is None for a checkpoint, a zip archive, a pickle, and an unknown beginning.
     """
     if is_zip(head) or is_legacy(head) or is_safetensors(head, nbytes) or _is_pickle(head):
         return None
@@ -230,15 +178,7 @@ def what_it_surely_is(head: bytes, nbytes: int) -> str | None:
 
 
 def what_came_instead(head: bytes, nbytes: int) -> str | None:
-    """Name the leftover of a failed download, such as an HTML page; None if there is a file.
-
-    Parameters
-    ----------
-    head : bytes
-        The first `HEAD_NBYTES` bytes, or all there are.
-    nbytes : int
-        The file's size.
-    """
+    """Name the leftover of a failed download, such as an HTML page; otherwise None."""
     if nbytes == 0:
         return "it is empty: whatever wrote it has failed, or has not finished"
     if head.startswith(_LFS_POINTER):
@@ -268,7 +208,7 @@ def _what_zip_it_is(head: bytes) -> str | None:
         return "it is a NumPy archive (.npz): load it with numpy.load"
     if name == b"[Content_Types].xml":
         return "it is an office document"
-    if b"/" not in name and len(head) >= _NAME_OFFSET + name_nbytes:  # or it is cut short there
+    if b"/" not in name and len(head) >= _NAME_OFFSET + name_nbytes:  # else it is cut short
         return f"it is a zip archive of other files ({name.decode('utf-8', 'replace')!r}, ...)"
     return None
 
@@ -282,7 +222,7 @@ def _what_text_it_is(head: bytes) -> str:
             "you trust it"
         )
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # which may end in a character
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # may end inside one
     except UnicodeDecodeError:
         text = "\0"
     if all(c.isprintable() or c.isspace() for c in text):

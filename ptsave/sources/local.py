@@ -1,4 +1,4 @@
-"""File objects whose bytes are those of a file behind a descriptor, and the names of sources."""
+"""Finds the real file behind a file object, and the names of sources."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
-
-__all__ = ["describe", "position_kept", "real_file"]
 
 
 def describe(f: Any) -> str:
@@ -21,7 +19,7 @@ def describe(f: Any) -> str:
 
 
 def position_kept(f: Any) -> AbstractContextManager[None]:
-    """Return a context that gives a file object its position back; nothing else has one."""
+    """Return a context that restores the position of a file object that has one."""
     has_one = hasattr(f, "tell") and hasattr(f, "seek")
     return _position_kept(f) if has_one else nullcontext()
 
@@ -29,7 +27,7 @@ def position_kept(f: Any) -> AbstractContextManager[None]:
 @contextmanager
 def _position_kept(f: Any) -> Iterator[None]:
     position = None
-    with suppress(OSError):  # of a pipe or a socket, which opening it refuses
+    with suppress(OSError):  # of a pipe or a socket, which is refused later
         position = f.tell()
     try:
         yield
@@ -39,9 +37,9 @@ def _position_kept(f: Any) -> Iterator[None]:
 
 
 def real_file(f: Any) -> Any:
-    """Return the file object whose bytes are those behind its descriptor, or None if `f` is none.
+    """Return the file object that reads straight from a descriptor, or None if `f` has none.
 
-    Subclasses may do anything with the bytes, and a buffered object may sit on one.
+    Subclasses may do anything with the bytes, so only exact types count, also below a buffer.
     """
     if _is_temporary(f):
         f = f.file
@@ -58,6 +56,6 @@ def _is_temporary(f: object) -> bool:
 
 
 def _is_fsspec_local(f: object) -> bool:
-    """Whether `f` is fsspec's wrapper of a local file, as Lightning opens checkpoints."""
+    """Return whether `f` is fsspec's wrapper of a local file, as Lightning opens checkpoints."""
     local = sys.modules.get("fsspec.implementations.local")
     return local is not None and type(f) is local.LocalFileOpener

@@ -14,19 +14,9 @@ from ptsave.sources.ranges import Buffer, FileObject, FsspecFile, LocalFile, Ran
 from ptsave.sources.remote_errors import name_file, os_errors
 from ptsave.sources.urls import is_url, is_url_source, options_of, url_to_fs, with_path
 
-__all__ = ["Folder", "FsspecFolder", "folder_at", "folder_of", "open_folder_or_file", "open_source"]
-
 
 class LocalFolder:
-    """A directory of the system's.
-
-    Attributes
-    ----------
-    path : str
-        Its path.
-    storage_options : mapping
-        Empty; for the file system of a URL.
-    """
+    """A local directory; its `storage_options` are empty."""
 
     storage_options: Mapping[str, Any] = MappingProxyType({})
 
@@ -34,20 +24,20 @@ class LocalFolder:
         self.path = path
 
     def names(self) -> list[str]:
-        """Return the names of all that is in it, sorted."""
+        """Return the names of everything in the directory, sorted."""
         return sorted(os.listdir(self.path))
 
     def join(self, name: str) -> str:
-        """Return the path of a file in it."""
+        """Return the path of a file in the directory."""
         return os.path.join(self.path, name)
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file that `join` has named."""
+        """Return whether a file exists, given its path from `join`."""
         return os.path.exists(path)
 
 
 class FsspecFolder:
-    """A directory of any file system that fsspec knows."""
+    """A directory of a file system that fsspec knows."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self.path = url
@@ -63,14 +53,14 @@ class FsspecFolder:
         return with_path(self.path, lambda path: os.path.join(path, name))
 
     def exists(self, path: str) -> bool:
-        return True  # opening it tells, without one request more
+        return True  # opening the file tells, without an extra request
 
 
 Folder: TypeAlias = LocalFolder | FsspecFolder
 
 
 def folder_of(path: str, storage_options: Mapping[str, Any]) -> Folder:
-    """Return the directory that a file is in, by its path or URL.
+    """Return the directory of a file, given its path or URL.
 
     >>> folder_of("zip://model/a.index.json::memory://models.zip", {}).path
     'zip://model::memory://models.zip'
@@ -95,7 +85,7 @@ def open_folder_or_file(
 
 
 def folder_at(f: Any, storage_options: Mapping[str, Any] | None = None) -> Folder | None:
-    """Return the directory that a path or URL names; None if it names a file, or is an object."""
+    """Return the directory that a path or URL names; None for a file or a file object."""
     if not isinstance(f, (str, os.PathLike)):
         return None
     place = open_folder_or_file(f, storage_options)
@@ -106,22 +96,7 @@ def folder_at(f: Any, storage_options: Mapping[str, Any] | None = None) -> Folde
 
 
 def open_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> RangeSource:
-    """Open the bytes of a file.
-
-    Parameters
-    ----------
-    f : str, os.PathLike or file-like
-        A path, a URL for fsspec, or a seekable file object, from its current position on.
-    storage_options : mapping, optional
-        For the file system of a URL.
-
-    Raises
-    ------
-    OSError
-        If it cannot be read at any position.
-    TypeError
-        If it is none of these, or `storage_options` are given for a local file.
-    """
+    """Open the bytes of a path, a URL, or a seekable file object from its position on."""
     if is_url_source(f, storage_options):
         return FsspecFile(f, options_of(storage_options))
     return _open_local(f)

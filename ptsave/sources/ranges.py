@@ -1,10 +1,8 @@
-"""Sources of ranges of bytes: local files, file objects, buffers, URLs.
+"""Sources of byte ranges: local files, file objects, buffers, URLs.
 
-Only the ranges that are asked for are fetched.
-
-The engine reads files.  So of an archive that is none it is given one: a file in memory of the
-archive's size, full of holes, into which its directory and small records are put as they are
-fetched.  The bytes of tensors are fetched into the tensors.
+Only the ranges asked for are fetched, and the bytes of tensors go into the tensors.  The engine
+reads only files.  So for an archive elsewhere it gets a file in memory, of the archive's size and
+full of holes.  The archive's directory and small records are put there as they are fetched.
 """
 
 from __future__ import annotations
@@ -29,37 +27,19 @@ from ptsave.sources.urls import url_to_fs, with_path
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Buffer",
-    "FileObject",
-    "FsspecFile",
-    "LocalFile",
-    "RangeSource",
-    "SparseFile",
-    "expect_no_more_reads",
-]
-
-# One request rather than two, and how large one may become.
+# Ranges with a smaller gap are one request, which may become this large.
 _MAX_GAP = 64 << 10
 _MAX_MERGED = 16 << 20
-_STREAM_NBYTES = 4 << 20  # fetched at once where all of a file is read
+_STREAM_NBYTES = 4 << 20  # fetched at once when a whole file is read
 
 
 def expect_no_more_reads(descriptor: int) -> None:
-    """Turn readahead off: cached pages get in the way of direct reads."""
+    """Turn readahead off, because cached pages get in the way of direct reads."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 class RangeSource:
-    """A source of ranges of bytes; safe for concurrent use.
-
-    Attributes
-    ----------
-    name : str
-        Its name in messages.
-    nbytes : int
-        Its size.
-    """
+    """A source of byte ranges, safe for concurrent use; `name` is for messages."""
 
     name: str
     nbytes: int
@@ -70,25 +50,25 @@ class RangeSource:
 
     @cached_property
     def head(self) -> bytes:
-        """The first `HEAD_NBYTES` bytes, or all there are, by which kinds of files are known."""
+        """The first `HEAD_NBYTES` bytes, or all bytes of a smaller file, which tell its kind."""
         (head,) = self.read([(0, min(HEAD_NBYTES, self.nbytes))])
         return head
 
     @cached_property
     def kind(self) -> Kind | None:
-        """The kind of checkpoint that it begins as; None if it is no such."""
+        """The kind of checkpoint that the source begins as, or None."""
         return kind_of(self.head, self.nbytes)
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Open all of it as a file object, at its beginning."""
+        """Open the whole source as a file object, at its beginning."""
         return io.BufferedReader(_RangeStream(self), _STREAM_NBYTES)
 
     def close(self) -> None:
-        """Let go of the file or memory; a file object stays open."""
+        """Release the file or memory; a file object stays open."""
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Close the file if the block raises: who holds the traceback holds the file."""
+        """Close the source if the block raises, because a traceback keeps it alive."""
         try:
             yield
         except BaseException:
@@ -97,15 +77,7 @@ class RangeSource:
 
 
 class FsspecFile(RangeSource):
-    """A file of any file system that fsspec knows.
-
-    Parameters
-    ----------
-    url : str
-        A URL for :func:`fsspec.open`.
-    storage_options : dict
-        Arguments of the file system.
-    """
+    """A file of any file system that fsspec knows."""
 
     def __init__(self, url: str, storage_options: dict[str, Any]) -> None:
         self.name = url
@@ -136,7 +108,7 @@ class FsspecFile(RangeSource):
         return with_path(self.name, lambda path: os.path.join(os.path.dirname(path), name))
 
     def beside(self, name: str) -> FsspecFile:
-        """Open another file in the same directory; errors as of opening its URL."""
+        """Open another file in the same directory; raises as opening its URL does."""
         other = copy.copy(self)
         vars(other).pop("head", None)
         vars(other).pop("kind", None)
@@ -159,7 +131,7 @@ class FsspecFile(RangeSource):
 
 
 class _RangeStream(io.RawIOBase):
-    """A source as a file object; errors of the source are raised by its reads."""
+    """A source as a file object; its reads raise the source's errors."""
 
     def __init__(self, source: RangeSource) -> None:
         self.name = source.name
@@ -192,15 +164,7 @@ class _RangeStream(io.RawIOBase):
 
 
 class FileObject(RangeSource):
-    """A seekable file object; the archive is all of it from its current position on.
-
-    Parameters
-    ----------
-    stream : file-like
-        With ``seek``, ``tell`` and ``read``.  Its position changes.
-    name : str
-        Its name in messages.
-    """
+    """A seekable file object; the archive is its contents from the current position on."""
 
     def __init__(self, stream: Any, name: str) -> None:
         self.name = name
@@ -208,12 +172,12 @@ class FileObject(RangeSource):
         self._lock = threading.Lock()
         with _seekable(name):
             self._begin = stream.tell()
-            stream.seek(0, os.SEEK_END)  # which mmap's answers with None
+            stream.seek(0, os.SEEK_END)  # mmap's seek returns None
         self.nbytes = max(stream.tell() - self._begin, 0)
         self.rewind()
 
     def rewind(self) -> None:
-        """Give the stream the position it had."""
+        """Restore the position that the stream had."""
         self._stream.seek(self._begin)
 
     def stream(self) -> AbstractContextManager[Any]:
@@ -227,7 +191,7 @@ class FileObject(RangeSource):
         return pieces
 
     def read_into(self, begin: int, target: memoryview) -> None:
-        """Read as many bytes as `target` has, without a copy of them where the stream can."""
+        """Read as many bytes as `target` has, without a copy if the stream has ``readinto``."""
         rest = target
         with self._lock:
             self._stream.seek(self._begin + begin)
@@ -258,7 +222,7 @@ class FileObject(RangeSource):
 
 @contextmanager
 def _seekable(name: str) -> Iterator[None]:
-    """Name a file object that cannot seek in the error of the block that tries it."""
+    """Explain the error of a file object that cannot seek, and name the object."""
     try:
         yield
     except OSError as error:
@@ -272,7 +236,7 @@ def _seekable(name: str) -> Iterator[None]:
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges to fetch: in order, those in one that have little between them."""
+    """Return the ranges to fetch, in order; ranges with little between them are merged."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if begin == end and merged:
@@ -300,7 +264,7 @@ def _incomplete(source: RangeSource, nbytes: int, begin: int, end: int) -> OSErr
 
 @contextmanager
 def _lent(stream: Any, begin: int) -> Iterator[Any]:
-    """Yield a stream at a position; it gets its own one back, and is not closed."""
+    """Yield a stream at a position; then restore its own position and leave it open."""
     position = stream.tell()
     stream.seek(begin)
     try:
@@ -310,13 +274,7 @@ def _lent(stream: Any, begin: int) -> Iterator[Any]:
 
 
 class Buffer(RangeSource):
-    """The bytes of an :class:`io.BytesIO` from its position on, which may not change.
-
-    Attributes
-    ----------
-    view : memoryview
-        These bytes.
-    """
+    """The bytes of an :class:`io.BytesIO` from its position on, which may not change."""
 
     def __init__(self, stream: io.BytesIO, name: str) -> None:
         self.name = name
@@ -341,7 +299,7 @@ class Buffer(RangeSource):
 
 
 class _OpenFile:
-    """A file that is closed with this object, if nobody closes it before."""
+    """A file that is closed with this object, if not before."""
 
     descriptor = -1
 
@@ -354,17 +312,9 @@ class _OpenFile:
 
 
 class LocalFile(_OpenFile, RangeSource):
-    """A real file, from a position on.
+    """A real file, from a position on; the stream that it is made from may be closed."""
 
-    Parameters
-    ----------
-    stream : io.FileIO or buffered file
-        At that position, which stays.  It may be closed afterwards.
-    name : str
-        Its name in messages.
-    """
-
-    _parked_as: Identity | None = None  # where it is closed for the while
+    _parked_as: Identity | None = None  # set while the file is parked
 
     def __init__(self, stream: Any, name: str) -> None:
         self.name = name
@@ -377,30 +327,24 @@ class LocalFile(_OpenFile, RangeSource):
 
     @classmethod
     def open(cls, path: str, name: str = "") -> LocalFile:
-        """Open a file, all of which is going to be read by the engine."""
+        """Open a file that the engine is going to read as a whole."""
         with open(path, "rb", buffering=0, opener=regular_only) as stream:
             expect_no_more_reads(stream.fileno())
             return cls(stream, name or path)
 
     def park(self) -> None:
-        """Close the file, whose name is its path, until it is used: each use opens it again."""
+        """Close the file until it is used; each use opens it again by its name, a path."""
         self._parked_as = identity_of(self.descriptor)
         self.close()
 
     @property
     def is_parked(self) -> bool:
-        """Whether it is closed until it is used."""
+        """Whether the file is closed until it is used."""
         return self._parked_as is not None
 
     @contextmanager
     def opened(self) -> Iterator[LocalFile]:
-        """Lend the open file, with a descriptor.
-
-        Raises
-        ------
-        OSError
-            If it was parked, and cannot be opened any more or is another file by now.
-        """
+        """Lend the open file; an OSError if it was parked, and is gone or replaced by now."""
         if self._parked_as is None:
             yield self
             return
@@ -410,15 +354,15 @@ class LocalFile(_OpenFile, RangeSource):
 
     @contextmanager
     def stream(self) -> Iterator[Any]:
-        """Open the same file as a file object; the position of the stream given stays."""
+        """Open the same file as a file object; the position of the given stream stays."""
         with self.opened() as file:
-            opener = lambda *_: os.dup(file.descriptor)  # noqa: E731 - which shares the position
+            opener = lambda *_: os.dup(file.descriptor)  # noqa: E731 - dup shares the position
             with io.FileIO(self.name, opener=opener) as stream, _lent(stream, self.begin):
                 yield stream
 
     @cached_property
     def is_remote(self) -> bool:
-        """Whether it lies on a network file system, or one that a program serves (FUSE)."""
+        """Whether the file is on a network file system, or on one that a program serves (FUSE)."""
         from ptsave import _C
 
         with self.opened() as file:
@@ -426,7 +370,7 @@ class LocalFile(_OpenFile, RangeSource):
 
     @property
     def for_engine(self) -> tuple[int, bytes]:
-        """Return the descriptor and the name, as `_C.RangeFiles` takes them; not while parked."""
+        """The descriptor and the name, as `_C.RangeFiles` takes them; not while parked."""
         return self.descriptor, os.fsencode(self.name)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -441,16 +385,16 @@ class LocalFile(_OpenFile, RangeSource):
         return pieces
 
     def map(self, begin: int, nbytes: int) -> Tensor:
-        """Return bytes of the file, which are read when they are used."""
+        """Return bytes of the file as a tensor; they are read when they are used."""
         from ptsave import _C
 
         with self.opened() as file:
             return _C.map_range(*file.for_engine, offset=self.begin + begin, nbytes=nbytes)
 
     def map_cached(self, begin: int, nbytes: int) -> Tensor | None:
-        """Return the same if the page cache holds all of it; None if it may not.
+        """Map bytes as `map` does if the page cache holds all of them; otherwise return None.
 
-        None, too, on the file systems of networks, which may take cached pages back.
+        Also None on network file systems, which may take cached pages back.
         """
         if self.is_remote:
             return None
@@ -468,7 +412,7 @@ class LocalFile(_OpenFile, RangeSource):
 
 
 class SparseFile(_OpenFile):
-    """A file in memory; its holes take none."""
+    """A file in memory; its holes take no memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.descriptor = os.memfd_create("ptsave", os.MFD_CLOEXEC)

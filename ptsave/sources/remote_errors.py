@@ -1,4 +1,4 @@
-"""Maps the errors of files, near and far away, to an OSError that names the file."""
+"""Maps errors of files, local and remote, to an OSError that names the file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["name_file", "named_errors", "os_errors"]
-
-# Of legacy files, whose storages torch reads itself.
+# For legacy files, whose storages torch reads itself.
 _TORCH_READ_ERROR = r"read\(\): fd \d+ failed with (.+)"
 _BY_STATUS: dict[int, type[OSError]] = {
     401: PermissionError,
@@ -23,7 +21,7 @@ _BY_STATUS: dict[int, type[OSError]] = {
 
 @contextmanager
 def named_errors(name: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file in an OSError of the block; torch's own reads raise a RuntimeError."""
+    """Name the file in an OSError of the block, also for a RuntimeError of torch's reads."""
     try:
         yield
     except OSError as error:
@@ -38,7 +36,7 @@ def named_errors(name: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def name_file(error: OSError, name: str | os.PathLike[str]) -> None:
-    """Name the file in an error of the system's that names none."""
+    """Name the file in an error of the system that names none."""
     if error.errno is not None and error.filename is None:
         error.filename = os.fspath(name)
 
@@ -47,8 +45,9 @@ def name_file(error: OSError, name: str | os.PathLike[str]) -> None:
 def os_errors(url: str) -> Iterator[None]:
     """Map errors of fsspec and its HTTP client in the block to an OSError that names the URL.
 
-    fsspec says FileNotFoundError whatever a web server has said; that is in the cause.  The errors
-    of HTTP clients are known by common attributes, as the clients may not be installed.
+    fsspec raises FileNotFoundError whatever a web server answers; the answer is in the cause.
+    Errors of HTTP clients are recognized by common attributes, because the clients may not be
+    installed.
     """
     try:
         yield
@@ -57,7 +56,7 @@ def os_errors(url: str) -> Iterator[None]:
     except Exception as error:
         cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
         if cause is None and isinstance(error, OSError) and error.errno is None:
-            # Most file systems say nothing but the path, without the URL's beginning.
+            # Most file systems give only the path, without the URL's beginning.
             reason = os.strerror(errno.ENOENT)
             raise FileNotFoundError(errno.ENOENT, reason, url) from error
         if cause is None or (cause is error and isinstance(error, OSError) and error.args):
@@ -70,7 +69,7 @@ def _os_error(url: str, error: BaseException) -> OSError:
     if isinstance(status, int):
         reason = f"{status} {getattr(error, 'message', '')}".strip()
         return _BY_STATUS.get(status, OSError)(f"{url}: its server answers {reason}")
-    asyncio = sys.modules.get("asyncio")  # which an error of its own has imported
+    asyncio = sys.modules.get("asyncio")  # imported already if the error is asyncio's
     timeouts = (TimeoutError,) if asyncio is None else (TimeoutError, asyncio.TimeoutError)
     if isinstance(error, timeouts):
         return TimeoutError(f"{url}: its server did not answer in time")

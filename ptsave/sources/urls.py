@@ -9,40 +9,23 @@ from typing import Any
 
 from ptsave.errors import UnsupportedUrlError
 
-__all__ = [
-    "is_url",
-    "is_url_source",
-    "is_url_target",
-    "options_of",
-    "refuse_storage_options",
-    "refuse_url",
-    "refuse_url_target",
-    "url_to_fs",
-    "with_path",
-]
-
-_SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]+"  # of one letter it is a drive
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]+"  # one letter is a drive
 _URL = rf"({_SCHEME}::)*{_SCHEME}://"
 # A URL that pathlib or normpath has collapsed: s3:/bucket/file.
 _COLLAPSED = rf"(?P<first>({_SCHEME}::)*{_SCHEME}:)/(?!/)"
 
 
 def is_url(f: Any) -> bool:
-    """Whether something is a URL for fsspec: ``s3://...``, ``memory://...``, ``zip://a::b``."""
+    """Return whether a value is a URL: ``s3://...``, ``memory://...``, ``zip://a::b``."""
     if not isinstance(f, str) or not ("://" in f or ("::" in f and not re.match(_COLLAPSED, f))):
         return False
     return not os.path.exists(f)
 
 
 def is_url_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> bool:
-    """Whether something to read is a URL for fsspec, and not a path or a file object.
+    """Return whether a source is a URL for fsspec, not a path or a file object.
 
-    Raises
-    ------
-    TypeError
-        If it is none and there are options for its file system.
-    UnsupportedUrlError
-        If pathlib has collapsed it, as `refuse_url` says.
+    Raises for a URL that pathlib has collapsed, and for options without a URL.
     """
     if is_url(f):
         return True
@@ -53,23 +36,9 @@ def is_url_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> b
 
 
 def refuse_url(path: str | bytes | os.PathLike[Any]) -> None:
-    """Refuse to read from a URL, also one that pathlib has collapsed to ``s3:/bucket``.
+    """Refuse to read from a URL, also from one that pathlib has collapsed to ``s3:/bucket``.
 
-    An existing local file is not refused, whatever its name.
-
-    Raises
-    ------
-    UnsupportedUrlError
-        If it is one.
-
-    Examples
-    --------
-    >>> from pathlib import Path
-    >>> refuse_url("model.pt")
-    >>> refuse_url(Path("s3://bucket/model.pt"))
-    Traceback (most recent call last):
-    ...
-    ptsave.errors.UnsupportedUrlError: [Errno 2] URLs are not served here, only local files and ...
+    An existing local file is accepted, whatever its name.
     """
     text = os.fsdecode(path)
     if _looks_like_url(text) and not os.path.exists(text):
@@ -77,13 +46,11 @@ def refuse_url(path: str | bytes | os.PathLike[Any]) -> None:
 
 
 def is_url_target(f: Any) -> bool:
-    """Return whether something to write to is a URL for fsspec.
+    """Return whether a target is a URL for fsspec.
 
-    With two slashes it is one even if there is such a directory: somebody who means S3 may have an
-    ``s3:`` from a program that made one.
+    With two slashes it is a URL even if such a directory exists: another program may have made a
+    directory ``s3:`` by mistake.
 
-    Examples
-    --------
     >>> is_url_target("s3://bucket/model.pt"), is_url_target("./s3://bucket/model.pt")
     (True, False)
     """
@@ -91,13 +58,7 @@ def is_url_target(f: Any) -> bool:
 
 
 def options_of(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments for the file system of a URL.
-
-    Raises
-    ------
-    TypeError
-        If they are something else than names and values.
-    """
+    """Return the arguments for a URL's file system as a dict; raise if they are none."""
     found: Any = {} if storage_options is None else storage_options
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise TypeError(
@@ -110,15 +71,7 @@ def options_of(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
 def refuse_url_target(
     path: str | bytes | os.PathLike[Any], storage_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuse to write to a URL, also one that pathlib has collapsed to ``s3:/bucket``.
-
-    Raises
-    ------
-    UnsupportedUrlError
-        If it is one.
-    TypeError
-        If it is none and there are options for its file system.
-    """
+    """Refuse to write to a URL, also to a collapsed one; refuse options without a URL."""
     text = os.fsdecode(path)
     if _looks_like_url(text):
         raise UnsupportedUrlError.of(text)
@@ -126,13 +79,7 @@ def refuse_url_target(
 
 
 def url_to_fs(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the file system of a URL, and how that calls the file.
-
-    Raises
-    ------
-    ImportError
-        If a library for it is not installed, or fsspec itself.
-    """
+    """Return a URL's file system and the file's name there; raise if a library is missing."""
     try:
         from fsspec.core import url_to_fs as find
     except ImportError as error:
@@ -143,13 +90,7 @@ def url_to_fs(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def refuse_storage_options(storage_options: Mapping[str, Any] | None) -> None:
-    """Refuse options for the file system of a URL where something else is read or written.
-
-    Raises
-    ------
-    TypeError
-        If there are any.
-    """
+    """Raise if there are options for a URL's file system, but no URL."""
     if storage_options:
         raise TypeError("storage_options are for URLs")
 
@@ -164,7 +105,7 @@ def _looks_like_url(text: str) -> bool:
 
 
 def with_path(url: str, change: Callable[[str], str]) -> str:
-    """Change the path in a URL: ``a`` in ``zip://a::memory://b.zip``, without a query for HTTP."""
+    """Change the path in a URL: ``a`` in ``zip://a::memory://b.zip``; drop a query of HTTP."""
     links = url.split("::")
     i = next((i for i, link in enumerate(links) if "://" in link), 0)
     scheme, _, path = links[i].partition("://")
