@@ -1,1 +1,1 @@
-"""Saves that outlive their call."""
+"""Saves in the background, which go on after their call has returned."""

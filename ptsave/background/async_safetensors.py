@@ -20,8 +20,6 @@ from ptsave.streaming.streamed_files import SafetensorsPlan, check_safetensors
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.targets import scratch_folder
 
-__all__ = ["async_save_safetensors", "covers_its_storage"]
-
 _abandoned: list[object] = []  # memory of a parent process, which a child must not free
 
 
@@ -33,35 +31,13 @@ def async_save_safetensors(
     fsync: bool = False,
     when_full: Literal["wait", "raise"] = "wait",
 ) -> SaveFuture:
-    """Copy tensors now, and write them in the bytes of ``safetensors.torch.save_file`` later.
+    """Copy tensors now, and write them later in the bytes of ``safetensors.torch.save_file``.
 
-    Parameters
-    ----------
-    tensors : mapping of str to torch.Tensor
-        Contiguous ones, of which each is all of its storage, and no two share one.
-    path : str
-        A local file.
-    metadata : mapping of str to str
-        The ``__metadata__``.
-    fsync, when_full
-        As for :func:`ptsave.async_save`.
-
-    Returns
-    -------
-    SaveFuture
-        As of :func:`ptsave.async_save`.
-
-    Raises
-    ------
-    StagingFullError
-        If there is no room for the copies, and ``when_full="raise"``.
-    TypeError, ValueError
-        If safetensors files cannot hold such a tensor.
-    SaveError
-        If the library refuses the header.
+    Each tensor has to be contiguous and to cover a storage of its own; `path` has to be local.
+    Options, result and errors are as for :func:`ptsave.async_save`.
     """
     check_safetensors(tensors)
-    # In the file's order, so that it can be written while they are copied.
+    # In the file's order, so that the file can be written while they are copied.
     plain = {name: tensors[name].detach() for name in names_in_order(tensors)}
     live = [each for each in plain.values() if each.device.type == "cpu"]
     _, storages = pickle_object(live, pickle, 2)
@@ -82,26 +58,26 @@ def async_save_safetensors(
             fsync=fsync,
             atomic=True,
         )
-        undo.pop_all()  # `save` does it from here on
+        undo.pop_all()  # `save` releases them from here on
     background.start(save, stage_in_background=False)
     return save.future
 
 
 def covers_its_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor is all of its storage, so that a copy of that has nothing else."""
+    """Return whether a tensor covers its storage, so that a copy has nothing else."""
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _like(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """Return a tensor like another one, which is all of its storage, over another storage."""
+    """Return a tensor over a storage, with the dtype, shape and strides of another tensor."""
     copy = torch.empty(0, dtype=tensor.dtype)
     return copy.set_(storage, 0, tensor.shape, tensor.stride())
 
 
 class _PlanOfCopies:
-    """A plan whose payloads are the copies of a snapshot, and its own of what accelerators hold.
+    """A plan whose payloads are a snapshot's copies, and its own copies of accelerators' tensors.
 
-    It has what `BackgroundSave` and `FileWriter` need of a ``_C.WritePlan``.
+    It has the parts of a ``_C.WritePlan`` that `BackgroundSave` and `FileWriter` need.
     """
 
     is_pinned = False
@@ -118,7 +94,7 @@ class _PlanOfCopies:
             name: each.cpu() if each.device.type != "cpu" else _like(each, next(memory))
             for name, each in tensors.items()
         }
-        with ExitStack() as stack:  # of descriptors: payloads in memory have none
+        with ExitStack() as stack:  # for descriptors; payloads in memory have none
             sources = PayloadSources(stack, scratch_folder(path))
             plan = SafetensorsPlan(copies, path, sources, metadata)
         self._memory: object = copies
@@ -128,7 +104,7 @@ class _PlanOfCopies:
         self.is_sequential = self._plan.is_sequential
 
     def begin_staging(self, **_: object) -> None:
-        """Do nothing: what was on accelerators has been copied."""
+        """Do nothing: tensors on accelerators have been copied."""
 
     def stage(self, **_: object) -> None:
         """Do nothing: the snapshot copies."""

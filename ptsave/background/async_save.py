@@ -29,8 +29,6 @@ from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
 from ptsave.writing.targets import absolute, refuse_safetensors_name, resolve_target
 
-__all__ = ["async_save", "release_staging_memory"]
-
 
 def async_save(
     obj: object,
@@ -60,45 +58,46 @@ def async_save(
     ----------
     obj, f, pickle_module, pickle_protocol
     fsync, atomic, progress, storage_options, weights_only_check
-        As for :func:`ptsave.save`.  A relative path means the current directory of now.  A
-        file-like object must be left alone until the save has ended.
+        As for :func:`ptsave.save`.  A relative path is relative to the current directory at the
+        time of the call.  The program must not use a file-like object until the save has ended.
     staging : {"blocking", "background"}
-        The copy of the tensors.  With "blocking" they may be overwritten when the call returns;
-        with "background" when ``future.wait_staged()`` does, which the call does not wait for.
-        (Those that are not in CPU memory are copied in the call in any case.)
+        When the tensors are copied.  With "blocking" they may be overwritten when the call returns.
+        With "background" the call does not wait for the copy, and they may be overwritten when
+        ``future.wait_staged()`` returns.  Tensors outside of CPU memory are always copied in the
+        call.
     max_staged_bytes : int or None
-        Bytes that all unfinished saves together may hold.  None is
-        ``PTSAVE_MAX_STAGED_BYTES`` in the environment, or half of the memory that this process may
-        use: the machine's, or its container's limit, divided by ``LOCAL_WORLD_SIZE``.  While
-        saves are unfinished it is also at most half of what is free.
+        Bytes that all unfinished saves together may hold.  None is ``PTSAVE_MAX_STAGED_BYTES`` in
+        the environment, or half of the memory that this process may use.  That memory is the
+        machine's, or the limit of its container, divided by ``LOCAL_WORLD_SIZE``.  While saves are
+        unfinished, the limit is also at most half of the free memory.
     when_full : {"wait", "raise"}
-        If that leaves no room now: "wait" for earlier saves to be written, or "raise".
+        If there is no room now: "wait" until earlier saves are written, or "raise".
 
     Returns
     -------
     SaveFuture
-        A :class:`concurrent.futures.Future` whose result is None.  Errors of writing (disk full,
-        ...) are raised by its ``result()``; the interpreter waits for unfinished saves when it
-        exits, and warns of failures that nobody has asked for.
+        A :class:`concurrent.futures.Future` whose result is None.  Its ``result()`` raises errors
+        of writing (disk full, ...).  When the interpreter exits, it waits for unfinished saves, and
+        warns of failures that the program has not asked for.
 
     Raises
     ------
     StagingFullError
-        If there is no room and ``when_full="raise"``, or the tensors are more than
+        If there is no room and ``when_full="raise"``, or the tensors have more bytes than
         `max_staged_bytes`.  Nothing was copied.
     SaveError
-        If nothing can ever be written to `f`: its directory does not exist, it is a directory, or a
-        URL that fsspec cannot write to.
+        If `f` can never be written: its directory does not exist, it is a directory, or it is a URL
+        that fsspec cannot write to.
     ValueError
-        For an unknown option, and for formats other than torch's current one
-        (``_use_new_zipfile_serialization=False``, a storage alignment above 32 KiB): only
-        :func:`ptsave.save` writes those.  For a name that ends with ``.safetensors``.
+        For an unknown value of an option, and for a name that ends with ``.safetensors``.  Also for
+        formats that only :func:`ptsave.save` writes: ``_use_new_zipfile_serialization=False``, and
+        a storage alignment above 32 KiB.
 
     Notes
     -----
-    Memory for the copies is kept for the next save; :func:`ptsave.release_staging_memory` frees it.
-    :func:`ptsave.save` and :func:`ptsave.load` do not wait for unfinished saves.  After a fork, the
-    parent process goes on with its saves; their futures fail in the child.
+    The memory of the copies is kept for the next save; :func:`ptsave.release_staging_memory` frees
+    it.  :func:`ptsave.save` and :func:`ptsave.load` do not wait for unfinished saves.  After a
+    fork, the parent process goes on with its saves; their futures fail in the child.
 
     Examples
     --------
@@ -151,16 +150,16 @@ def async_save(
             fsync=fsync,
             atomic=atomic,
         )
-        undo.pop_all()  # `save` does it from here on
+        undo.pop_all()  # `save` releases them from here on
     background.start(save, stage_in_background=staging == "background")
     return save.future
 
 
 def release_staging_memory() -> None:
-    """Give the memory back that :func:`ptsave.async_save` keeps for the next save.
+    """Free the memory that :func:`ptsave.async_save` keeps for the next save.
 
-    Where tensors were on an accelerator, that includes the page-locked memory that torch keeps
-    after saves and loads, whoever has used it.  Copies that are not written yet stay.
+    If tensors were on an accelerator, that includes the page-locked memory that torch keeps after
+    saves and loads, also of other code.  Copies that are not written yet stay.
 
     Examples
     --------
@@ -205,4 +204,4 @@ def _copy_from_devices(sources: _C.StorageList, copies: _C.StorageList) -> None:
             if targets[i].device != source.device:
                 targets[i].copy_(source)
     finally:
-        targets.clear()  # as a traceback would keep them
+        targets.clear()  # or a traceback would keep them

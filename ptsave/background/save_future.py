@@ -11,20 +11,18 @@ from typing import Any
 
 from ptsave.errors import CheckpointWarning
 
-__all__ = ["PendingSave", "SaveFuture", "forget_failures", "report_failures"]
-
 _numbers = itertools.count()
-_unseen_failures: dict[int, str] = {}  # of futures that nobody has asked, which may be gone
+_unseen_failures: dict[int, str] = {}  # not asked for; their futures may be gone
 
 
 class SaveFuture(concurrent.futures.Future[None]):
     """The outcome of :func:`ptsave.async_save`: a future whose result is None.
 
-    ``result()`` and ``exception()`` wait for the file; ``cancel()`` takes back a save that waits
+    ``result()`` and ``exception()`` wait for the file.  ``cancel()`` takes back a save that waits
     for earlier ones, and frees its staging memory.  Callbacks run on the thread that writes, so
-    they must not wait for another save.  A failure that nobody learns of, by ``result()``,
-    ``exception()``, ``wait_staged()`` or a callback, is a :class:`CheckpointWarning` when the
-    interpreter exits.
+    they must not wait for another save.  The program learns of a failure by ``result()``,
+    ``exception()``, ``wait_staged()`` or a callback.  If it uses none of them, the failure is a
+    :class:`CheckpointWarning` when the interpreter exits.
 
     Examples
     --------
@@ -64,7 +62,7 @@ class SaveFuture(concurrent.futures.Future[None]):
 
     @property
     def nbytes_written(self) -> int:
-        """Bytes of the file that have been written so far; brought up to date every 0.1 s."""
+        """Bytes of the file that have been written so far, updated every 0.1 s."""
         return self._nbytes_written
 
     def staged(self) -> bool:
@@ -82,11 +80,11 @@ class SaveFuture(concurrent.futures.Future[None]):
         Raises
         ------
         concurrent.futures.TimeoutError
-            If they have not been copied in that time.
+            If the tensors have not been copied in that time.
         concurrent.futures.CancelledError
-            If the save was cancelled before they were.
+            If the save was cancelled before the tensors were copied.
         Exception
-            Whatever copying them has raised.
+            If copying them failed: the error of the copy.
         """
         if not self._staged.wait(timeout):
             raise concurrent.futures.TimeoutError
@@ -97,7 +95,7 @@ class SaveFuture(concurrent.futures.Future[None]):
     # ------------------------------------------------------------------------------------- outcome
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the file; raises the error of writing it."""
+        """Wait for the file, and raise the error of writing it."""
         error = self.exception(timeout)
         try:
             if error is not None:
@@ -106,7 +104,7 @@ class SaveFuture(concurrent.futures.Future[None]):
             del error, self  # they refer to each other
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the file; returns the error of writing it, or None."""
+        """Wait for the file; return the error of writing it, or None."""
         self._before_wait()
         error = super().exception(timeout)
         self._observe()
@@ -118,11 +116,11 @@ class SaveFuture(concurrent.futures.Future[None]):
         super().add_done_callback(fn)
 
     def observed(self) -> bool:
-        """Return whether somebody knows a failure, or will: has asked, or added a callback."""
+        """Return whether the program has asked for the outcome, or has added a callback."""
         return self._observed
 
     def cancel(self) -> bool:
-        """Take the save back if it has not begun to be written; returns whether it is cancelled."""
+        """Take the save back if writing it has not begun; return whether it is cancelled."""
         withdraw = self._withdraw
         if withdraw is None or not withdraw():
             return self.cancelled()
@@ -137,7 +135,7 @@ class SaveFuture(concurrent.futures.Future[None]):
         if not self._observed:
             _unseen_failures[self._number] = f"{self._target}: {exception}"
         super().set_exception(exception)
-        if self._observed:  # meanwhile
+        if self._observed:  # since the check above
             self._observe()
 
     def set_result(self, result: None) -> None:
@@ -152,7 +150,7 @@ class SaveFuture(concurrent.futures.Future[None]):
 
 
 class PendingSave(SaveFuture):
-    """The future for the threads of its save, which set how far it is."""
+    """The future as the threads of its save see it: they set how far the save is."""
 
     def join_staging(self) -> BaseException | None:
         """Wait for the copy, and return its error; called by the thread that writes."""
@@ -160,7 +158,7 @@ class PendingSave(SaveFuture):
         return self._staging_error
 
     def set_staged(self, error: BaseException | None = None) -> None:
-        """Note that no tensor is looked at any more; called by the thread that stages."""
+        """Note that the save reads no tensor any more; called by the thread that stages."""
         self._staging_error = error
         self._staged.set()
 
@@ -169,8 +167,8 @@ class PendingSave(SaveFuture):
         self._nbytes_written = nbytes
 
     def fail_in_child(self, error: BaseException) -> None:
-        """Fail in a forked process, without the threads of this save."""
-        self._observed = True  # the parent will see
+        """Fail in a forked process, which does not have the threads of this save."""
+        self._observed = True  # the parent reports the failure
         self._condition = threading.Condition()
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
@@ -182,7 +180,7 @@ class PendingSave(SaveFuture):
 
 
 def report_failures() -> None:
-    """Warn of the failures that nobody has asked for."""
+    """Warn of the failures that the program has not asked for."""
     failures = [_unseen_failures.pop(number) for number in list(_unseen_failures)]
     if failures:
         message = "saves failed, and nobody has asked for their results: " + "; ".join(failures)
@@ -190,5 +188,5 @@ def report_failures() -> None:
 
 
 def forget_failures() -> None:
-    """Leave the failures of the parent process to it."""
+    """Leave the parent's failures to the parent process."""
     _unseen_failures.clear()

@@ -1,24 +1,26 @@
 """Unfinished saves: their memory, their order, and their fate at forks and exits.
 
-* The call decides on the file's contents: pickle, layout, options of torch and the environment, the
-  directory that a relative path means.  Then storages are copied, by the call or by a lane of its
-  own (`_staging`), which a long write does not hold up.
-* One write at a time, in the order of the calls, because each uses all threads (`_writing`).  A
-  save in the lane has its memory already, so the lane never waits for room.  A callback that saves
-  again runs on the thread that makes room: it writes the next save instead of waiting.
-* The default budget has two bounds: half of the memory that this process may ever use, above which
-  a save is refused; and, while others are unfinished, half of the memory that would be free without
-  them.  The second is an estimate, so it can delay a save and never refuses one.
-* Fresh staging memory can cost more than the disk, where a virtual machine's host has taken free
-  memory back.  A copy that notices that has the file written at once, from its first byte on, as a
-  save in the foreground would be.  It goes on from the last byte towards the writer only where the
-  writer is slower.  Only files that are replaced as a whole are, because the copy may fail.
-* A traceback that somebody keeps refers to plans and snapshots, so these are told to release their
-  memory when a save ends, in whatever way.
-* Forked children do not have the pool's memory, begin with an empty queue and budget, and fail the
-  futures that they inherited.  Python's fork hooks hold the locks of lanes and budget meanwhile.
-* At exit the interpreter waits for the lanes' threads, which are no daemons, and an atexit callback
-  for saves that others' callbacks began; later saves are written by the call itself.
+* The call decides on the file's contents: pickle, layout, options of torch and the environment, and
+  the directory of a relative path.  Then storages are copied, by the call or by a lane of its own
+  (`_staging`), which a long write does not delay.
+* Saves are written one at a time, in the order of the calls, because each write uses all threads
+  (`_writing`).  A save in the lane has its memory already, so the lane never waits for room.  A
+  callback that saves again runs on the thread that makes room: it writes the next save instead of
+  waiting.
+* The default budget has two bounds.  The first is half of the memory that this process may ever
+  use; a larger save is refused.  The second counts while other saves are unfinished: half of the
+  memory that would be free without them.  It is an estimate, so it only delays saves.
+* Fresh staging memory can cost more than the disk, if a virtual machine's host has taken free
+  memory back.  A copy that notices this has the file written at once, from its first byte on, as a
+  save in the foreground would be.  The copy goes on from the last byte towards the writer, if the
+  writer is slower.  The copy may fail, so this needs a file that is replaced as a whole.
+* A traceback may keep plans and snapshots alive, so they are told to release their memory when a
+  save ends, in whatever way.
+* Forked children do not have the pool's memory.  They begin with an empty queue and budget, and
+  fail the futures that they inherited.  Meanwhile Python's fork hooks hold the locks of lanes and
+  budget.
+* At exit the interpreter waits for the lanes' threads, which are no daemons.  An atexit callback
+  waits for saves that other callbacks began; later saves are written by their call.
 """
 
 from __future__ import annotations
@@ -43,15 +45,6 @@ from ptsave.support import config, memory_limits
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.writing.targets import TargetWriter, is_url_file, name_of
 
-__all__ = [
-    "BackgroundSave",
-    "default_limit_nbytes",
-    "release_own",
-    "reserve",
-    "start",
-    "writes_held_back",
-]
-
 _FORKED = (
     "this process was forked while the save was unfinished: the parent process writes the file, "
     "and only its future tells the outcome"
@@ -66,8 +59,8 @@ _unfinished: dict[PendingSave, BackgroundSave] = {}
 
 
 class _Progress:
-    # Not a method of the save: it would be in a cycle with its writer, and keep the target until
-    # the garbage collector comes by.
+    # Not a method of the save: a cycle of save and writer would keep the target until the garbage
+    # collector runs.
     def __init__(self, future: PendingSave) -> None:
         self._future = future
         self.bar: ProgressCallback | None = None
@@ -81,20 +74,8 @@ class _Progress:
 class BackgroundSave:
     """One save, from its staging to its end.
 
-    Parameters
-    ----------
-    plan : _C.WritePlan
-        The archive, with the storages of `snapshot`.
-    snapshot : _C.Snapshot
-        Copies of the storages, without their bytes yet.
-    reservation : Reservation
-        The room for them.
-    target : str, UrlTarget or file-like
-        An absolute path, a URL, or an object with ``write``.
-    show_progress : bool
-        Whether to show a progress bar.
-    **options : Any
-        For :class:`ptsave.writing.targets.TargetWriter`.
+    `snapshot` has copies of the storages, still without bytes, and `plan` is the archive of these
+    copies.  `target` is an absolute path, a URL, or an object with ``write``.
     """
 
     def __init__(
@@ -131,7 +112,7 @@ class BackgroundSave:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it goes to a URL."""
+        """Whether the file goes to a URL."""
         return is_url_file(self._target)
 
     # ------------------------------------------------------------------------------------- staging
@@ -152,7 +133,7 @@ class BackgroundSave:
             if self._is_followed:
                 self.future.set_staged(error)
                 if not self.future.cancel():
-                    self.future.exception()  # the write ends, which has lost its tensors
+                    self.future.exception()  # wait for the write, which has lost its tensors
             else:
                 self._release()
             raise
@@ -160,11 +141,11 @@ class BackgroundSave:
             self._copier = None
             self._may_write.set()
         if not self._is_followed:
-            self._snapshot.release()  # the plan has the copies, and nothing has the tensors
+            self._snapshot.release()  # the plan has the copies
         self.future.set_staged()
 
     def _write_meanwhile(self) -> bool:
-        """Have the file written while its storages are copied, if the target allows it."""
+        """Write the file while its storages are copied, if the target allows it."""
         if _writing.closed or _writing.runs_here():
             return False
         if not self._writer.follow(self._snapshot, self._target):
@@ -176,7 +157,7 @@ class BackgroundSave:
         return self._is_followed
 
     def queue(self) -> None:
-        """Have the file written after those before it."""
+        """Have the file written after the files before it."""
         if self.is_queued:
             return
         self.is_queued = True
@@ -186,7 +167,7 @@ class BackgroundSave:
         _writing.put(self.write)
 
     def stage_in_background(self) -> None:
-        """Copy the storages, and set the outcome for those who wait for it."""
+        """Copy the storages, and set the outcome of the copy on the future."""
         try:
             self.stage()
         except BaseException as error:
@@ -199,9 +180,9 @@ class BackgroundSave:
     # ------------------------------------------------------------------------------------- writing
 
     def write(self) -> None:
-        """Write the file, and set the outcome, a success or an error, for those who wait for it.
+        """Write the file, and set the outcome of the save on the future.
 
-        Called again after a MemoryError, it completes the steps that are still missing.
+        Called again after a MemoryError, this completes the steps that are missing.
         """
         if self.future.done() and not self.future.cancelled():
             _unfinished.pop(self.future, None)
@@ -235,7 +216,7 @@ class BackgroundSave:
         except BaseException:  # a callback wants to end the thread, which has more to do
             _log.exception("calling the callbacks of %r", self.future)
         finally:
-            _unfinished.pop(self.future, None)  # not before: a forked process must find it
+            _unfinished.pop(self.future, None)  # only now: a forked process must find it
             staging_error = error = None  # they refer to this frame
         if self._is_followed:
             _populate_pool()
@@ -263,7 +244,7 @@ class BackgroundSave:
         """Undo a start that was interrupted, unless the file is being written already."""
         if self.future.cancel() or not concurrent.futures.Future.cancel(self.future):
             return
-        # Neither lane may have it, but each may: nothing is copied or written from here on.
+        # Each lane may have the save, or not: from here on nothing is copied or written.
         _unfinished.pop(self.future, None)
         self._withdrawn = True
         with self._copying:
@@ -277,14 +258,14 @@ class BackgroundSave:
         self._reservation.release()
 
     def _release(self) -> None:
-        # Not left to the reference counts: a traceback that somebody keeps refers to all of this.
+        # Not left to the reference counts: a traceback may keep all of this alive.
         self._snapshot.release()
         self._plan.release()
         self._reservation.release()
 
 
 def default_limit_nbytes() -> int:
-    """Return half of the memory that this process may use, with other ranks and its container."""
+    """Return half of the memory that this process may use, given other ranks and its container."""
     return memory_limits.share_nbytes(config.local_world_size()) // 2
 
 
@@ -293,8 +274,8 @@ def reserve(
 ) -> Reservation:
     """Reserve room for a copy of `nbytes`: see :meth:`StagingBudget.reserve`.
 
-    Without a limit it is `default_limit_nbytes`, and while other saves hold some, also half of the
-    memory that is free.
+    Without `limit` it is `default_limit_nbytes`.  While other saves hold memory, all saves together
+    then also get at most half of the free memory.
     """
     if wait and _held:
         try:
@@ -314,14 +295,14 @@ def reserve(
 
 
 def _room_nbytes() -> int:
-    """Return half of the memory that would be free if nothing were staged: the rest is not ours."""
+    """Return half of the memory that would be free without staging; others get the rest."""
     staged_nbytes = _C.staging_statistics()["mapped_nbytes"]
     available_nbytes = memory_limits.available_nbytes() // config.local_world_size()
     return (staged_nbytes + available_nbytes) // 2
 
 
 def _shrink_pool(nbytes: int) -> None:
-    """Free the memory that the pool keeps for later saves if it leaves too little for others."""
+    """Free the memory that the pool keeps for later saves, if others have too little."""
     pool = _C.staging_statistics()
     kept_nbytes = pool["mapped_nbytes"] - pool["used_nbytes"]
     if kept_nbytes > nbytes and pool["mapped_nbytes"] > _room_nbytes():
@@ -329,7 +310,7 @@ def _shrink_pool(nbytes: int) -> None:
 
 
 def _populate_pool() -> None:
-    """Fetch the staging memory that a save did without, for the next one."""
+    """Fetch the staging memory that a save did without, for the next save."""
 
     def stop_if_waited_for(_nbytes: int) -> None:
         if _writing.is_waited_for():
@@ -340,7 +321,7 @@ def _populate_pool() -> None:
 
 
 def start(save: BackgroundSave, *, stage_in_background: bool) -> None:
-    """Stage a save, or let that be done, and have it written after those before it."""
+    """Stage a save, now or in the background, and have it written after the saves before it."""
     try:
         if stage_in_background:
             _unfinished[save.future] = save
@@ -352,22 +333,23 @@ def start(save: BackgroundSave, *, stage_in_background: bool) -> None:
         save.abandon()
         raise
     if _writing.closed:
-        report_failures()  # there is no later moment
+        report_failures()  # nothing runs after this at exit
 
 
 @contextmanager
 def writes_held_back() -> Iterator[Callable[[], object]]:
-    """Let saves that begin in the block be written after it, so that none slows down their copies.
+    """Write saves that begin in the block only after it, so that none slows down their copies.
 
-    Yields a function that lets them be written at once: for a call that waits for the memory of
-    others, which only their end frees.  The thread of the block lets them when it waits for one.
+    Yields a function that lets them be written at once, for a call that waits for memory: only the
+    end of these saves frees it.  The block's thread also lets them be written when it waits for one
+    of them.
     """
     released = threading.Event()
     held = threading.get_ident(), released
     owner = threading.current_thread()
 
     def wait() -> None:
-        if threading.current_thread() is not owner:  # which writes if no thread can be started
+        if threading.current_thread() is not owner:  # the owner writes if no thread can be started
             released.wait()
 
     _held.append(held)
@@ -379,11 +361,11 @@ def writes_held_back() -> Iterator[Callable[[], object]]:
         _held.remove(held)
 
 
-_held: list[tuple[int, threading.Event]] = []  # the threads of such blocks
+_held: list[tuple[int, threading.Event]] = []  # the threads of these blocks
 
 
 def release_own() -> None:
-    """Let the writes go on that this thread holds back, because it is going to wait for them."""
+    """Release the writes that this thread holds back, because it is going to wait for them."""
     for ident, released in list(_held):
         if ident == threading.get_ident():
             released.set()
@@ -391,12 +373,12 @@ def release_own() -> None:
 
 @functools.cache
 def _wait_before_executors_end() -> None:
-    """Let the interpreter's exit wait for saves while clients of servers still work.
+    """Make the interpreter's exit wait for saves while clients of servers still work.
 
-    They look up hosts in executors, which take nothing more once the exit has begun, long before
-    the threads of the lanes are waited for.  The last to be registered is the first to be called.
+    The clients look up hosts in executors, which accept nothing once the exit has begun, long
+    before the exit waits for the lanes.  The callback that was registered last is called first.
     """
-    register = getattr(threading, "_register_atexit", None)  # of Python itself, for its executors
+    register = getattr(threading, "_register_atexit", None)  # Python has it for its executors
     if register is not None:
         with suppress(RuntimeError):  # the exit has begun
             register(_wait_for_remote_saves)
@@ -406,7 +388,7 @@ def _wait_for_remote_saves() -> None:
     for future, save in list(_unfinished.items()):
         if save.is_remote:
             with suppress(concurrent.futures.CancelledError):
-                # Not the future's own method: then somebody would count as knowing the outcome.
+                # Not the future's own method, which would count as observing the outcome.
                 concurrent.futures.Future.exception(future)
 
 

@@ -1,4 +1,4 @@
-"""A budget of bytes that may be staged and not yet written."""
+"""A budget of bytes that may be staged before they are written."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from collections.abc import Callable
 
 from ptsave.errors import StagingFullError
 
-__all__ = ["Reservation", "StagingBudget"]
-
 _NBYTES_WITHOUT_LOOKING = 32 << 20
 
 
 class Reservation:
-    """A part of the budget, until it is released or nobody refers to it any more."""
+    """A part of the budget, held until it is released or garbage-collected."""
 
     def __init__(self, budget: StagingBudget, number: int) -> None:
         self._budget = budget
         self._number = number
 
     def release(self) -> None:
-        """Give it back, if that has not been done yet."""
+        """Give the bytes back, if that has not been done yet."""
         self._budget.release(self._number)
 
     def __del__(self) -> None:
@@ -31,16 +29,16 @@ class Reservation:
 
 
 class StagingBudget:
-    """Bytes that unfinished saves have staged; those that wait for room get it in their order."""
+    """Bytes that unfinished saves have staged; saves that wait for room get it in order."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, in a forked process: the staged bytes are the parent's."""
+        """Start afresh in a forked process: the staged bytes are the parent's."""
         self.changed = threading.Condition()
-        self._held: dict[int, int] = {}  # bytes, by the numbers of reservations
+        self._held: dict[int, int] = {}  # bytes, by the reservation's number
         self._waiting: deque[int] = deque()
 
     def reserve(
@@ -53,29 +51,15 @@ class StagingBudget:
         room: Callable[[], int] | None = None,
         option: str = "max_staged_bytes",
     ) -> Reservation:
-        """Reserve room for `nbytes`.
+        """Reserve room for `nbytes`; all reservations together have at most `limit` bytes.
 
-        Parameters
-        ----------
-        nbytes, limit : int
-            This reservation, and the limit of all reservations together, in bytes.
-        wait : bool
-            Whether to wait for room, or to raise.
-        help_out : callable or None
-            For the thread that makes room: does a part of that instead of waiting, and returns
-            whether there was anything to do.  Such a call comes before those that wait, because it
-            may have been made by one of them.
-        room : callable or None
-            Returns how much all reservations together may be as memory is now, in bytes.  It is an
-            estimate, which can delay a reservation: without any other there is nothing to wait for,
-            and only `limit` counts.
-        option : str
-            The argument that sets the limit, for messages.
+        `help_out` is for a call on the thread that makes room.  It does a part of that work instead
+        of waiting, and returns whether there was any.  Such a call goes before calls that wait,
+        because a waiting call may have made it.
 
-        Raises
-        ------
-        StagingFullError
-            If there is no room, and `wait` is false or there never will be.
+        `room` returns how many bytes all reservations may have as memory is now.  That is an
+        estimate, so it can only delay a reservation: without other reservations, only `limit`
+        counts.  `option` is the argument that sets the limit, for messages.
         """
         if nbytes > limit:
             raise StagingFullError.too_large(nbytes, limit, option)
@@ -96,7 +80,7 @@ class StagingBudget:
                 self._waiting.appendleft(number)
             while not self._take_turn(number, nbytes, limit, room, block=help_out is None):
                 if help_out is not None and not help_out():
-                    time.sleep(0.02)  # another thread is staging a save that it will hand over then
+                    time.sleep(0.02)  # another thread is staging a save and will hand it over
         finally:
             with self.changed:
                 if number in self._waiting:
@@ -120,7 +104,7 @@ class StagingBudget:
 
     def _limit_now(self, nbytes: int, limit: int, room: Callable[[], int] | None) -> int:
         held_nbytes = self._held_nbytes()
-        # Looking takes longer than a small copy.
+        # Looking at the memory takes longer than a small copy.
         if room is None or held_nbytes == 0 or held_nbytes + nbytes <= _NBYTES_WITHOUT_LOOKING:
             return limit
         return min(limit, room())

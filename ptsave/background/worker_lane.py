@@ -1,4 +1,4 @@
-"""Runs calls one after another, on a thread that exists only while there are some."""
+"""Runs calls one after another, on a thread that exists only while there are calls."""
 
 from __future__ import annotations
 
@@ -8,38 +8,28 @@ from collections.abc import Callable
 
 from ptsave.support.threads import Call, Thread, run_all
 
-__all__ = ["WorkerLane"]
-
 
 class WorkerLane:
     """Runs calls in the order in which they were put.
 
-    The thread is started for the first call and ends after the last one.  It is no daemon, so the
-    interpreter waits for it when it exits.  Where none can be started (out of threads or memory, or
-    the interpreter has waited already), the calls run on the thread that puts them.
-
-    Parameters
-    ----------
-    name : str
-        Name of the thread.
+    The thread starts for the first call and ends after the last one.  It is no daemon, so the
+    interpreter waits for it at exit.  If no thread can be started (no threads or memory left, or
+    the interpreter has already waited), a call runs on the thread that puts it.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.closed = False  # no more thread is started
+        self.closed = False  # no thread is started any more
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, in a forked process: the thread is not there, and the calls are not ours."""
+        """Start afresh in a forked process: thread and calls are the parent's."""
         self.changed = threading.Condition()
         self._calls: deque[Call] = deque()
         self._thread: threading.Thread | None = None
 
     def put(self, call: Call) -> None:
-        """Add a call.
-
-        It must not raise anything but MemoryError, and is called again if it does.
-        """
+        """Add a call, which may raise only MemoryError, and is called again if it does."""
         thread = Thread(self._run_on_thread, self._name)
         try:
             with self.changed:
@@ -63,7 +53,7 @@ class WorkerLane:
         return True
 
     def withdraw(self, call: Call) -> bool:
-        """Take a call back; returns whether it had not begun yet."""
+        """Take a call back, and return whether it had not begun."""
         with self.changed:
             if call not in self._calls:
                 return False
@@ -71,7 +61,7 @@ class WorkerLane:
             return True
 
     def is_waited_for(self) -> bool:
-        """Return whether other calls, or the end of the process, wait for the current one."""
+        """Return whether other calls, or the end of the process, wait for the current call."""
         return self.closed or bool(self._calls) or not threading.main_thread().is_alive()
 
     def runs_here(self) -> bool:
@@ -79,7 +69,7 @@ class WorkerLane:
         return self._thread is threading.current_thread()
 
     def run_next(self) -> bool:
-        """Run the next call within the one that is running; returns whether there was any."""
+        """Run the next call inside the running call, and return whether there was one."""
         with self.changed:
             call = self._calls.popleft() if self._calls else None
         if call is not None:
@@ -87,11 +77,11 @@ class WorkerLane:
         return call is not None
 
     def finish(self) -> None:
-        """Wait until there is nothing to do; whatever comes later runs where it is put."""
+        """Wait until there is nothing to do; later calls run on the thread that puts them."""
         with self.changed:
             self.closed = True
             self.changed.wait_for(lambda: self._thread is None)
-        self._run()  # calls that a thread has left that was ended by force
+        self._run()  # calls left by a thread that was ended by force
 
     def _run_on_thread(self, begun: Callable[[], None]) -> None:
         begun()
