@@ -1,1 +1,1 @@
-"""Archives to which entries are added one at a time, while the program goes on."""
+"""Archives to which a program adds entries one at a time, while it goes on."""

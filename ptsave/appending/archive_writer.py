@@ -1,8 +1,8 @@
 """`ArchiveWriter`: an archive to which entries are added while the program goes on.
 
-Each group of entries is pickled and its storages are copied in the call; the file is written by a
-thread.  Every batch ends with a record of its own pickles, `.journal/<i>`, from which what a killed
-process leaves can be read; `data.pkl` is all of them, one behind the other.
+The call pickles a group of entries and copies its storages, and a thread writes the file.  Every
+batch ends with a record of its own pickles, `.journal/<i>`, so that the file of a killed process
+can be read.  `data.pkl` is all of these pickles, one behind the other.
 """
 
 from __future__ import annotations
@@ -41,23 +41,21 @@ from ptsave.writing.targets import (
     root_for_path,
 )
 
-__all__ = ["ArchiveWriter", "MeasuringWriter", "WhenFull"]
-
 WhenFull: TypeAlias = Literal["wait", "drop", "raise"]
 _WHEN_FULL = get_args(WhenFull)
 
 _SLACK_NBYTES = 64 << 10  # of chunks that come from accelerators: see writing/targets.py
-# Reserved at once, if that is no more than a quarter of the budget: to look at the system's memory
-# takes longer than to copy an entry.
+# Reserved at once, but at most a quarter of the budget: looking at the system's memory takes longer
+# than copying an entry.
 _ROOM_NBYTES = 128 << 20
-_BUFFERS_PART = 8  # of the budget, its reciprocal: the buffers come on top of it
+_BUFFERS_PART = 8  # the buffers take 1/8 of the budget, on top of it
 _MIN_CHUNK_NBYTES = 256 << 10
 _FORKED = (
     "this process was forked while the archive was being written: only the parent process can add "
     "to it"
 )
 
-# Where the first entries of a batch may find room, though not all of them do.
+# Errors after which the first entries of a batch may still find room.
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _log = logging.getLogger(__name__)
@@ -76,10 +74,10 @@ class ArchiveWriter:
     path : str or os.PathLike
         The file, which is replaced as a whole by :meth:`close`.
     fsync : bool, default False
-        Whether :meth:`flush` and :meth:`close` wait until everything would survive a loss of power.
+        Whether :meth:`flush` and :meth:`close` wait until everything would survive power loss.
     max_memory_bytes : int or str, optional
-        Bytes, ``"8GB"`` for example, of values that may wait to be written, those of unfinished
-        saves in the background included.  The default is that of :func:`ptsave.async_save`.
+        Bytes of values that may wait to be written, for example ``"8GB"``.  Unfinished saves in the
+        background count, too.  The default is that of :func:`ptsave.async_save`.
     when_full : {"wait", "drop", "raise"}
         For entries that find no room: wait for others to be written, leave them out, or raise.
 
@@ -94,17 +92,17 @@ class ArchiveWriter:
 
     Notes
     -----
-    A storage that several entries have in common, also of different calls, is written once, as long
-    as it is alive and torch's count of changes (`Tensor._version`) has not moved.  Changes that
-    torch does not count, through ``tensor.data`` or a NumPy array, are not seen:
-    :meth:`forget_storages` has everything written anew.
+    A storage that several entries share, also in different calls, is written once.  That holds as
+    long as the storage is alive and torch's count of changes (`Tensor._version`) stays the same.
+    Changes that torch does not count, through ``tensor.data`` or a NumPy array, are not seen:
+    call :meth:`forget_storages` to write everything anew.
 
-    A process that is killed leaves ``.<name>.<16 hex digits>.ptsave`` in the directory:
-    ``ptsave.open(leftover, recover=True)`` reads the entries that were written.  Those that were
-    still in memory, at least of the last 50 ms, are lost.  The next writer of the same path leaves
-    it there, and removes it when its own file is complete; so does a save to that path.
+    A killed process leaves ``.<name>.<16 hex digits>.ptsave`` in the directory.
+    ``ptsave.open(leftover, recover=True)`` reads the entries that were written.  Entries that were
+    still in memory, at least those of the last 50 ms, are lost.  The next writer of the same path,
+    or a save to it, removes the leftover when its own file is complete.
 
-    A writer that was not closed when the interpreter exits is closed then.  After a fork the parent
+    A writer that is still open when the interpreter exits is closed then.  After a fork the parent
     process goes on; in the child each method raises RuntimeError.
 
     Examples
@@ -140,7 +138,7 @@ class ArchiveWriter:
         self._failure: BaseException | None = None
         self._names: set[str] = set()
         self._storages = _C.NumberedStorages()
-        self._journals: list[tuple[int, int]] = []  # places of the pickles in the file
+        self._journals: list[tuple[int, int]] = []  # where the pickles are in the file
         target = replaceable_file(self._path)
         try:
             self._archive = _C.AppendedArchive(
@@ -169,26 +167,26 @@ class ArchiveWriter:
         value : object
             A tensor, or any object that :func:`torch.save` takes.
         copy : bool, default True
-            Whether the entry has the values of now.  False promises that they do not change until
-            they are written: tensors are kept instead of copied.
+            Whether the entry gets the values at the time of the call.  False promises that the
+            values do not change until they are written: tensors are kept instead of copied.
         when_full : {"wait", "drop", "raise"} or None
-            As for the writer, for this entry; None is as the writer does.
+            As for the writer, but for this entry; None is the writer's choice.
 
         Returns
         -------
         bool
-            Whether it was added; False only with ``when_full="drop"``.
+            Whether the entry was added; False only with ``when_full="drop"``.
 
         Raises
         ------
         ValueError
             If there is an entry of that name, or the writer is closed.
         StagingFullError
-            If there is no room, with ``when_full="raise"``; or with "wait", if there never will be.
+            If there is no room with ``when_full="raise"``, or never will be any with "wait".
         SaveError
-            If the file could not be written: the error of the thread, at each call from then on.
+            If the file could not be written: the thread's error, in this and each later call.
         Exception
-            Whatever pickling the value raises; nothing was added then.
+            If pickling the value failed: the error of pickling.  Nothing was added.
         """
         return self._add({name: value}, copy, when_full)
 
@@ -204,9 +202,9 @@ class ArchiveWriter:
         Parameters
         ----------
         entries : mapping of str to object
-            Values by name.  Objects that they have in common stay common.
+            Values by name.  Objects that they share stay shared.
         copy, when_full
-            As for :meth:`add`, and so are results and errors.
+            As for :meth:`add`, and so are the result and the errors.
         """
         if not isinstance(entries, Mapping):
             raise TypeError(
@@ -267,7 +265,7 @@ class ArchiveWriter:
                 raise ValueError(f"{self._path}: there is an entry {name!r} already")
 
     def _batch_for(self, nbytes: int, when_full: WhenFull) -> Batch | None:
-        """Return a batch with room for so many bytes; None if they are to be dropped."""
+        """Return a batch with room for `nbytes`; None if the entries are to be dropped."""
         batch = self._queue.begin(nbytes)
         if batch is not None:
             return batch
@@ -275,7 +273,7 @@ class ArchiveWriter:
         if self._max_nbytes is not None:
             room_nbytes = min(room_nbytes, self._max_nbytes // 4)
         wanted = max(nbytes, room_nbytes)
-        for each in {wanted: None, nbytes: None}:  # without a second look if they are the same
+        for each in {wanted: None, nbytes: None}:  # only once if they are the same
             reservation = self._reserve_now(each)
             if reservation is not None:
                 return self._queue.begin_with(reservation, each)
@@ -310,7 +308,7 @@ class ArchiveWriter:
             raise
 
     def _write_beginning(self, batch: Batch) -> None:
-        """Write those of the first entries that there is room for on a full disk."""
+        """Write as many of the first entries as a full disk has room for."""
         n_groups = batch.engine.n_groups // 2
         with suppress(OSError):
             disk = os.statvfs(os.path.dirname(self._target))
@@ -319,10 +317,10 @@ class ArchiveWriter:
             with suppress(OSError):
                 self._write_groups(batch, n_groups)
                 return
-            n_groups //= 2  # of quotas and limits of a file nobody tells how much is left
+            n_groups //= 2  # the room of a quota or a file's size limit is unknown
 
     def _write_groups(self, batch: Batch, n_groups: int) -> None:
-        if not n_groups:  # of a batch whose only entry could not be copied
+        if not n_groups:  # the batch's only entry could not be copied
             return
         direct = (
             self._limits.direct_io
@@ -349,14 +347,14 @@ class ArchiveWriter:
         self._journals.append(journal)
 
     def _chunk_nbytes(self, n_threads: int) -> int:
-        """Return the size of a thread's buffer: all of them are a small part of the budget."""
+        """Return the size of a thread's buffer; all buffers are a small part of the budget."""
         nbytes = self._limits.write_chunk_nbytes
         if self._max_nbytes is not None:
             nbytes = min(nbytes, self._max_nbytes // (_BUFFERS_PART * max(n_threads, 1)))
         return max(nbytes, _MIN_CHUNK_NBYTES)
 
     def flush(self) -> None:
-        """Wait until everything that was added is in the file, and with `fsync` on the disk.
+        """Wait until all added entries are in the file, and with `fsync` on the disk.
 
         Raises
         ------
@@ -375,14 +373,14 @@ class ArchiveWriter:
                     raise self._fail(error) from None
 
     def close(self) -> None:
-        """Complete the file and put it in its place; closing twice is allowed.
+        """Complete the file and move it to its path; closing twice is allowed.
 
         Raises
         ------
         SaveError
             If anything could not be written.  The temporary file stays if it has entries, and the
-            message names it or says that there are none.  Of a full disk it has the first ones, as
-            many as there was room for.
+            message names it or says that it has none.  If the disk was full, it has as many of the
+            first entries as there was room for.
         """
         self._refuse_forked()
         with self._adding:
@@ -418,7 +416,7 @@ class ArchiveWriter:
         )
 
     def _keep(self) -> None:
-        """Give up, but for entries that are in the temporary file."""
+        """Give up, but keep entries that are in the temporary file."""
         if self._journals:
             self._archive.keep()
         else:
@@ -431,7 +429,7 @@ class ArchiveWriter:
         _open_writers.discard(self)
 
     def forget_storages(self) -> None:
-        """Write the storages of all later entries anew, whatever earlier ones have of them."""
+        """Write the storages of all later entries anew, even if the file has them already."""
         self._refuse_forked()
         with self._adding:
             self._storages.forget()
@@ -440,12 +438,12 @@ class ArchiveWriter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes written so far, and of values that wait to be written."""
+        """Bytes written so far, plus the bytes of values that wait to be written."""
         return self._archive.nbytes + self._queue.waiting_nbytes
 
     @property
     def temporary_path(self) -> str:
-        """The file that has the entries until :meth:`close`; "" once there is none."""
+        """The file that has the entries until :meth:`close`; "" if there is none."""
         name = os.fsdecode(self._archive.temporary_name)
         return os.path.join(os.path.dirname(self._target), name) if name else ""
 
@@ -456,7 +454,7 @@ class ArchiveWriter:
 
     @property
     def closed(self) -> bool:
-        """Whether it has been closed or aborted."""
+        """Whether the writer has been closed or aborted."""
         return self._closed
 
     def __enter__(self) -> ArchiveWriter:
@@ -490,7 +488,7 @@ class ArchiveWriter:
             raise self._failure
 
     def _fail(self, error: BaseException) -> BaseException:
-        """Return the error to raise, which says where the entries are that are written."""
+        """Return the error to raise, which says where the written entries are."""
         if isinstance(error, OSError):
             failure = SaveError.from_os_error(error, self._path)
             leftover = self.temporary_path
@@ -515,25 +513,21 @@ class ArchiveWriter:
 
 
 class MeasuringWriter(ArchiveWriter):
-    """The writer of a capture, which has more to add than a public name should promise."""
+    """The writer of a capture, with methods that a public class should not promise."""
 
     def add_of_any_size(self, name: str, value: object, *, when_full: WhenFull) -> bool:
-        """Add an entry that may be larger than the budget, which it then gets all of.
+        """Add an entry; if it is larger than the budget, it gets the whole budget.
 
-        Arguments and results are as of :meth:`add` with ``copy=False``; "wait" always ends.
+        Arguments and result are those of :meth:`add` with ``copy=False``; "wait" always ends.
         """
         return self._add({name: value}, False, when_full, max_room_nbytes=self._max_nbytes)
 
     def add_measured(self, name: str, tensor: Tensor) -> tuple[bool, tuple[Any, ...] | None]:
         """Add a tensor as it is now, and take its statistics while it is copied.
 
-        Returns
-        -------
-        added : bool
-            As of :meth:`add`, and so are the errors.
-        statistics : tuple or None
-            The fields of `ptsave.tree.capture_schema.Statistics`; None if they have to be taken
-            apart: it is not all of its storage, or that is in the file already.
+        The statistics are the fields of `ptsave.tree.capture_schema.Statistics`.  They are None,
+        and have to be taken separately, if the tensor is not all of its storage or the file has the
+        storage already.
         """
         found: list[tuple[Any, ...] | None] = []
         added = self._add({name: tensor}, True, None, measured=tensor, found=found)

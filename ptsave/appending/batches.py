@@ -1,7 +1,7 @@
 """Batches of entries on their way to the file, and the thread that writes them.
 
-A batch collects entries while the one before is written, so that many small ones become one large
-write; it goes out when it is large, or after a moment.  The thread exists while there is
+A batch collects entries while the batch before it is written, so that many small entries become one
+large write.  It is written when it is large, or after a moment.  The thread exists while there is
 work, and a moment longer.
 """
 
@@ -16,13 +16,11 @@ from ptsave import _C
 from ptsave.background.staging_budget import Reservation
 from ptsave.support.threads import PAUSE, Thread
 
-__all__ = ["Batch", "BatchQueue"]
-
-# A batch of this size, or of half the budget, is not kept waiting, and another one begins.  Below
-# it a burst of entries, as of one step of a training, is only copied: to write beside it would take
-# its cores.  Between two batches the disk has nothing to do, so they are large.
+# A batch of this size, or of half the budget, is written at once, and another batch begins.  A
+# smaller burst of entries, such as a training step's, is only copied: a write at the same time
+# would take cores from it.  Between two batches the disk has nothing to do, so batches are large.
 _MAX_NBYTES = 256 << 20
-_MAX_AGE = 0.05  # seconds that a small batch waits for more
+_MAX_AGE = 0.05  # seconds that a small batch waits for more entries
 _LINGER = 0.2  # seconds without work after which the thread ends
 _SLAB_NBYTES = 32 << 20
 _MIN_SLAB_NBYTES = 64 << 10
@@ -31,14 +29,7 @@ _MIN_SLAB_NBYTES = 64 << 10
 class Batch:
     """Entries that are written together, and the part of the budget that they hold.
 
-    Attributes
-    ----------
-    engine : _C.AppendBatch
-        Their records.
-    nbytes : int
-        Bytes of their values and pickles.
-    n_entries : int
-        Their number.
+    `engine` has their records; `nbytes` counts the bytes of their values and pickles.
     """
 
     def __init__(self, slab_nbytes: int) -> None:
@@ -55,13 +46,13 @@ class Batch:
         self.room_nbytes += nbytes
 
     def use(self, nbytes: int, reserved_nbytes: int, n_entries: int) -> None:
-        """Count entries that have been added to the records, and the room that they take."""
+        """Count entries that were added to the records, and the room that they take."""
         self.nbytes += nbytes
         self.room_nbytes -= reserved_nbytes
         self.n_entries += n_entries
 
     def release(self) -> None:
-        """Let go of the memory."""
+        """Release the memory and the reservations."""
         self.engine.release()
         for reservation in self._reservations:
             reservation.release()
@@ -70,17 +61,9 @@ class Batch:
 class BatchQueue:
     """Batches in the order in which they are written.
 
-    Parameters
-    ----------
-    write : callable
-        Writes a batch, on the thread of the queue.  After an error nothing more is written.
-    max_nbytes : int or None
-        Bytes of all batches together, of which the last piece of memory of each is a small part.
-
-    Attributes
-    ----------
-    failure : BaseException or None
-        The first error of `write`.
+    `write` writes a batch, on the thread of the queue.  After its first error, `failure`, nothing
+    more is written.  `max_nbytes` bounds all batches together; a batch takes memory in small parts
+    of it.
     """
 
     def __init__(self, write: Callable[[Batch], None], max_nbytes: int | None) -> None:
@@ -94,14 +77,14 @@ class BatchQueue:
         self._changed = threading.Condition()
         self._batches: deque[Batch] = deque()
         self._is_writing = False
-        self._is_urgent = False  # somebody waits
-        self._is_filling = False  # the last batch, at this moment
+        self._is_urgent = False  # a caller waits
+        self._is_filling = False  # entries are being added to the last batch
         self._thread: Thread | None = None
 
     # --------------------------------------------------------- for adding: one thread at a time
 
     def begin(self, nbytes: int) -> Batch | None:
-        """Return the batch to add to, if that has room for so many bytes; `end` must follow."""
+        """Return the batch to add to, if it has room for `nbytes`; `end` must follow."""
         with self._changed:
             if not self._batches:
                 return None
@@ -112,7 +95,7 @@ class BatchQueue:
             return batch
 
     def begin_with(self, reservation: Reservation, nbytes: int) -> Batch:
-        """Return a batch to add to, which gets the reservation; `end` must follow."""
+        """Return a batch to add to, which holds the reservation; `end` must follow."""
         with self._changed:
             if not self._batches or self._batches[-1].nbytes > self._full_nbytes:
                 self._batches.append(Batch(self._slab_nbytes))
@@ -135,14 +118,14 @@ class BatchQueue:
         try:
             thread.start()
         except (RuntimeError, MemoryError):
-            self._thread = None  # no thread to be had: `drain` writes
+            self._thread = None  # no thread can be started: `drain` writes
         except BaseException:
             if thread.ident is None:
                 self._thread = None  # interrupted before it has begun
             raise
 
     def hurry(self) -> None:
-        """Write what there is, because somebody waits for room."""
+        """Have all batches written now, because a caller waits for room."""
         with self._changed:
             self._is_urgent = True
             self._changed.notify_all()
@@ -158,7 +141,7 @@ class BatchQueue:
             self._is_urgent = False
 
     def drop(self) -> None:
-        """Forget what has not been written, and wait for what is being written."""
+        """Forget batches that are not written yet, and wait for the batch that is."""
         with self._changed:
             dropped = list(self._batches)
             self._batches.clear()
@@ -196,7 +179,7 @@ class BatchQueue:
                 time.sleep(PAUSE)
 
     def _take(self) -> Batch | None:
-        """Wait for a batch to write; None if there is none for a while: then the thread is gone."""
+        """Wait for a batch to write; return None, to end the thread, if none comes for a while."""
         idle_until = time.monotonic() + _LINGER
         with self._changed:
             while True:
@@ -211,7 +194,7 @@ class BatchQueue:
             return self._batches.popleft()
 
     def _pause(self, idle_until: float) -> float:
-        """Return how many seconds the first batch, or the end of the thread, is off."""
+        """Return the seconds until the first batch is due, or until the thread should end."""
         if not self._batches:
             return idle_until - time.monotonic()
         batch = self._batches[0]
@@ -237,7 +220,7 @@ class BatchQueue:
                 self._changed.notify_all()
 
     def _write_all(self) -> None:
-        """Write everything on this thread, because there is no other."""
+        """Write everything on this thread, because no other thread could be started."""
         while True:
             with self._changed:
                 if not self._batches or self._is_filling:

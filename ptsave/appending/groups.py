@@ -1,8 +1,8 @@
 """Pickles groups of entries so that their pickles, one behind the other, are one of a dict.
 
-The pickle of a dict with ``k`` and ``v`` is ``HEAD k v SETITEM .``; behind its head, without the
-full stop, it adds the entries to whatever dict is on the stack.  Each group numbers its memo from 1
-again: later entries of the memo replace earlier ones, to which nothing refers any more.
+The pickle of a dict with ``k`` and ``v`` is ``HEAD k v SETITEM .``; without the head and the full
+stop, it adds the entries to the dict on the stack.  Each group numbers its memo from 1 again,
+because nothing refers to the memo of an earlier group.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from ptsave.archive.recovery import part_of_dict
 from ptsave.support.torch_tensors import storage_id
 from ptsave.writing.pickling import StorageTable, dump
 
-__all__ = ["pickle_group"]
-
 _PROTOCOL = 2
 
 
 class _SharedStorages(StorageTable):
-    """Numbers storages as the archive does, so that one is written once."""
+    """Numbers storages as the archive does, so that each storage is written once."""
 
     def __init__(self, numbers: _C.NumberedStorages) -> None:
         super().__init__({})
         self._numbers = numbers
-        self._tensors: dict[int, torch.Tensor] = {}  # by their storages
+        self._tensors: dict[int, torch.Tensor] = {}  # by storage
 
     def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
         if isinstance(obj, torch.Tensor) and obj.layout == torch.strided:
@@ -44,21 +42,11 @@ class _SharedStorages(StorageTable):
 def pickle_group(entries: dict[str, object], numbers: _C.NumberedStorages) -> bytes:
     """Return the pickle of entries, without head and full stop.
 
-    Parameters
-    ----------
-    entries : dict
-        Values by name.
-    numbers : _C.NumberedStorages
-        Gets their storages; the caller commits or rolls them back.
-
-    Raises
-    ------
-    Exception
-        Whatever pickling a value raises.
+    `numbers` gets the storages of the entries; the caller commits them or rolls them back.
     """
     data = numbers.pickle(entries)
     if data is None:
-        numbers.rollback()  # of what the engine had met before it gave up
+        numbers.rollback()  # forgets storages that the engine met before it gave up
         data = dump(entries, _SharedStorages(numbers), pickle, _PROTOCOL)
     part = part_of_dict(data)
     assert part is not None

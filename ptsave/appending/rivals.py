@@ -1,4 +1,4 @@
-"""Finds other writers of the same path: the temporary files beside it whose locks are held."""
+"""Finds other writers of the same path, by the locks of the temporary files beside it."""
 
 from __future__ import annotations
 
@@ -7,27 +7,21 @@ import os
 import re
 from contextlib import suppress
 
-__all__ = ["rivals_of"]
-
 _END = re.compile(r"[0-9a-f]{16}\.ptsave")
 _N_END = 16 + len(".ptsave")
 
 
 def rivals_of(temporary: str) -> list[str]:
-    """Return the temporary files of others that write the same path now, in this process or not.
+    """Return other writers' temporary files for the same path, in this process or another.
 
-    What a killed process has left is none of them.
-
-    Parameters
-    ----------
-    temporary : str
-        The own one, ``.run.pt.4f1c0a93b2d7e856.ptsave`` in its directory.
+    `temporary` is the caller's own file, such as ``.run.pt.4f1c0a93b2d7e856.ptsave`` in its
+    directory.  Files that a killed process has left do not count.
     """
     folder, own = os.path.split(temporary)
     prefix = own[:-_N_END]
     try:
         names = os.listdir(folder or ".")
-    except OSError:  # a directory may be written to and not be read
+    except OSError:  # a directory may be writable, but not readable
         return []
     others = (
         os.path.join(folder, name)
@@ -38,7 +32,7 @@ def rivals_of(temporary: str) -> list[str]:
 
 
 def _is_locked(path: str) -> bool:
-    with suppress(OSError):  # it is gone, or another user's
+    with suppress(OSError):  # the file is gone, or another user's
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
