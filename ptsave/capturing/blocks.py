@@ -1,8 +1,8 @@
 """Blocks of records on their way to the file, and the tensors that go with them.
 
-Tensors of a few KiB are cloned and added together, because each addition to the archive takes as
-long as the copy of 100 KiB.  Tensors on accelerators are copied to the host behind the work that
-the device has to do, and a thread waits for them: for their statistics and to add them.
+Tensors of up to 128 KiB are cloned and added together, because each addition to the archive takes
+as long as a copy of 100 KiB. Tensors on accelerators are copied to the host behind the device's
+other work, and a thread waits for them, takes their statistics and adds them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from ptsave.errors import SaveError, StagingFullError
 from ptsave.support.thread_pool import ThreadPool
 from ptsave.tree.capture_schema import block_key, block_to_plain
 
-__all__ = ["Block", "Blocks", "Writer"]
-
-SMALL_NBYTES = 128 << 10  # of tensors that are added together
+SMALL_NBYTES = 128 << 10  # the largest tensor that is added together with others
 _MAX_PENDING_NBYTES = 4 << 20
 _MAX_PENDING = 256
-_ENTRY_NBYTES = 1 << 10  # of the pickle of a tensor, at most unless its name is long
+_ENTRY_NBYTES = 1 << 10  # a tensor's pickle takes at most this, unless its name is long
 MAX_VALUES = 8192  # of a block
 
 _STORED, _NOTE, _STATISTICS = 11, 13, 14  # fields of the row of a value
 
 _NO_ROOM = "dropped: no room in memory"
 _NO_BYTES = "dropped: max_bytes"
-# Of pickling a tensor that torch cannot save.
+# Errors of pickling a tensor that torch cannot save.
 _UNSAVABLE = (NotImplementedError, RuntimeError, TypeError, AttributeError, PicklingError)
 _MAX_REASON = 200
 
@@ -56,8 +54,8 @@ class Writer(Protocol):
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which a device is the current one.
 
-    Events make a context on the device that the thread comes from, device 0 in a new one, and that
-    takes hundreds of MiB there.
+    Otherwise events use the thread's device, which is device 0 in a new thread, and make a context
+    there that takes hundreds of MiB.
     """
     return torch.accelerator.device_index(device.index)
 
@@ -70,7 +68,7 @@ def _event_of_now(device: torch.device) -> torch.Event:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Let the error of a tensor without room say which one it is."""
+    """Add the tensor's name to an error that there is no room for it."""
     try:
         yield
     except StagingFullError as error:
@@ -116,7 +114,7 @@ class Blocks:
     ) -> None:
         self._writer = writer
         self._max_bytes = max_bytes
-        # A small part of the budget: tensors that are added together are to find room at once.
+        # A small part of the budget, so that tensors that are added together find room at once.
         part_nbytes = _MAX_PENDING_NBYTES if max_memory_bytes is None else max_memory_bytes // 4
         self._max_pending_nbytes = min(_MAX_PENDING_NBYTES, part_nbytes)
         self._small_nbytes = min(SMALL_NBYTES, part_nbytes)
@@ -136,7 +134,7 @@ class Blocks:
         self.n_dropped = 0
 
     def store(self, name: str, tensor: Tensor, nbytes: int) -> str:
-        """Add a tensor of the CPU as it is now; returns why not, or ""."""
+        """Add a CPU tensor as it is now; return why it was not added, or an empty string."""
         with self._lock:
             if nbytes > self._small_nbytes:
                 return self._store_large(name, tensor, nbytes)
@@ -153,7 +151,7 @@ class Blocks:
     def store_measured(self, name: str, tensor: Tensor) -> tuple[str, tuple[Any, ...] | None]:
         """Add a large tensor that keeps its storage, as it is now.
 
-        Returns why not, or "", and its statistics if they were taken beside the copy.
+        Returns why it was not added, or "", and its statistics if they were taken during the copy.
         """
         nbytes = tensor.untyped_storage().nbytes()
         with self._lock:
@@ -164,7 +162,7 @@ class Blocks:
             return self._outcome(added, nbytes), found
 
     def stage(self, block: Block, name: str, tensor: Tensor) -> Staged | str:
-        """Copy a tensor from an accelerator, without waiting for it; or return why not."""
+        """Copy a tensor from an accelerator without waiting for it, or return why not."""
         whole = unexpanded(tensor.detach())
         nbytes = whole.nbytes
         if name and not self._fits_file(nbytes):
@@ -177,7 +175,7 @@ class Blocks:
             # Page-locked, or the copy would wait for the device.
             host = torch.empty_like(whole, device="cpu", pin_memory=True, requires_grad=False)
             host.copy_(whole, non_blocking=True)
-            # Nobody else has the event, which is destroyed on its device, too.
+            # Only `staged` has the event, because the event has to be destroyed on its device.
             staged = Staged(host.expand(tensor.shape), _event_of_now(tensor.device), name)
         if name:
             self.stored_nbytes += nbytes
@@ -186,7 +184,7 @@ class Blocks:
         return staged
 
     def finish(self, block: Block) -> None:
-        """Add a block that is complete."""
+        """Add a complete block."""
         self._raise_failure()
         if block.staged:
             self._lane.submit(self._finish_staged, block)
@@ -198,7 +196,7 @@ class Blocks:
         self._writer.add_of_any_size(key, value, when_full="wait")
 
     def close(self) -> None:
-        """Wait for all that is on its way, and add it."""
+        """Wait for everything that is on its way, and add it."""
         self._lane.shutdown()
         self._raise_failure()
         with self._lock:
@@ -208,7 +206,7 @@ class Blocks:
                 self._unwritten.pop(0)
 
     def cancel(self) -> None:
-        """Give up whatever is on its way."""
+        """Give up everything that is on its way."""
         self._lane.shutdown(cancel_futures=True)
         self._pending.clear()
         self._unwritten.clear()
@@ -237,7 +235,7 @@ class Blocks:
             return self._unsavable(error)
 
     def _unsavable(self, error: Exception) -> str:
-        """Count a tensor that cannot be saved, and return why; raises the errors of a writer."""
+        """Count a tensor that cannot be saved, and return why; raise errors of the writer."""
         if isinstance(error, (SaveError, StagingFullError)):
             raise error
         self.n_dropped += 1
@@ -261,7 +259,7 @@ class Blocks:
         except _UNSAVABLE as error:
             if isinstance(error, (SaveError, StagingFullError)):
                 raise
-            for name, tensor in pending.items():  # nothing of the group was added
+            for name, tensor in pending.items():  # none of the group was added
                 if why_not := self._store_small(name, tensor):
                     self._dropped[name] = why_not
 
@@ -292,7 +290,7 @@ class Blocks:
         return (*row[:_STORED], "", row[_STORED + 1], why_not, *row[_NOTE + 1 :])
 
     def _write_blocks(self) -> None:
-        """Add the blocks, under the lock; those that find no room now stay for the next time."""
+        """Add the blocks, under the lock; blocks without room now stay for the next time."""
         when_full: WhenFull = "wait" if self._when_full == "wait" else "drop"
         while self._unwritten:
             if not self._writer.add_of_any_size(*self._unwritten[0], when_full=when_full):
@@ -302,7 +300,7 @@ class Blocks:
     # -------------------------------------------------------------------- from accelerators
 
     def _reserve(self, nbytes: int) -> bool:
-        """Take room for so many bytes; a tensor that is larger than all of it gets it alone."""
+        """Take room for `nbytes`; a tensor that is larger than all room gets it alone."""
         with self._room:
             if self._when_full == "wait":
                 self._room.wait_for(lambda: self._failure is not None or self._has_room(nbytes))

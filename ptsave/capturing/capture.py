@@ -39,10 +39,8 @@ from ptsave.support.user_warnings import warn_user
 from ptsave.tree.capture_schema import FORMAT, HEADER, SUMMARY
 from ptsave.tree.capture_schema import VERSION as SCHEMA_VERSION
 
-__all__ = ["Capture", "capture"]
-
 WHAT = ("inputs", "outputs", "grads", "params")
-# Copies of tensors on accelerators, which are page-locked, unless max_memory_bytes is given.
+# For page-locked copies of tensors on accelerators, unless max_memory_bytes is given.
 _MAX_STAGED_NBYTES = 1 << 30
 _MAX_STEPS_TEXT = 1000
 _running: WeakSet[Capture] = WeakSet()
@@ -56,11 +54,11 @@ class Capture:
     Attributes
     ----------
     step_number : int
-        The step that is going on, counted from 0.
+        The current step, counted from 0.
     stored_nbytes : int
         Bytes of tensors for the file so far.
     dropped : int
-        Tensors that were left out for lack of memory, or by `max_bytes`.
+        Number of tensors that were left out for lack of memory, or by `max_bytes`.
     """
 
     def __init__(
@@ -124,9 +122,9 @@ class Capture:
         Raises
         ------
         RuntimeError
-            If the capture was started before; if another capture, or another process, is writing
-            the file; or if the job has several ranks, by torch.distributed
-            or by ``WORLD_SIZE`` in the environment, and `rank` is not this one.
+            If the capture was started before, or another capture or process is writing the file.
+            Also if the job has several ranks (by torch.distributed, or by ``WORLD_SIZE`` in the
+            environment), and `rank` is not this process's rank.
         ValueError
             If no module is selected, or the optimizer has none of the model's parameters.
         SaveError
@@ -194,11 +192,11 @@ class Capture:
         _running.add(self)
 
     def step(self) -> None:
-        """End a step: the calls of now on are those of the next one.
+        """End a step: later calls belong to the next step.
 
         With an `optimizer`, its step does this.  A gradient that comes later still belongs to the
-        call whose value it is the gradient of; that of a parameter to the step in which it comes.
-        A leaf is followed until it has a gradient, or is a value of a call again.
+        call that had its value; a parameter's gradient belongs to the step in which it comes.  A
+        leaf is followed until it has a gradient, or is a value of a call again.
         """
         if not self._running:
             raise RuntimeError("the capture is not running: start() it, or use it in a with block")
@@ -248,7 +246,7 @@ class Capture:
         except BaseException:
             self._blocks.cancel()
             with suppress(SaveError):
-                self._writer.close()  # with the records that it has, which may be all but a few
+                self._writer.close()  # keeps the records that it has, often nearly all
             raise
 
     def __enter__(self) -> Capture:
@@ -344,7 +342,7 @@ class Capture:
             "ptsave": torch_version.VERSION,
             "started": time.time(),
         }
-        # Not of any size: a budget that has no room for this is refused when the capture starts.
+        # Not `add_of_any_size`: a budget without room for this is refused at the start.
         self._writer.add(HEADER, header, copy=False, when_full="wait")
 
     def _summary(self) -> dict[str, Any]:
@@ -376,10 +374,10 @@ def capture(
     fsync: bool = False,
     rank: int | None = None,
 ) -> Capture:
-    """Record what goes through the modules of a network, while it is trained, into one file.
+    """Record the values that go through a network's modules, while it is trained, into one file.
 
-    The hooks copy values at the speed of memory; threads write them.  Outputs and gradients of the
-    model are those that it has without.  The file is one dict that :func:`torch.load` opens, by
+    Hooks copy values at the speed of memory; threads write them.  The model's outputs and gradients
+    are the same as without a capture.  The file is one dict that :func:`torch.load` opens, with
     names such as ``"3/forward/layers.0.mlp#0/inputs/0"``; docs/format.md describes it.
 
     Parameters
@@ -387,17 +385,18 @@ def capture(
     model : torch.nn.Module
         Wrappers (DDP, DataParallel, FSDP, ...) are looked through.
     path : str or os.PathLike
-        The file; it is there once the capture has stopped.
+        The file, which exists once the capture has stopped.
     what : iterable of {"inputs", "outputs", "grads", "params"}
-        Values to keep.  "grads" are the gradients with respect to inputs and outputs (the whole
-        gradient of that tensor, also from its other uses), and those of parameters whenever they
-        have been accumulated; "params" the parameters as each step begins.
+        Values to keep.  "grads" are the gradients with respect to inputs and outputs (the tensor's
+        whole gradient, also from its other uses).  They are also the gradients of parameters, each
+        time these have been accumulated.  "params" are the parameters as each step begins.
     include, exclude : str or iterable of str
-        Patterns of modules' paths, as in ``"layers.*.mlp"``: those that one of `include` matches
-        and none of `exclude`.  ``""`` is the path of the model itself.  Of several in `include`,
-        one that matches no module is a warning; if none does, that is an error.
+        Patterns of modules' paths, such as ``"layers.*.mlp"``.  A module is captured if a pattern
+        of `include` matches its path, and no pattern of `exclude`.  ``""`` is the path of the model
+        itself.  A pattern of `include` without a module is a warning; it is an error if no module
+        is selected.
     steps : container of int, callable or None
-        Steps to record, ``range(100, 103)`` for example; None is all.  The first one is 0.
+        Steps to record, for example ``range(100, 103)``; None is all.  The first step is 0.
     statistics : bool
         Whether to take count, mean, deviation, extremes, norm and checksum of each tensor.
     tensors : bool
@@ -405,28 +404,30 @@ def capture(
     call_stacks : bool
         Whether to note where each call was made.
     optimizer : torch.optim.Optimizer or None
-        Its steps are those of the capture; without one, :meth:`Capture.step` marks them.  If nobody
-        does, `stop` warns when an optimizer of the model has taken more than one step.
+        Its steps are the steps of the capture.  Without an optimizer, :meth:`Capture.step` marks
+        them.  If the program marks no step, `stop` warns if an optimizer of the model has taken
+        more than one.
     max_bytes : int, str or None
-        Bytes of tensors in the file, ``"8GB"`` for example; later ones are left out, with a note.
+        Bytes of tensors in the file, for example ``"8GB"``.  Later tensors are left out, with a
+        note.
     max_memory_bytes : int, str or None
-        Bytes of tensors that wait to be written; the default is that of :func:`ptsave.async_save`,
-        and at most 1 GiB on their way from accelerators.  Records of calls and values are never
-        left out.
+        Bytes of tensors that wait to be written.  The default is that of
+        :func:`ptsave.async_save`, and at most 1 GiB on the way from accelerators.  Records of calls
+        and values are never left out.
     when_full : {"wait", "drop", "raise"}
         For tensors that find no room there: wait in the hook, leave them out with a note, or raise
-        StagingFullError.  A tensor that is larger than all of it is left out with "drop", too;
-        otherwise the hook raises.
+        StagingFullError.  A tensor that is larger than all the room is left out with "drop", too.
+        Otherwise the hook raises.
     fsync : bool
-        Whether the file is to survive a loss of power once the capture has stopped.
+        Whether the file survives power loss once the capture has stopped.
     rank : int or None
-        This process's rank, in a job of several: its calls are those of the file.
+        This process's rank in a job of several ranks; the file has the calls of this rank.
 
     Returns
     -------
     Capture
-        To be used in a ``with`` block, or started and stopped.  An exception in the block
-        completes the file, too.
+        For a ``with`` block, or to be started and stopped.  An exception in the block completes the
+        file, too.
 
     Raises
     ------
@@ -435,19 +436,19 @@ def capture(
 
     Notes
     -----
-    Code of ``torch.compile`` is captured, too: it is compiled anew when the capture begins, with a
-    break of the graph at each selected module, and once more when it has ended.  That goes for all
-    compiled code of the process.  ``fullgraph=True`` does not allow the breaks: dynamo raises.  A
-    graph in pieces may add gradients in another order than one in one piece, and the weights differ
-    in their last bits then, as with any hook that dynamo does not compile; of a model that is not
-    compiled every bit is the same with a capture and without.
+    Code of ``torch.compile`` is captured, too.  When the capture begins, all compiled code of the
+    process is compiled anew, with a break of the graph at each selected module.  When the capture
+    has ended, it is compiled once more.  ``fullgraph=True`` does not allow the breaks: dynamo
+    raises.  A graph in pieces may add gradients in another order than a whole graph, so the weights
+    may differ in their last bits.  That is so with any hook that dynamo does not compile.  If a
+    model is not compiled, every bit is the same with and without a capture.
 
-    When the file cannot be written any more, because the disk is full for example, the next hook or
-    step raises SaveError.  What was written until then stays in a temporary file that the message
-    names, and a killed process leaves the like: ``ptsave.open(leftover, recover=True)`` reads it.
+    If the file can no longer be written, for example because the disk is full, the next hook or
+    step raises SaveError.  The message names the temporary file, which keeps the earlier records.
+    A killed process leaves such a file, too: ``ptsave.open(leftover, recover=True)`` reads it.
 
-    A tensor that is a part of its storage is written without the rest, and one that is expanded,
-    such as ``x.expand(10**10)``, without the repetitions, as :func:`torch.save` does.
+    As with :func:`torch.save`, an expanded tensor, such as ``x.expand(10**10)``, is written without
+    the repetitions.  A tensor that is a part of its storage is written without the rest.
 
     Examples
     --------
@@ -505,7 +506,7 @@ def _checked_what(what: str | Iterable[str]) -> list[str]:
 
 
 def _steps_text(steps: Any) -> str | None:
-    """Return what the steps of a capture are, which two captures may have in common."""
+    """Return a text that names the steps of a capture, so that captures can be compared."""
     if callable(steps):
         return f"{getattr(steps, '__module__', '')}.{getattr(steps, '__qualname__', 'function')}"
     return None if steps is None else repr(steps)[:_MAX_STEPS_TEXT]

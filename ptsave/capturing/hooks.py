@@ -1,4 +1,4 @@
-"""Hooks of modules and parameters, which tell a recorder of calls and gradients."""
+"""Hooks of modules and parameters, which tell a recorder about calls and gradients."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from ptsave.support.torch_capture import never_compiled
 from ptsave.support.torch_compile import hook_watch
 from ptsave.support.torch_modules import parameters_of
 
-__all__ = ["Hooks"]
-
 
 class _ModuleHooks:
-    """The two hooks of a module.  While they run nothing is compiled, even below torch.compile.
+    """The two hooks of a module; nothing is compiled while they run, even below torch.compile.
 
-    Those of a copy of the module, or of one that was saved whole, do nothing: it is not captured.
+    In a copy of the module, or in a module that was saved whole, they do nothing.
     """
 
     def __init__(self, hooks: Hooks, site: Site) -> None:
@@ -57,20 +55,20 @@ class _ModuleHooks:
 
 
 class _Idle:
-    """In the place of a recorder."""
+    """Stands in for a recorder, and records nothing."""
 
     recording = False
 
 
 def idle_hooks() -> _ModuleHooks:
-    """Return hooks that do nothing.  Modules that were saved whole name this function."""
+    """Return hooks that do nothing; modules that were saved whole name this function."""
     hooks = object.__new__(_ModuleHooks)
     vars(hooks)["_recorder"] = _Idle
     return hooks
 
 
 class Hooks:
-    """Installs hooks, and removes all of them."""
+    """Installs the hooks of a capture, and removes all of them."""
 
     def __init__(self, recorder: Recorder, sites: Iterable[Site], what: Iterable[str]) -> None:
         wanted = set(what)
@@ -80,7 +78,7 @@ class Hooks:
         self.grads = "grads" in wanted
         self.params = "params" in wanted
         self.step = -1  # the step whose parameters are recorded
-        self.late: dict[Site, list[str]] = {}  # parameters that a lazy module had not yet
+        self.late: dict[Site, list[str]] = {}  # parameters that a lazy module does not have yet
         self._sites = list(sites)
         self._handles: list[Any] = []
         self._hooked: dict[int, tuple[Tensor, list[tuple[Site, str]]]] = {}
@@ -141,7 +139,7 @@ class Hooks:
                 self.recorder.parameter("params", site, 0, name, parameter)
 
     def _hook_parameters(self) -> None:
-        """Register hooks of parameters that are trained and have none yet."""
+        """Register hooks on trained parameters that have none yet."""
         if not self.grads:
             return
         for site in self._sites:
@@ -170,7 +168,7 @@ class Hooks:
         if self._counted_step != recorder.step:  # a backward can come before the first forward
             self._counted_step = recorder.step
             self._counts.clear()
-        # By names: FSDP2 has two parameters of one, with a gradient each.
+        # By names: FSDP2 makes two parameters of one, each with a gradient.
         for site, name in owners:
             number = self._counts.get((site, name), 0)
             self._counts[site, name] = number + 1

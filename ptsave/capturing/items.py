@@ -1,7 +1,7 @@
-"""Elements of containers and arguments of calls, with the parts of names that they get.
+"""Elements of containers and arguments of calls, each with its part of a name.
 
-No two elements of a container have one part: the key 1 beside the key "1" is ``1%3Aint``.  A colon
-in a key stays as it is, so that no other key is written like this.
+The elements of a container have different parts: the key 1 beside the key "1" is ``1%3Aint``.  A
+colon in a key is not escaped, so no other key gets such a part.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import torch
 
 from ptsave.tree.capture_schema import escape
 
-__all__ = ["AS_TEXT", "MAX_TEXT", "PLAIN", "items_of", "keyword_part"]
-
 PLAIN = (bool, int, float, complex, str)
 AS_TEXT = (bytes, bytearray, range, slice, torch.dtype, torch.device, torch.Size, enum.Enum)
 MAX_TEXT = 200
@@ -25,10 +23,8 @@ _COLON = "%3A"
 
 
 def items_of(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the elements of a container, each with its part of a name; None for any other object.
+    """Return the elements of a container, each with its part of a name; None for other objects.
 
-    Examples
-    --------
     >>> items_of({"a/b": 1.5, 1: 2.5, "1": 3.5})
     [('a%2Fb', 1.5), ('1%3Aint', 2.5), ('1', 3.5)]
     """
@@ -52,7 +48,7 @@ def items_of(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def keyword_part(name: str, n_positional: int) -> str:
-    """Return the part of a keyword argument, which may be called as a positional one is.
+    """Return the part of a keyword argument, which differs from positional arguments' parts.
 
     >>> keyword_part("mask", 1), keyword_part("0", 1), keyword_part("1", 1)
     ('mask', '0%3Akeyword', '1')
@@ -62,7 +58,7 @@ def keyword_part(name: str, n_positional: int) -> str:
 
 
 def _parts(keys: list[Any]) -> Iterable[str]:
-    """Return a part for each key; text keeps its own."""
+    """Return a different part for each key; text keeps its own."""
     if set(map(type, keys)) <= {str} and len(set(keys)) == len(keys):
         return map(escape, keys)
     taken = {escape(key) for key in keys if type(key) is str}
@@ -80,7 +76,7 @@ def _parts(keys: list[Any]) -> Iterable[str]:
 
 
 def _free(part: str, taken: set[str]) -> str:
-    """Return a part, numbered from 2 on if it is taken."""
+    """Return the part, or with a number from 2 on if it is taken."""
     numbered, number = part, 2
     while numbered in taken:
         numbered, number = f"{part}{_COLON}{number}", number + 1
@@ -92,5 +88,5 @@ def _text_of(key: Any) -> str:
         return key
     try:
         return str(key)[:MAX_TEXT]
-    except Exception:  # code of the user's, which the model does not run
+    except Exception:  # the key's own code, which the model does not run
         return type(key).__name__

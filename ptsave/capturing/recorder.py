@@ -1,6 +1,6 @@
 """Turns values into rows of records, and tensors into entries of the archive.
 
-The rows are those of `CapturedCall` and `CapturedValue`, made as tuples at once: hooks have 20 us.
+Rows are tuples of the fields of `CapturedCall` and `CapturedValue`: a hook has only 20 us.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ from ptsave.support.torch_capture import (
 )
 from ptsave.tree.capture_schema import escape
 
-__all__ = ["Call", "Recorder", "Site"]
-
 _MAX_DEPTH = 50
 _GRADIENTS_OF = {"forward": "backward", "recompute": "recompute_backward"}
 
@@ -61,7 +59,7 @@ class Site:
 
 
 class Call:
-    """A call that has begun; `frame` is the one of torch's that makes it, until it has ended."""
+    """A call that has begun; `frame` is torch's frame that makes the call, until its end."""
 
     __slots__ = (
         "error",
@@ -90,7 +88,7 @@ class Call:
         self.parent: int | None = None
         self.stack: tuple[str, ...] = ()
         self.frame: FrameType | None = None
-        self.error = sys.exc_info()[1]  # of the user's: the call may be made in an except block
+        self.error = sys.exc_info()[1]  # the program's: the call may be in an except block
 
     def row(self, end: int, status: str, error: str) -> tuple[Any, ...]:
         return (
@@ -110,7 +108,7 @@ class Call:
 
 
 class Seen:
-    """A tensor that has been recorded, as it was at one count of changes."""
+    """A tensor that has been recorded, as it was at one count of its changes."""
 
     __slots__ = ("ref", "row", "version")
 
@@ -121,7 +119,7 @@ class Seen:
 
 
 class Hooked:
-    """A tensor whose gradient is recorded, under the names of all calls that it is a value of."""
+    """A tensor whose gradient is recorded, under the names of all calls that have its value."""
 
     __slots__ = ("n_gradients", "owners", "ref", "version")
 
@@ -129,7 +127,7 @@ class Hooked:
         self.ref = weakref.ref(tensor)
         self.version = version
         self.owners: list[tuple[Call, str]] = []
-        self.n_gradients = 0  # more than one if a graph is gone through again
+        self.n_gradients = 0  # more than one if a backward pass is repeated
 
 
 class _Thread(threading.local):
@@ -138,14 +136,9 @@ class _Thread(threading.local):
 
 
 class Recorder:
-    """Records events of one run.
+    """Records the events of one run; `recording` tells whether calls are recorded now.
 
-    Attributes
-    ----------
-    recording : bool
-        Whether calls of now are to be recorded.
-    n_steps : int
-        The last step of which anything was recorded, plus 1.
+    `n_steps` is the last step that has records, plus 1.
     """
 
     def __init__(
@@ -171,8 +164,8 @@ class Recorder:
         self._block_number = count()
         self._block = Block(0, next(self._block_number))
         self._hooked: dict[int, Hooked] = {}
-        self._handles: list[Any] = []  # of hooks of tensors that are no leaves
-        self._leaves: dict[int, tuple[Hooked, Any]] = {}  # and those of leaves, by id
+        self._handles: list[Any] = []  # hooks of tensors that are no leaves
+        self._leaves: dict[int, tuple[Hooked, Any]] = {}  # hooks of leaves, by id
         self._texts: dict[Any, str] = {}
 
     # --------------------------------------------------------------------------------- steps
@@ -189,14 +182,14 @@ class Recorder:
         self._hooked.clear()
         self._hand_over(more=False)
         self._handles = [handle for handle in self._handles if _is_alive(handle)]
-        # A leaf without a gradient may get that of this step later, one with it those of others.
+        # A leaf without a gradient may get this step's later; further gradients are other steps'.
         for key, (hooked, handle) in list(self._leaves.items()):
             if hooked.n_gradients or not _is_alive(handle):
                 handle.remove()
                 self._leaves.pop(key, None)
 
     def end(self) -> None:
-        """Record the calls that never came to an end, and let go of all tensors."""
+        """Record the calls that never ended, and release all tensors."""
         self.recording = self.running = False
         for call in list(self._open.values()):
             self._end_unseen(call)
@@ -240,7 +233,10 @@ class Recorder:
         return call
 
     def end_call(self, site: Site, result: object) -> Call | None:
-        """Return the call of this module that ends; None if its beginning was not recorded."""
+        """Record the end of a module's call.
+
+        Returns the call, but None if it raised or if its beginning was not recorded.
+        """
         calls = self._thread.calls
         for i in range(len(calls) - 1, -1, -1):
             if calls[i].site is site:
@@ -257,7 +253,7 @@ class Recorder:
         return call if status == "returned" else None
 
     def _end_unseen(self, call: Call) -> None:
-        """Record a call whose end no hook has told: torch runs none for a KeyboardInterrupt."""
+        """Record a call whose end no hook saw: torch runs no hooks for a KeyboardInterrupt."""
         call.frame = None
         self._block.calls.append(call.row(self._event(), "unfinished", ""))
         self._open.pop(call.id, None)
@@ -276,7 +272,7 @@ class Recorder:
     def value(  # noqa: PLR0917
         self, call: Call, path: str, value: Any, keep: bool, grads: bool, depth: int = 0
     ) -> None:
-        """Record a value of a call, and all that it contains, or only hook its gradients."""
+        """Record a value of a call and everything in it, or only hook its gradients."""
         if isinstance(value, Tensor):
             if keep:
                 self.tensor(f"{call.name}/{path}", call.id, value)
@@ -341,7 +337,7 @@ class Recorder:
             is_transformed = is_transforming() or is_wrapped(tensor)
             keep = self._keep_transformed if is_transformed else self._keep
             stored, note, found, staged = keep(name, tensor)
-        except NotImplementedError as error:  # a wrapper
+        except NotImplementedError as error:  # the tensor is a wrapper
             stored, found, staged = "", None, None
             note = f"no values: {str(error).splitlines()[0]}"[:MAX_TEXT]
         except RuntimeError:
@@ -373,7 +369,7 @@ class Recorder:
     def _keep(
         self, name: str, tensor: Tensor
     ) -> tuple[str, str, tuple[Any, ...] | None, Staged | None]:
-        """Return its key, a note, its statistics, and its copy if that is on its way."""
+        """Return the tensor's key, a note, its statistics, and its copy if that is on its way."""
         note, found = "", None
         values: Tensor | None = tensor
         plain = type(tensor) in PLAIN_TYPES and tensor.layout == torch.strided
@@ -411,7 +407,7 @@ class Recorder:
     def _keep_large(
         self, name: str, tensor: Tensor
     ) -> tuple[str, str, tuple[Any, ...] | None, Staged | None]:
-        """Keep a large tensor of the usual kind: its statistics are taken beside the copy."""
+        """Keep a large plain tensor; its statistics are taken during the copy."""
         if keeps_storage(tensor):
             why_not, found = self._blocks.store_measured(name, tensor)
         else:
@@ -443,14 +439,14 @@ class Recorder:
         version = _version(tensor)
         hooked = self._hooked.get(id(tensor))
         if hooked is not None and hooked.version == version and hooked.ref() is tensor:
-            hooked.owners.append((call, path))  # one gradient, of several names
+            hooked.owners.append((call, path))  # one gradient with several names
             return
         hooked = self._hooked[id(tensor)] = Hooked(tensor, version)
         hooked.owners.append((call, path))
         handle = tensor.register_hook(partial(self._gradient, hooked))
         if tensor.is_leaf:
             if (earlier := self._leaves.pop(id(tensor), None)) is not None:
-                earlier[1].remove()  # its gradients are those of this step from here on
+                earlier[1].remove()  # from here on its gradients are this step's
             self._leaves[id(tensor)] = hooked, handle
         else:
             self._handles.append(handle)  # the hook goes with the graph
@@ -476,7 +472,7 @@ def _is_alive(handle: Any) -> bool:
 
 
 def _is_running(frame: FrameType | None) -> bool:
-    """Return whether a frame is being executed; lets go of what is in one that is not."""
+    """Return whether a frame is being executed; if not, clear its variables."""
     if frame is None:
         return False
     try:

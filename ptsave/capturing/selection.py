@@ -1,4 +1,4 @@
-"""Which modules of a model are captured, and the paths that they are called by."""
+"""Selects the modules of a model that are captured, and names them by their paths."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch import nn
 
 from ptsave.support.torch_capture import WRAPPED_ATTRIBUTE
 
-__all__ = ["class_name", "is_scripted", "modules_by_path", "selected", "unmatched"]
-
-# The names under which wrappers hold the module that they wrap: torch.compile, FSDP, checkpointing.
+# The attributes in which wrappers hold their module: torch.compile, FSDP, checkpointing.
 _WRAPPING_NAMES = {WRAPPED_ATTRIBUTE, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -24,7 +22,7 @@ def class_name(obj: object) -> str:
 
 
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all modules by their paths, wrappers left out: ``module.layers.0`` is ``layers.0``."""
+    """Return all modules by path, without wrappers: ``module.layers.0`` is ``layers.0``."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         found[_without_wrappers(path, model)] = module  # a wrapped module comes after its wrapper
@@ -32,7 +30,7 @@ def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def selected(paths: Iterable[str], include: Iterable[str], exclude: Iterable[str]) -> Iterator[str]:
-    """Yield the paths that a pattern of `include` matches and none of `exclude`."""
+    """Yield the paths that match a pattern of `include` and no pattern of `exclude`."""
     include, exclude = list(include), list(exclude)
     for path in paths:
         if any(fnmatchcase(path, pattern) for pattern in include) and not any(
@@ -42,7 +40,7 @@ def selected(paths: Iterable[str], include: Iterable[str], exclude: Iterable[str
 
 
 def unmatched(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """Return the patterns that match none of the paths."""
+    """Return the patterns that match no path."""
     paths = list(paths)
     return [each for each in patterns if not any(fnmatchcase(path, each) for path in paths)]
 
@@ -55,5 +53,5 @@ def _without_wrappers(path: str, model: nn.Module) -> str:
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Return whether a module is TorchScript, whose calls run no hooks of Python's."""
+    """Return whether a module is TorchScript, whose calls run no Python hooks."""
     return isinstance(module, torch.jit.ScriptModule)

@@ -1,4 +1,4 @@
-"""Optimizers whose steps are those of a capture, and those whose steps nobody marks."""
+"""Marks a capture's steps at the steps of an optimizer, or counts steps that are not marked."""
 
 from __future__ import annotations
 
@@ -11,20 +11,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ptsave.support.torch_capture import never_compiled
 
-__all__ = ["OptimizerSteps"]
-
 
 class OptimizerSteps:
-    """Marks the steps of an optimizer; without one, counts those of the model's optimizers.
+    """Calls `step` after each step of an optimizer.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model that is captured.
-    optimizer : torch.optim.Optimizer or None
-        The one whose steps are marked.
-    step : callable
-        Marks a step.
+    Without an optimizer, it counts the steps of the model's optimizers.
     """
 
     def __init__(
@@ -34,17 +25,11 @@ class OptimizerSteps:
         self._optimizer = optimizer
         self._step = step
         self._handle: Any = None
-        # By the first parameter of the model's: an optimizer may be made for each step.
+        # By the id of a parameter: a program may make a new optimizer for each step.
         self._counts: dict[int, int] = {}
 
     def check(self) -> None:
-        """Refuse an optimizer that does not train the model.
-
-        Raises
-        ------
-        ValueError
-            If it has none of the parameters of a model that has some to train.
-        """
+        """Raise a ValueError if the optimizer has no parameter of a model that is trained."""
         optimizer = self._optimizer
         if optimizer is None or not hasattr(optimizer, "param_groups"):
             return
@@ -71,7 +56,7 @@ class OptimizerSteps:
 
     @property
     def n_unmarked(self) -> int:
-        """The most steps that the optimizers of one parameter have taken without being marked."""
+        """The most steps that one parameter's optimizers took without being marked."""
         return max(self._counts.values(), default=0)
 
     @never_compiled
@@ -84,7 +69,7 @@ class OptimizerSteps:
             self._counts[first] = self._counts.get(first, 0) + 1
 
     def _first_trained(self, optimizer: Optimizer) -> int | None:
-        """Return the id of the first parameter of an optimizer that is the model's, if one is."""
+        """Return the id of an optimizer's first parameter that is the model's, or None."""
         own = {id(parameter) for parameter in self._model.parameters()}
         ids = (id(each) for group in optimizer.param_groups for each in group["params"])
         return next((each for each in ids if each in own), None)

@@ -12,27 +12,15 @@ from ptsave.support.text import size_text
 from ptsave.support.torch_tensors import parts_of_sparse_coo
 from ptsave.tree.expansion import default_limit, nbytes_of
 
-__all__ = [
-    "PLAIN_TYPES",
-    "is_expanded_far",
-    "is_freed",
-    "keeps_storage",
-    "local_values",
-    "statistics_of",
-    "stored_nbytes",
-    "unexpanded",
-    "why_no_statistics",
-]
-
 PLAIN_TYPES = {Tensor, nn.Parameter, nn.Buffer}
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def statistics_of(tensor: Tensor, n_threads: int) -> tuple[Any, ...] | None:
-    """Return the fields of `Statistics`, of a strided tensor in CPU memory.
+    """Return the fields of `Statistics` for a strided tensor in CPU memory.
 
-    They are taken by up to `n_threads` of torch's threads.
-    None if there are none: `why_no_statistics` says why.
+    Up to `n_threads` of torch's threads take them.  None if there are none: `why_no_statistics`
+    says why.
     """
     try:
         return _C.tensor_statistics(tensor, n_threads)
@@ -44,7 +32,7 @@ def statistics_of(tensor: Tensor, n_threads: int) -> tuple[Any, ...] | None:
 
 
 def why_no_statistics(tensor: Tensor) -> str:
-    """Return a note about a tensor whose elements are no numbers, or far too many to be looked at.
+    """Return a note on a tensor whose elements are no numbers, or far too many to read.
 
     >>> why_no_statistics(torch.zeros(1).expand(1 << 40))
     'expanded to 4.00 TiB: no statistics'
@@ -55,12 +43,12 @@ def why_no_statistics(tensor: Tensor) -> str:
 
 
 def is_expanded_far(tensor: Tensor) -> bool:
-    """Return whether a strided tensor is far larger than its memory, too large to write in full."""
+    """Return whether a strided tensor is far larger than its memory, too large to write."""
     return nbytes_of(tensor) > default_limit(stored_nbytes(tensor))
 
 
 def unexpanded(tensor: Tensor) -> Tensor:
-    """Return a strided tensor without the repetitions of the dimensions that are expanded.
+    """Return a strided tensor without the repetitions of its expanded dimensions.
 
     >>> unexpanded(torch.zeros(3, 1).expand(3, 1 << 40)).shape
     torch.Size([3, 1])
@@ -71,20 +59,20 @@ def unexpanded(tensor: Tensor) -> Tensor:
 
 
 def keeps_storage(tensor: Tensor) -> bool:
-    """Return whether a strided tensor is written with its storage, because that has nothing else.
+    """Return whether a strided tensor is written with its storage, which has nothing else.
 
-    Not if it is a part of that: then a copy of the part is written.
+    If a tensor is only a part of its storage, a copy of the part is written instead.
     """
     return tensor.untyped_storage().nbytes() <= unexpanded(tensor).nbytes
 
 
 def stored_nbytes(tensor: Tensor) -> int:
-    """Return the bytes of the file that a strided tensor takes."""
+    """Return the bytes that a strided tensor takes in the file."""
     return min(tensor.untyped_storage().nbytes(), unexpanded(tensor).nbytes)
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Return whether a tensor's storage was freed below it, as FSDP does."""
+    """Return whether a tensor's storage was freed while the tensor exists, as FSDP does."""
     try:
         return tensor.untyped_storage().nbytes() == 0 < tensor.numel()
     except (NotImplementedError, RuntimeError):
@@ -92,9 +80,9 @@ def is_freed(tensor: Tensor) -> bool:
 
 
 def local_values(tensor: Tensor) -> tuple[Tensor | None, str]:
-    """Return a strided tensor with the values that this process has, and a note about it.
+    """Return a strided tensor with the values that this process has, and a note.
 
-    None if there are none, and the note says why.
+    Without values the tensor is None, and the note says why.
     """
     if tensor.is_meta:
         return None, "meta: no values"
@@ -126,4 +114,4 @@ def _values_of_subclass(tensor: Tensor) -> tuple[Tensor | None, str]:
     is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if is_plain and tensor.layout == torch.strided and not tensor.is_quantized:
         return tensor.detach().as_subclass(Tensor), f"subclass {kind}: as a plain tensor"
-    return None, f"{kind}: no values"  # a file that has it could not be read without its code
+    return None, f"{kind}: no values"  # a file with it would need its code
