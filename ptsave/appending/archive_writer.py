@@ -1,6 +1,6 @@
 """`ArchiveWriter`: an archive to which entries are added while the program goes on.
 
-The call pickles a group of entries and copies its storages, and a thread writes the file.  Every
+Each call pickles a group of entries and copies its storages; a thread writes the file.  Every
 batch ends with a record of its own pickles, `.journal/<i>`, so that the file of a killed process
 can be read.  `data.pkl` is all of these pickles, one behind the other.
 """

@@ -141,7 +141,7 @@ class BatchQueue:
             self._is_urgent = False
 
     def drop(self) -> None:
-        """Forget batches that are not written yet, and wait for the batch that is."""
+        """Forget batches that are not written yet, and wait for a write that has begun."""
         with self._changed:
             dropped = list(self._batches)
             self._batches.clear()

@@ -1,4 +1,4 @@
-"""Pickles groups of entries so that their pickles, one behind the other, are one of a dict.
+"""Pickles groups of entries; their pickles, put together, are the pickle of one dict.
 
 The pickle of a dict with ``k`` and ``v`` is ``HEAD k v SETITEM .``; without the head and the full
 stop, it adds the entries to the dict on the stack.  Each group numbers its memo from 1 again,

@@ -274,8 +274,8 @@ def reserve(
 ) -> Reservation:
     """Reserve room for a copy of `nbytes`: see :meth:`StagingBudget.reserve`.
 
-    Without `limit` it is `default_limit_nbytes`.  While other saves hold memory, all saves together
-    then also get at most half of the free memory.
+    Without `limit`, the limit is `default_limit_nbytes`.  While other saves hold memory, all saves
+    together then also get at most half of the free memory.
     """
     if wait and _held:
         try:

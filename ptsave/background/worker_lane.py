@@ -19,7 +19,7 @@ class WorkerLane:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.closed = False  # no thread is started any more
+        self.closed = False  # True: no thread is started any more
         self.forget()
 
     def forget(self) -> None:

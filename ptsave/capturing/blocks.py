@@ -1,7 +1,7 @@
 """Blocks of records on their way to the file, and the tensors that go with them.
 
 Tensors of up to 128 KiB are cloned and added together, because each addition to the archive takes
-as long as a copy of 100 KiB. Tensors on accelerators are copied to the host behind the device's
+as long as a copy of 100 KiB.  Tensors on accelerators are copied to the host behind the device's
 other work, and a thread waits for them, takes their statistics and adds them.
 """
 

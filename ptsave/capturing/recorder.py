@@ -182,7 +182,7 @@ class Recorder:
         self._hooked.clear()
         self._hand_over(more=False)
         self._handles = [handle for handle in self._handles if _is_alive(handle)]
-        # A leaf without a gradient may get this step's later; further gradients are other steps'.
+        # A leaf may get this step's gradient later.  After that, its gradients are other steps'.
         for key, (hooked, handle) in list(self._leaves.items()):
             if hooked.n_gradients or not _is_alive(handle):
                 handle.remove()

@@ -56,7 +56,7 @@ class OptimizerSteps:
 
     @property
     def n_unmarked(self) -> int:
-        """The most steps that one parameter's optimizers took without being marked."""
+        """The largest number of unmarked steps of one parameter's optimizers."""
         return max(self._counts.values(), default=0)
 
     @never_compiled

@@ -59,7 +59,7 @@ def unexpanded(tensor: Tensor) -> Tensor:
 
 
 def keeps_storage(tensor: Tensor) -> bool:
-    """Return whether a strided tensor is written with its storage, which has nothing else.
+    """Return whether a strided tensor is written with its storage, because it fills the storage.
 
     If a tensor is only a part of its storage, a copy of the part is written instead.
     """

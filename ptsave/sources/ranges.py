@@ -344,7 +344,7 @@ class LocalFile(_OpenFile, RangeSource):
 
     @contextmanager
     def opened(self) -> Iterator[LocalFile]:
-        """Lend the open file; an OSError if it was parked, and is gone or replaced by now."""
+        """Lend the open file; raise an OSError if it was parked, and is gone or replaced."""
         if self._parked_as is None:
             yield self
             return

@@ -58,7 +58,7 @@ def is_url_target(f: Any) -> bool:
 
 
 def options_of(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments for a URL's file system as a dict; raise if they are none."""
+    """Return a URL's file system options as a dict; raise if they are no mapping of names."""
     found: Any = {} if storage_options is None else storage_options
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise TypeError(
@@ -105,7 +105,7 @@ def _looks_like_url(text: str) -> bool:
 
 
 def with_path(url: str, change: Callable[[str], str]) -> str:
-    """Change the path in a URL: ``a`` in ``zip://a::memory://b.zip``; drop a query of HTTP."""
+    """Change the path in a URL: ``a`` in ``zip://a::memory://b.zip``; drop an HTTP query."""
     links = url.split("::")
     i = next((i for i, link in enumerate(links) if "://" in link), 0)
     scheme, _, path = links[i].partition("://")

@@ -98,8 +98,8 @@ def _default_pinned_nbytes(n_local_ranks: int) -> int:
 def read_integer(variable: str, default: int, *, minimum: int) -> int:
     """Read an environment variable that holds an integer of at least `minimum` (0 or 1).
 
-    An empty variable counts as not set.  Other values, and numbers that no 64-bit machine can use,
-    are a ValueError.
+    An empty variable counts as not set.  Raises a ValueError for other values, and for numbers that
+    no 64-bit machine can use.
     """
     text = os.environ.get(variable)
     if not text:

@@ -8,7 +8,7 @@ import torch
 
 
 def check_flags(**flags: object) -> None:
-    """Raise a TypeError for an option that is no bool, as "no" would count as True.
+    """Raise a TypeError for an option that is no bool: "no" would count as True.
 
     >>> check_flags(fsync=True, verify="no")
     Traceback (most recent call last):

@@ -13,7 +13,7 @@ from ptsave.support.held_lock import HeldLock
 
 
 class FolderLock(HeldLock):
-    """Makes and locks a directory; a SaveError about `place` says that it is locked already.
+    """Makes and locks a directory; raises a SaveError about `place` if it is locked already.
 
     On a file system without locks, other processes are not kept out.
 

@@ -102,7 +102,7 @@ class GroupCall:
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
-        """Name the file and this rank in a group's error, and exchange nothing afterwards."""
+        """Name the file and this rank in a group's error; nothing is exchanged after the error."""
         try:
             yield
         except BaseException as error:

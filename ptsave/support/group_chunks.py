@@ -13,7 +13,7 @@ from torch import Tensor
 from ptsave.support.group_call import GroupCall
 
 CHUNK_NBYTES = 8 << 20
-# One buffer is read, one is on its way, and one is used: 24 MiB.
+# One buffer is filled, one is sent, and one is used: 24 MiB.
 _N_BUFFERS = 3
 # In front of each chunk: whether reading it failed.  A cache line keeps the bytes aligned.
 _HEAD_NBYTES = 64

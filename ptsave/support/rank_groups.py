@@ -1,6 +1,6 @@
 """Lets the ranks of a job exchange small values, over torch.distributed or a directory.
 
-Values have to be JSON. Each call is collective: all ranks make it in the same order, and no call
+Values have to be JSON.  Each call is collective: all ranks make it in the same order, and no call
 returns before all ranks have called.
 """
 
@@ -39,7 +39,7 @@ class Ranks(Protocol):
         """16 hexadecimal digits: the same on all ranks, and higher than in earlier jobs."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks; a RuntimeError if a rank has ended or is too late."""
+        """Return the values of all ranks; raise a RuntimeError if a rank has ended or is late."""
 
 
 class GroupRanks:
@@ -75,8 +75,8 @@ class FileRanks:
     """Ranks that know their numbers and see one directory, but have no process group.
 
     Each rank locks a file of its own with ``flock`` while it lives.  The files of all living ranks
-    make the session, and a store for its values is a file named after it.  A rank that does not
-    come within `timeout` seconds is a RuntimeError.
+    make the session, and a store for its values is a file named after it.  Raises a RuntimeError if
+    a rank does not come within `timeout` seconds.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, timeout: float = _TIMEOUT_S) -> None:

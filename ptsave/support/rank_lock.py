@@ -25,7 +25,7 @@ def new_token() -> str:
 class RankLock(HeldLock):
     """Holds the locked file of a rank, which contains `token`.
 
-    It is a RuntimeError if another process, or another object of this process, holds the file.
+    Raises a RuntimeError if another process, or another object of this process, holds the file.
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:

@@ -1,7 +1,7 @@
 """Threads whose start returns once they run, or raises.
 
-With Python's own threads (``threading.Thread.start``, also under ``concurrent.futures``), the start
-of a thread that runs out of memory while it begins waits for ever.
+``threading.Thread.start``, which ``concurrent.futures`` also uses, waits for ever if the new thread
+runs out of memory while it begins.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def run_all(take: Callable[[], Call | None]) -> None:
 class Thread(threading.Thread):
     """A thread whose :meth:`start` returns when the thread has begun, and raises if it cannot.
 
-    The interpreter waits for the thread at exit.  `call` gets a function, to call as soon as it
-    handles errors itself; until then, a failing thread makes `start` raise.
+    The interpreter waits for the thread at exit.  `call` runs on the thread.  It gets a function to
+    call as soon as it handles errors itself.  Until then, `start` raises if the thread fails.
     """
 
     def __init__(self, call: Callable[[Callable[[], None]], None], name: str | None = None) -> None:

@@ -71,5 +71,5 @@ def unwrapped(tensor: Tensor) -> Tensor | None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; a RuntimeError for inference tensors."""
+    """Return how often a tensor was changed in place; raise RuntimeError for inference tensors."""
     return tensor._version

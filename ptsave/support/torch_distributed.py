@@ -40,7 +40,7 @@ def local_part_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def device_of_group(group: Any) -> torch.device:
     """Return the device on which a process group exchanges tensors: the CPU if it can.
 
-    It is a RuntimeError if this process has no such device.
+    Raises a RuntimeError if this process has no such device.
     """
     kinds = [device.type for device in group._device_types]
     if not kinds or "cpu" in kinds:

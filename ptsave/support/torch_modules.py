@@ -129,7 +129,7 @@ def _note_modules(module: nn.Module, name: str, found: list[tuple[str, nn.Module
 def having(
     modules: list[tuple[str, nn.Module]], attribute_of: Callable[[nn.Module], Any]
 ) -> list[tuple[str, nn.Module]]:
-    """Return the named modules in which an attribute above is not empty."""
+    """Return the named modules whose attribute, given by its function above, is not empty."""
     from ptsave import _C  # not at import: strip_prefix needs no engine
 
     return _C.having(modules, _attribute_of[attribute_of])

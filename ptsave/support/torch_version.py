@@ -15,7 +15,7 @@ choice.find(torch.__version__)
 
 
 def private(owner: Any, name: str) -> Any:
-    """Return a private attribute of torch; an ImportError names it if this release has none."""
+    """Return a private attribute of torch; raise an ImportError that names a missing one."""
     try:
         return getattr(owner, name)
     except AttributeError:

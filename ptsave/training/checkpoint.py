@@ -124,7 +124,7 @@ def load_into(
         The target is an optimizer, and the file holds no optimizer's state dict.  The message names
         the part that was probably meant.
     CorruptCheckpointError
-        The file is damaged.  If that shows while the target is being overwritten, the message names
+        The file is damaged.  If the target has been overwritten in part by then, the message names
         the entries that hold the file's values.  Any exception that stops a restore halfway also
         has these names in its attribute ``overwritten``.
 

@@ -4,7 +4,7 @@
   With ``fsync``, the new file and its directory are synced by then.  A failed or cancelled save
   removes nothing, so at least `keep` checkpoints exist once that many were saved.
 * Errors stay with the futures.  The checkpointer looks at errors without counting as an observer.
-  If the program never asks for an error, `wait` raises it, or a warning at exit tells it.
+  An error that the program never asks for is raised by `wait`, or becomes a warning at exit.
 * After a fork, threads that do not exist in the child may hold locks.  The first use in the child
   makes new locks and forgets the parent's saves.
 """
@@ -646,7 +646,8 @@ class AsyncCheckpointer:
     def _check_process(self) -> None:
         """Forget the saves and locks of the parent process after a fork.
 
-        A process forked from one of several ranks is not a rank: that is a RuntimeError.
+        Raises a RuntimeError if the parent is one of several ranks, because the child is not a
+        rank.
         """
         if self._pid != os.getpid():
             if self._parts is not None:

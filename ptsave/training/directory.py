@@ -31,7 +31,7 @@ _MAX_TRIES = 100  # a try fails only if a checkpoint was written and pruned mean
 def create_directory(directory: str | os.PathLike[str], *, fsync: bool) -> Path:
     """Make a directory for checkpoints, with its parents, and return its absolute path.
 
-    It is a SaveError if files cannot be listed and made there.
+    Raises a SaveError if files cannot be listed and made there.
     """
     path = Path(os.path.abspath(os.fsdecode(directory)))
     try:
@@ -105,8 +105,8 @@ class CheckpointDirectory:
         """Yield the open file of a step (None: the highest step).
 
         This object does not prune the step meanwhile.  If another process removes the file before
-        it is open, the choice is made again; an open file stays whole.  A step that does not exist
-        is a FileNotFoundError.
+        it is open, the choice is made again; an open file stays whole.  Raises a FileNotFoundError
+        if there is no such checkpoint.
         """
         for n_left in reversed(range(_MAX_TRIES)):
             with ExitStack() as stack:
@@ -152,7 +152,7 @@ class CheckpointDirectory:
         return self._open(self.place_of(name))
 
     def remove_step(self, step: int) -> None:
-        """Remove all files of a step; a step that does not exist is a FileNotFoundError."""
+        """Remove all files of a step; raise a FileNotFoundError if there are none."""
         self.choose(step)
         for name in self._names()[step]:
             with suppress(FileNotFoundError):  # another process was faster

@@ -125,15 +125,15 @@ class RankParts:
         """Wait for all ranks; return this rank's parts of incomplete saves, and an error.
 
         The error is a failure that this rank does not know of yet.  A save that only some ranks
-        began is a failure, too.  If a rank has ended, that is a RuntimeError.
+        began is a failure, too.  Raises a RuntimeError if a rank has ended.
         """
         saved, failures = self._saved, self._failures
         self._saved, self._failures = [], []
         everyone = self._ranks.gather({"saved": saved, "failures": failures})
         begun = [{self.naming.save_of(name) for name in theirs["saved"]} for theirs in everyone]
         messages = self._messages(everyone, begun)
-        # A save with all parts counts even if it failed later: an older checkpoint may have been
-        # removed for it.
+        # A save with all parts counts, even if a rank reports a failure: an older checkpoint may
+        # have been removed for it.
         missing = {
             self.naming.save_of(name)
             for theirs in everyone

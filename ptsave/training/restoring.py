@@ -61,9 +61,9 @@ def restoring(
     others that torch would have loaded them to.  If an exception leaves the block, its message and
     its attribute `overwritten` name the entries that hold new values.
 
-    `deferred` puts off reading until the copies are known.  Three cases rule that out: a file that
-    only torch reads, an object whose making may look at values, and a callable or dict as
-    `map_location`.
+    `deferred` puts off reading until the copies are known.  That is impossible for a file
+    that only torch reads, and for an object whose making may look at values.  It is also impossible
+    with a callable or a dict as `map_location`.
     """
     restricted = resolve_weights_only(weights_only, None)  # which may warn, once
     module = restricted_unpickler if restricted else pickle

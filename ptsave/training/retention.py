@@ -96,7 +96,7 @@ class Retention:
 def _number(value: Any) -> float | None:
     """Return a number, or a tensor or array of one number, as a float; otherwise None.
 
-    Only types count that load from a checkpoint without running its code.
+    Accepts only types that load from a checkpoint without running its code.
     """
     try:
         value = value.item() if hasattr(value, "item") else value

@@ -15,8 +15,8 @@ _waiting: list[StopSignals] = []
 class StopSignals:
     """Takes signals until it is released, and then puts the earlier handlers back.
 
-    `came` tells whether a signal has come.  Only the main thread may take signals: elsewhere that
-    is a ValueError.
+    `came` tells whether a signal has come.  Only the main thread may take signals: other threads
+    get a ValueError.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:

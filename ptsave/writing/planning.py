@@ -30,7 +30,7 @@ def plan_archive(
 ) -> _C.WritePlan:
     """Plan the archive of a pickle and its storages, which must live until it is written.
 
-    The archive's root folder is named after a path or URL. With `no_byte_order`, torch's Python
+    The archive's root folder is named after a path or URL.  With `no_byte_order`, torch's Python
     code leaves out the byte order, and its C++ code adds it in another place.
     """
     records = _records_before_storages(data, no_byte_order)

@@ -136,7 +136,7 @@ def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> 
 def resolve(f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> FileTarget:
     """Return the file or directory that a path or a URL names; for ``file://`` its local path.
 
-    An empty path is a SaveError, because it is often the value of a variable that is not set.
+    Raises a SaveError for an empty path: often it is the value of a variable that is not set.
     """
     if is_url_target(f):
         from ptsave.writing.url_targets import resolve_url
@@ -152,7 +152,7 @@ def resolve(f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 def resolve_file(
     f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> FileTarget:
-    """Return the file that a path or URL names; the URL of a directory is a SaveError."""
+    """Return the file that a path or URL names; raise a SaveError for a directory's URL."""
     target = resolve(f, storage_options)
     if not isinstance(target, str):
         target.require_file_name()
@@ -193,7 +193,7 @@ def direct_nbytes(nbytes: int, *, fsync: bool, in_background: bool = False) -> i
 def replaceable_file(path: str) -> str:
     """Return the absolute name of the file that a new file at `path` replaces.
 
-    It is a SaveError if that file cannot be replaced.
+    Raises a SaveError if that file cannot be replaced.
     """
     with _translated_errors(path):
         status = _status(path)
@@ -211,8 +211,8 @@ def replaceable_file(path: str) -> str:
 class FileWriter:
     """Writes one planned file to one path or URL.
 
-    With ``compute_crcs=False``, every checksum is zero, as torch can be told.  `progress` gets the
-    bytes written so far about ten times a second.  `scratch_for` gets the status of the file to
+    With ``compute_crcs=False``, every checksum is zero, as with torch's option.  `progress` gets
+    the bytes written so far about ten times a second.  `scratch_for` gets the status of the file to
     overwrite, and returns the descriptor of an empty file if the plan reads from that file.  With
     `payloads_are_still`, no code changes the payloads meanwhile, so a disk may read them itself.
     """

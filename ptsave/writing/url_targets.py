@@ -145,7 +145,7 @@ class UrlTarget:
         """Open the file for new contents, which appear at the end of the block.
 
         If the block raises, nothing changes.  The size `nbytes` of the contents bounds the memory
-        for sending them.  Errors of the file system are a SaveError that names the URL.
+        for sending them.  Raises a SaveError that names the URL if the file system fails.
         """
         is_small = nbytes is not None and nbytes <= _PART_NBYTES
         if "memory" in self._protocols or (self.is_object_store and is_small):
@@ -252,7 +252,7 @@ class _NamingSink:
 def resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | UrlTarget:
     """Return the file or directory that a URL names; for ``file://`` its local path.
 
-    It is an UnsupportedUrlError if fsspec cannot write there, or not all at once.
+    Raises an UnsupportedUrlError if fsspec cannot write there, or not all at once.
     """
     if "::" in url:
         raise UnsupportedUrlError.of_target(url, "several file systems in one are only read from")
