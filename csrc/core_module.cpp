@@ -1,4 +1,4 @@
-// The Python module ptsave._core: what needs no torch.
+// The Python module ptsave._core: the functions that need no torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -29,7 +29,7 @@ PyTypeObject* outlined_tensor_type() {
   return reinterpret_cast<PyTypeObject*>(kType);
 }
 
-// The records of an archive's storages, and the places of those that a pickle refers to.
+// The records of an archive's storages, and the places of storages that a pickle refers to.
 class PlacedRecords final : public StorageRecords {
  public:
   explicit PlacedRecords(const ArchiveIndex& index) : index_(index), data_(index) {}
@@ -40,7 +40,7 @@ class PlacedRecords final : public StorageRecords {
     return i;
   }
 
-  // (number, name, payload offset, location): as of Reader.places() of ptsave._C.
+  // (number, name, payload offset, location), as Reader.places() of ptsave._C returns it.
   Object place_of(std::size_t i, PyObject* location) override {
     const IndexedRecord& record = index_.records()[i];
     const py::tuple place =
@@ -53,7 +53,7 @@ class PlacedRecords final : public StorageRecords {
   DataRecords data_;
 };
 
-// An archive that is only looked at.
+// An archive that is only inspected.
 class Archive {
  public:
   explicit Archive(ByteSource source)
@@ -77,7 +77,7 @@ class Archive {
     return index().records()[i].nbytes;
   }
 
-  // Verified.
+  // Returns the verified payload of a record.
   py::bytes read(const py::str& name) const {
     const std::size_t i = index().find(encode(name));
     if (i == ArchiveIndex::kNotFound) throw py::key_error("no such record");
@@ -90,7 +90,8 @@ class Archive {
     return payload;
   }
 
-  // The outline of a pickle, once all storages have places; None if torch must say what it is.
+  // The pickle's outline in a tuple of one, with all storages placed; None if only torch can read
+  // it.
   py::object outline(const py::bytes& pickle) {
     without_gil([&] { reader_->reserve(data_.storages()); });
     PlacedRecords records(index());
@@ -100,7 +101,7 @@ class Archive {
     return py::make_tuple(py::reinterpret_steal<py::object>(found.release()));
   }
 
-  // Compares some records, by their numbers, with their checksums.
+  // Whether the records [begin, end) match their checksums.
   bool are_whole(std::size_t begin, std::size_t end, std::size_t n_threads) const {
     if (begin > end || end > n_records()) throw py::index_error("no such record");
     std::vector<std::size_t> records;
@@ -110,7 +111,7 @@ class Archive {
                [&] { return reader_->read_records(std::move(records), {}, n_threads, true, poll); })
         .empty();
   }
-  // The end of each record, up to the next one.
+  // The offset at which each record ends at the latest: where the next one begins.
   std::vector<std::uint64_t> limits() const {
     std::vector<std::uint64_t> found;
     found.reserve(n_records());

@@ -7,7 +7,7 @@ import torch
 from typing_extensions import Buffer
 
 # (name without the root folder, payload, nbytes).  A payload is bytes, the address of memory, a
-# function that makes it and returns its address, or None for a hole.
+# function that makes the payload and returns its address, or None for a hole.
 PlannedRecord: TypeAlias = tuple[str, bytes | int | Callable[[], int] | None, int]
 Progress: TypeAlias = Callable[[int], None] | None
 _T = TypeVar("_T")
@@ -32,47 +32,48 @@ class WriteOptions:
         in_background: bool = False,
     ) -> None: ...
 
-# Where objects are the values of dicts: (a dict's number, its key, the object's number).
+# Finds objects among the values of dicts: (the dict's number, its key, the object's number).
 def find_values(
     dicts: Sequence[dict[str, Any]], values: Sequence[object]
 ) -> list[tuple[int, str, int]]: ...
 
-# The pairs (name, object) whose object has an attribute of its own that is true.
+# The pairs (name, object) whose object's own __dict__ has a true value for the attribute.
 def having(pairs: list[tuple[str, _T]], attribute: str) -> list[tuple[str, _T]]: ...
 
-# Whether the engine copies from and to this device.
+# Whether the engine can copy from and to this device.
 def can_stage(device: torch.device) -> bool: ...
 
 @final
 class StorageList:
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None: ...
     def __len__(self) -> int: ...
-    # Each is in CPU memory, or on an accelerator that WritePlan can take it from.
+    # Whether each storage is in CPU memory or on an accelerator that can_stage().
     @property
     def in_reach(self) -> bool: ...
-    # At most so much host memory copies take, for an archive with that alignment; a CPU storage
-    # without memory has no bytes.
+    # An upper bound of the host memory for copies, in bytes, given an archive's alignment.  CPU
+    # storages without memory count as empty.
     def staging_nbytes(self, alignment: int) -> int: ...
 
-# Copies of storages.  Their memory is there from the beginning, their bytes come with copy(); those
-# of storages that are not in CPU memory are the caller's to copy.
+# Copies of storages.  Their memory is reserved at once; copy() fills the copies of storages in CPU
+# memory, and the caller copies all others.
 @final
 class Snapshot:
     def __init__(self, sources: StorageList, *, without_bytes: bool = False) -> None: ...
     @property
     def storages(self) -> StorageList: ...
-    # Lets go of the sources, too.  Calls `when_slow` once if that takes long, which returns whether
-    # a plan follows the copy from then on: it ends when each byte is copied or written.
+    # Copies the sources in CPU memory, and then releases all sources.  Calls `when_slow` once if
+    # copying is slow.  If that returns True, a plan follows the copy; the call ends when each byte
+    # is copied or written.
     def copy(
         self, *, n_threads: int, progress: Progress, when_slow: Callable[[], bool] | None = None
     ) -> None: ...
-    # The plan that followed needs nothing more.
+    # Ends the reads of the plan that follows.
     def close(self) -> None: ...
     def release(self) -> None: ...
-    # The same in a forked child, where accelerators must not be touched: frees nothing.
+    # Replaces release() in a forked child, which must not touch accelerators: frees nothing.
     def abandon(self) -> None: ...
 
-# A planned file, as the bindings give it to each kind of plan.
+# The methods that all plans of files have; the module has no such class.
 class _FilePlan:
     @property
     def nbytes(self) -> int: ...
@@ -91,7 +92,7 @@ class _FilePlan:
         options: WriteOptions,
         progress: Progress,
     ) -> None: ...
-    # By way of `scratch`, an empty file open for reading and writing, if that is given.
+    # Writes through `scratch`, if given: an empty file open for reading and writing.
     def write_in_place(
         self,
         path: bytes,
@@ -112,30 +113,29 @@ class _FilePlan:
 
 @final
 class WritePlan(_FilePlan):
-    # A list of storages, all in reach, stands for the records data/0, data/1, ...
+    # A list of storages, all in reach, stands for the records data/0, data/1, and so on.
     def __init__(
         self, root: str, records: Sequence[PlannedRecord | StorageList], alignment: int
     ) -> None: ...
-    # Lets the next write, of a file that is replaced, take storages that are still being copied.
+    # Lets the next write_file() read storages that are still being copied.
     def follow(self, copies: Snapshot) -> None: ...
-    # Lets go of the storages to write; nothing can be written after.
+    # Releases the storages; nothing can be written afterwards.
     def release(self) -> None: ...
-    # The same in a forked child, where accelerators must not be touched: does not free their part.
+    # The same in a forked child, which must not touch accelerators: does not free their part.
     def abandon(self) -> None: ...
-    # These payloads are in sources: (record, source, offset, CRC if it is known, parts).
+    # Takes these payloads from sources: (record, source, offset, CRC if known, parts).
     def read_from(
         self,
         sources: PayloadSources,
         payloads: Sequence[tuple[str, int, int, int | None, Sequence[SourcePart]]],
     ) -> None: ...
-    # Of the last write: the records whose CRC differed, each with the CRC found.  Raises
-    # FormatError.
+    # The records with a wrong CRC, and the CRC found, if the last write raised FormatError.
     @property
     def damaged(self) -> list[tuple[str, int]]: ...
-    # Writes tensors on accelerators as this thread's current streams leave them now; with the same
-    # chunk size.
+    # Fixes the values of accelerators' tensors after the work now on this thread's current
+    # streams.  Later writes must use the same chunk size.
     def begin_staging(self, *, options: WriteOptions) -> None: ...
-    # Copies it to the host.
+    # Copies these tensors to the host.
     def stage(self, *, n_threads: int, progress: Progress) -> None: ...
     def write_descriptor(
         self,
@@ -151,20 +151,19 @@ class WritePlan(_FilePlan):
         self, target: Buffer, *, options: WriteOptions, progress: Progress
     ) -> None: ...
 
-# Where payloads come from: files, each a descriptor, which stays the caller's, and a name; or the
-# address and size of memory, which has to live as long, and a name.  `direct`: files may be read
-# past the page cache.
+# The sources of payloads: (descriptor, name) of files, or (address, size, name) of memory.
+# Descriptors stay the caller's; the memory must outlive the sources.  With `direct`, files may be
+# read past the page cache.
 @final
 class PayloadSources:
     def __init__(
         self, items: Sequence[tuple[int, bytes] | tuple[int, int, bytes]], *, direct: bool
     ) -> None: ...
 
-# Where a payload that is not one range comes from, in its order: (begin in the payload, source,
-# offset).
+# A part of a payload that is not one range: (begin in the payload, source, offset in the source).
 SourcePart: TypeAlias = tuple[int, int, int]
 
-# A file that is a header and payloads: (size, source, offset, CRC if it is known, parts).
+# A file of a header and payloads: (size, source, offset, CRC if known, parts).
 @final
 class PackedPlan(_FilePlan):
     def __init__(
@@ -173,22 +172,23 @@ class PackedPlan(_FilePlan):
         sources: PayloadSources,
         payloads: Sequence[tuple[int, int, int, int | None, Sequence[SourcePart]]],
     ) -> None: ...
-    # Of contiguous tensors, on accelerators that can_stage() or in CPU memory, as they are now.
+    # Plans the present values of contiguous tensors in CPU memory or on accelerators that
+    # can_stage().
     @staticmethod
     def of_tensors(header: bytes, tensors: Sequence[torch.Tensor]) -> PackedPlan: ...
-    # As of WritePlan; all payloads must be memory.
+    # As WritePlan.follow(); all payloads must be in host memory.
     def follow(self, copies: Snapshot) -> None: ...
-    # Of the last write: the payloads whose CRC differed, each with the CRC found.  Raises
-    # FormatError.
+    # The payloads with a wrong CRC, and the CRC found, if the last write raised FormatError.
     @property
     def damaged(self) -> list[tuple[int, int]]: ...
 
-# The number of bytes that have a checksum of their own in a file of CheckedPlan.
+# Size of the blocks with a checksum in a file of CheckedPlan.
 CHECKED_BLOCK_NBYTES: int
 
-# A file of pieces at offsets of their own, in order: bytes, contiguous tensors in CPU memory or on
-# accelerators that can_stage(), or bytes of sources (size, source, offset, parts).  Zeros between
-# them, up to a multiple of CHECKED_BLOCK_NBYTES; then the CRC-32 of each block, four bytes.
+# A file of pieces at given offsets, in order, with zeros between them.  A piece is bytes, a
+# contiguous tensor in CPU memory or on an accelerator that can_stage(), or a part of sources
+# (size, source, offset, parts).  The pieces are padded to a multiple of CHECKED_BLOCK_NBYTES; the
+# CRC-32 of each block, four bytes, follows.
 @final
 class CheckedPlan(_FilePlan):
     def __init__(
@@ -196,21 +196,21 @@ class CheckedPlan(_FilePlan):
         pieces: list[tuple[int, bytes | torch.Tensor | tuple[int, int, int, Sequence[SourcePart]]]],
         sources: PayloadSources | None = None,
     ) -> None: ...
-    # Of the last write: the bytes behind the blocks.
+    # The CRCs behind the blocks of the last write.
     @property
     def block_crcs(self) -> bytes: ...
 
-# The CRC-32 of blocks of CHECKED_BLOCK_NBYTES, one after the other, from a table of those of each.
+# The CRC-32 of consecutive blocks of CHECKED_BLOCK_NBYTES, from a table of the blocks' CRCs.
 def crc_of_blocks(table: torch.Tensor) -> int: ...
 
-# That of bytes followed by so many others.
+# The CRC-32 of A followed by B, from both CRCs and B's size.
 def crc32_combine(crc_a: int, crc_b: int, nbytes_b: int) -> int: ...
 
-# Fills tensors in CPU memory, of any strides: (number of the file, offset, bytes from one element
-# of each dimension to the next in the file, tensor).  A table is all that CheckedPlan writes behind
-# the blocks of a file, as far as it is needed, or None: nothing of that file is checked.  Gaps of
-# up to max_gap bytes may be read.  Returns the blocks whose checksum differs: (number of the file,
-# offset); nothing of what was read together with one is in its place.
+# Fills CPU tensors of any strides from boxes: (number of the file, offset, strides in the file in
+# bytes, tensor).  A table has the CRCs that CheckedPlan writes behind a file's blocks, as far as
+# they are needed; with None, the file is not checked.  Gaps of up to max_gap bytes may be read.
+# Returns the damaged blocks: (number of the file, offset).  Bytes that were read together with a
+# damaged block are not put into their places.
 def read_checked(
     files: RangeFiles,
     boxes: Sequence[tuple[int, int, Sequence[int], torch.Tensor]],
@@ -221,37 +221,38 @@ def read_checked(
     progress: Progress,
 ) -> list[tuple[int, int]]: ...
 
-# Numbers the records of storages for an archive that grows.  What an object adds is pending until
-# commit() or rollback().
+# Numbers the records of storages for a growing archive.  An object's new storages are pending
+# until commit() or rollback().
 @final
 class NumberedStorages:
     def __init__(self) -> None: ...
-    # As pickle_object(), with these numbers; None if the object needs Python's pickler: rollback().
+    # As pickle_object(), with these numbers.  After None, call rollback().
     def pickle(self, obj: object) -> bytes | None: ...
-    # Of a storage that was not met before in the object; `tensor` refers to it.
+    # Numbers a storage at its first reference in the object, which is by `tensor`.
     def number(
         self, storage: torch.UntypedStorage, tensor: torch.Tensor | None, dtype: torch.dtype
     ) -> int: ...
-    # Those that have to be written.
+    # The pending storages that have to be written.
     @property
     def fresh(self) -> StorageList: ...
     @property
     def fresh_nbytes(self) -> int: ...
     def commit(self) -> None: ...
     def rollback(self) -> None: ...
-    # Every storage is written anew from here on.
+    # Forgets all storages, so that later ones are written again.
     def forget(self) -> None: ...
 
-# The beginning and the end of a pickle of a dict, between which parts add its entries.
+# The beginning and the end of a pickle of a dict; parts between them add its entries.
 DICT_HEAD: bytes
 STOP: bytes
 
-# Records that are written together, and copies of their storages in slabs of a size.
+# Records that are written together, and copies of their storages in slabs of one size.
 @final
 class AppendBatch:
     def __init__(self, *, slab_nbytes: int) -> None: ...
-    # Adds the pending storages, as they are now if `copy`, and a part of the pickle of a dict.
-    # Returns tensor_statistics of `measured` if that is the only one of them, with `copy`.
+    # Adds the pending storages, with their present values if `copy`, and a part of the pickle of a
+    # dict.  With `copy`, returns the tensor_statistics of `measured` if its storage is the only
+    # one.
     def add(
         self,
         storages: NumberedStorages,
@@ -261,14 +262,14 @@ class AppendBatch:
         n_threads: int,
         measured: torch.Tensor | None = None,
     ) -> tuple[Any, ...] | None: ...
-    # Of calls of add().
+    # The number of calls of add().
     @property
     def n_groups(self) -> int: ...
-    # How many of the first have no more than this many bytes.
+    # The number of first groups that together have at most this many bytes.
     def n_groups_within(self, nbytes: int) -> int: ...
     @property
     def is_staged(self) -> bool: ...
-    # Writes the first groups, at least one; returns offset and size of their pickles in the file.
+    # Writes the first groups, at least one; returns offset and size of their pickle's parts.
     def write(
         self,
         archive: AppendedArchive,
@@ -280,7 +281,7 @@ class AppendBatch:
         progress: Progress,
     ) -> tuple[int, int]: ...
     def release(self) -> None: ...
-    # The same in a forked child, where accelerators must not be touched.
+    # Replaces release() in a forked child, which must not touch accelerators.
     def abandon(self) -> None: ...
 
 # A temporary file that becomes an archive.  In a forked child only keep() may be called.
@@ -290,17 +291,17 @@ class AppendedArchive:
     def read(self, offset: int, nbytes: int) -> bytes: ...
     def sync(self) -> None: ...
     def close(self, pickle: bytes, *, compute_crcs: bool, durable: bool) -> None: ...
-    # Lets go of the temporary file, which stays; or removes it.
+    # Close the temporary file: keep() leaves it, discard() removes it.
     def keep(self) -> None: ...
     def discard(self) -> None: ...
-    # In the directory of the target; b"" once it is not ours any more.
+    # The temporary file's name in the target's directory; b"" after close(), keep() or discard().
     @property
     def temporary_name(self) -> bytes: ...
-    # Of all batches that were written.
+    # The size of all written batches.
     @property
     def nbytes(self) -> int: ...
 
-# The rest of an archive behind these records: (name, offset of the header, size, CRC, end).
+# The rest of an archive behind these records: (name, header offset, size, CRC, end).
 def closing_bytes(
     root: str,
     alignment: int,
@@ -308,19 +309,19 @@ def closing_bytes(
     pickle: bytes,
 ) -> bytes: ...
 
-# The name that a file gets which replaces `path`; None for a link of /proc to an open file.
+# The name at the end of `path`'s symbolic links; None for a link of /proc to an open file.
 def resolve_links(path: bytes) -> bytes | None: ...
 
-# Removes a file without waiting until its blocks are free; False if there is none.
+# Removes a file without waiting until its blocks are free; False if it does not exist.
 def remove_file(path: bytes) -> bool: ...
 
 # Closes a descriptor, maybe the last one of a removed file, without waiting for its file system.
 def release_later(fd: int) -> None: ...
 
-# Waits until the blocks of all files that were replaced or removed are free.
+# Waits until the blocks of all replaced and removed files are free.
 def finish_releases() -> None: ...
 
-# Removes the temporary files that killed writers of `path` have left.
+# Removes the temporary files that killed writers of `path` left.
 def remove_leftovers(path: bytes) -> None: ...
 
 @final
@@ -333,17 +334,17 @@ class Record:
     def crc(self) -> int: ...
     @property
     def header_offset(self) -> int: ...
-    # By the central directory alone; Reader.payload_offset asks the local header, too.
+    # From the central directory alone; Reader.payload_offset also reads the local header.
     @property
     def payload_offset(self) -> int: ...
-    # Where the next record, or the central directory, begins.
+    # The offset of the next record or the central directory.
     @property
     def limit(self) -> int: ...
     @property
     def stored_nbytes(self) -> int: ...
     @property
     def method(self) -> int: ...
-    # Whether torch's reader takes it for a directory, and so reads nothing of it.
+    # Whether torch's reader takes the record as a directory and does not read it.
     @property
     def directory(self) -> bool: ...
     @property
@@ -370,10 +371,10 @@ class Reader(StorageSource):
     def open_descriptor(fd: int, offset: int, name: bytes, *, direct: bool) -> Reader: ...
     @staticmethod
     def open_memory(buffer: Buffer, name: str) -> Reader: ...
-    # Closes the file until lend_file() opens the same one again: neither while it is being read.
+    # Closes the file until lend_file() opens it again.  Neither may be called during a read.
     def close_file(self) -> None: ...
     def lend_file(self, fd: int, offset: int, *, direct: bool) -> None: ...
-    # Of the open file, which stays the reader's; -1 for memory, and where it is closed.
+    # The open file's descriptor, which stays the reader's; -1 for memory or a closed file.
     @property
     def descriptor(self) -> int: ...
     @property
@@ -390,14 +391,14 @@ class Reader(StorageSource):
     def storages_have_crcs(self) -> bool: ...
     def record(self, record: int) -> Record: ...
     def records(self) -> list[Record]: ...
-    # Of the records that are no storages (not in the folder data/).
+    # The names of records that are no storages (not in the folder data/).
     def other_names(self) -> list[str]: ...
     def find(self, name: str) -> int | None: ...
     def payload_offset(self, record: int) -> int: ...
     def read(self, record: int, *, verify: bool) -> bytes: ...
-    # The next two do not touch storages that the others have made, and are safe for concurrent use.
-    # No record twice; no targets: nothing is kept.  Targets are in CPU memory or on accelerators
-    # that can_stage().
+    # Reads records into targets in CPU memory or on accelerators that can_stage(); without
+    # targets, only checks.  No record may occur twice.  Like read_ranges(), it does not affect
+    # storages of other calls and is safe for concurrent use.
     def read_records(
         self,
         records: list[int],
@@ -407,8 +408,8 @@ class Reader(StorageSource):
         verify: bool,
         max_pinned_nbytes: int,
     ) -> list[DamagedRecord]: ...
-    # Fills contiguous tensors, in CPU memory or on accelerators that can_stage(), from offsets on.
-    # Parts for accelerators do not overlap.
+    # Reads (offset, tensor) into contiguous tensors in CPU memory or on accelerators that
+    # can_stage().  Parts for accelerators must not overlap.
     def read_ranges(
         self,
         ranges: Sequence[tuple[int, torch.Tensor]],
@@ -416,16 +417,16 @@ class Reader(StorageSource):
         n_threads: int,
         max_pinned_nbytes: int,
     ) -> None: ...
-    # (number, name, payload offset, location) of each record; the location is that of the storage
-    # that the engine's unpickler has taken from it.
+    # (number, name, payload offset, location) of each record.  The location is the saved one of
+    # the storage that the engine's unpickler has taken, or None.
     def places(self) -> list[tuple[int, str, int, str | None]]: ...
-    # None: all storages.
+    # Reads `records`, or all storages for None, in the background.
     def start(
         self, records: list[int] | None, *, n_threads: int, verify: bool, exact_offsets: bool
     ) -> None: ...
-    # Places all storages without reading them; the next five are for those.
+    # Places all storages without reading them, for plan_copy(), fill(), is_filled() and changed().
     def reserve(self) -> None: ...
-    # Storages saved at `location` go to `device`, an accelerator that can_stage() or the CPU.
+    # Loads storages saved at `location` to `device`, the CPU or an accelerator that can_stage().
     def place(self, location: str, device: torch.device) -> None: ...
     def placed_storage(self, record: int, device: torch.device) -> torch.UntypedStorage: ...
     def plan_copy(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
@@ -440,9 +441,9 @@ class Reader(StorageSource):
         progress: Progress,
     ) -> list[DamagedRecord]: ...
     def is_filled(self, record: int) -> bool: ...
-    # The records of which targets of copies have got bytes.
+    # The records whose targets have changed or may have changed.
     def changed(self) -> list[int]: ...
-    # The records whose storages somebody refers to.
+    # The records whose storages are still referenced outside the reader; frees all others.
     def referenced(self) -> list[int]: ...
     def record_of(self, tensor: torch.Tensor) -> int | None: ...
     def records_of(self, tensors: list[torch.Tensor]) -> list[int | None]: ...
@@ -453,61 +454,62 @@ class Reader(StorageSource):
     def read_at(self, offset: int, nbytes: int) -> bytes: ...
     def cancel(self) -> None: ...
 
-# Bytes of an archive's end that find_central_directory may need.
+# The bytes at an archive's end that find_central_directory may need.
 MAX_TAIL_NBYTES: int
 
 # Offset and size of the central directory in an archive of `nbytes` bytes that ends with `tail`.
 def find_central_directory(tail: bytes, nbytes: int) -> tuple[int, int]: ...
 
-# (dtype, shape, stride, offset in the storage, size, size of the storage; all three in bytes) of
-# each tensor; None for one that is not strided.
+# (dtype, shape, stride, offset in the storage, size, size of the storage) of each tensor, the last
+# three in bytes; None for a tensor that is not strided.
 def tensor_facts(
     tensors: list[torch.Tensor],
 ) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, int] | None]: ...
 
-# Of each value the index of the first one of its shape, dtype, layout, device and flags (such as
-# contiguous; pinned ones differ if that is asked for); -1 if its type is none of `types`.
+# For each value, the index of the first value with the same shape, strides, dtype, layout, device
+# and flags; -1 if its type is not in `types`.  With `pinned`, pinned memory is a flag.
 def tensor_kinds(
     values: list[Any], types: tuple[type, ...], *, pinned: bool = False
 ) -> list[int]: ...
 
-# Contiguous tensors in CPU memory, with any values.
+# Uninitialized contiguous tensors in CPU memory.
 def empty_tensors(shapes: list[torch.Size], dtypes: list[torch.dtype]) -> list[torch.Tensor]: ...
 
-# The address of each tensor; 0 for one without elements in memory, None for one of a subclass.
+# The address of each tensor; 0 without elements in memory, None for a subclass.
 def addresses(tensors: list[torch.Tensor]) -> list[int | None]: ...
 
-# Of each tensor whether it takes bytes of a dtype that follow each other, as they are in a file: it
-# is of exactly torch's own types, contiguous, and in CPU memory or on an accelerator that can_stage
-# is true of.
+# For each tensor, whether the contiguous bytes of its dtype can be read into it from a file.  It
+# must be of exactly torch's own types, contiguous, and in CPU memory or on an accelerator that
+# can_stage().
 def take_bytes(tensors: list[torch.Tensor], dtypes: list[torch.dtype]) -> list[bool]: ...
 
-# Whether the memory of no tensor may overlap another one's.
+# Whether no two tensors can overlap in memory.
 def are_apart(tensors: list[torch.Tensor]) -> bool: ...
 
-# Whether `target.copy_(source)` moves numbers and can neither fail nor warn: both are tensors of
+# Whether `target.copy_(source)` copies numbers and can neither fail nor warn.  Both must be of
 # exactly torch's own types, strided, of one shape and on real devices.
 def copies_plainly(target: Any, source: Any) -> bool: ...
 
-# Copies pairs (target, source) that copy plainly, from `begin` on, as `copy_` does under no_grad;
-# returns the index of the first pair of large tensors, or of two types, which torch has to copy.
+# Copies pairs (target, source) that copy plainly, from `begin` on, as `copy_` does under no_grad.
+# Returns the index of the first pair that torch has to copy, because it is large or has two types.
 def copy_small(pairs: list[tuple[torch.Tensor, torch.Tensor]], begin: int) -> int: ...
 
-# In both a list has a value for each instance or row, anything else is the value of all.
-# Instances with these attributes, without a call of the class's initializer.
+# Makes instances with these attributes, without calling the class's initializer.  A list has one
+# value for each instance, any other object is the value of all.
 def instances(kind: type[_T], attributes: dict[str, Any]) -> list[_T]: ...
 
-# Bytes as they are, an int as 32 bits, a str as its size in 32 bits and UTF-8.
+# Packs columns row by row: bytes unchanged, an int as 32 bits, a str as its size in 32 bits and
+# UTF-8.  Columns are as for instances().
 def packed_rows(columns: tuple[Any, ...]) -> bytes: ...
 
-# mapped_nbytes: memory of the pool; used_nbytes: of it, in use; n_mappings: how often it has grown.
+# mapped_nbytes is the pool's address space, used_nbytes the used part; n_mappings counts mappings.
 def staging_statistics() -> dict[str, int]: ...
 def trim_staging_pool() -> None: ...
 
-# Makes the memory that the pool has for later saves present, on a thread that gives way to others.
+# Makes the pool's free memory present for later saves, on a thread of low priority.
 def populate_staging_pool(*, progress: Progress) -> None: ...
 
-# Page-locked memory that torch keeps for accelerators, if ptsave has used any.
+# Returns torch's free page-locked memory to the system, if ptsave has used any.
 def release_pinned_memory() -> None: ...
 def crc32(data: Buffer, crc: int = 0) -> int: ...
 def payload_offset_after(
@@ -515,14 +517,14 @@ def payload_offset_after(
 ) -> int: ...
 def rebuilds_blindly(pickle: bytes, dtypes: set[str], opaque: set[str] = ...) -> bool: ...
 
-# Why a pickle of any protocol would make Python's unpickler allocate more memory than its bytes
-# justify, or that it is cut short; None if neither.
+# The reason to refuse a pickle of any protocol: it is truncated, or would make Python's unpickler
+# allocate more memory than its bytes justify.  None if there is no reason.
 def unjustified_claim(pickle: bytes) -> str | None: ...
 
-# Nothing: Python's pickler must do it, or raise.
+# None if only Python's pickler can write the object or raise the right error.
 def pickle_object(obj: object) -> tuple[bytes, StorageList] | None: ...
 
-# Addresses without memory, which stand for bytes that are elsewhere.
+# Storages with addresses but without memory, which stand for bytes elsewhere.
 def unfilled_storages(sizes: Sequence[int]) -> StorageList: ...
 def untyped_storages(storages: StorageList) -> list[torch.UntypedStorage]: ...
 def unpickle_weights_only(
@@ -531,18 +533,17 @@ def unpickle_weights_only(
     *,
     encoding: str,
     storages: StorageSource | None,
-    unpickler_type: Any = None,  # in the place of torch's; a subclass that allows more
+    unpickler_type: Any = None,  # a subclass of torch's that allows more
 ) -> Any: ...
 
-# The files of one load; a file is a descriptor, which stays the caller's, and its name.  Safe for
-# concurrent use.
+# The files of one load: (descriptor, which stays the caller's, name).  Safe for concurrent use.
 class RangeFiles:
     def __init__(
         self, files: Sequence[tuple[int, bytes]], *, direct: bool, n_threads: int
     ) -> None: ...
-    # Fills contiguous tensors, in CPU memory or on accelerators that can_stage(): (number of the
-    # file, offset, tensor).  Ranges of a file do not overlap, nor do tensors.  Gaps between them
-    # of up to max_gap bytes may be read.
+    # Reads (number of the file, offset, tensor) into contiguous tensors in CPU memory or on
+    # accelerators that can_stage().  Neither a file's ranges nor the tensors may overlap.  Gaps of
+    # up to max_gap bytes may be read.
     def read(
         self,
         ranges: Sequence[tuple[int, int, torch.Tensor]],
@@ -553,8 +554,8 @@ class RangeFiles:
         progress: Progress,
     ) -> None: ...
 
-# Copies the bytes of contiguous CPU tensors to ones of that size on devices that can_stage():
-# (source, target).  Sources do not overlap.
+# Copies (source, target): contiguous CPU tensors to contiguous tensors of the same size on
+# accelerators that can_stage().  Sources must not overlap.
 def copy_to_devices(
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
     *,
@@ -562,36 +563,34 @@ def copy_to_devices(
     max_pinned_nbytes: int,
 ) -> None: ...
 
-# The number of bytes below which such copies cost more than they save.
+# For fewer bytes, copy_to_devices() costs more than it saves.
 MIN_PINNED_NBYTES: int
 
-# Whether the CPU and accelerators convert all values of a dtype alike: not from floating point to
-# integers, where what does not fit becomes anything.
+# Whether the CPU and all accelerators convert all values of a dtype alike.  They do not from
+# floating point to integers, because values that do not fit have no defined result.
 def convert_alike(source: torch.dtype, target: torch.dtype) -> bool: ...
 
-# Parts of a file as uint8 tensors whose bytes are had from it when they are used; the second only
-# of parts that the page cache holds.
+# Map a part of a file as a uint8 tensor; its bytes are read on access. map_cached_range() returns
+# None unless the page cache holds the whole part.
 def map_range(fd: int, name: bytes, *, offset: int, nbytes: int) -> torch.Tensor: ...
 def map_cached_range(fd: int, name: bytes, *, offset: int, nbytes: int) -> torch.Tensor | None: ...
 
-# Whether a file lies on a network file system, or one that a program serves.
+# Whether a file is on a network file system or on FUSE.
 def is_remote(fd: int, name: bytes) -> bool: ...
 
-# Makes the memory of such a tensor independent of the file, where it is.
+# Replaces the memory of a mapped tensor's storage by a copy at the same address.
 def detach_from_file(storage: torch.UntypedStorage, name: bytes) -> None: ...
 
-# A CPU storage with any bytes in memory of its own, in huge pages where there are any.
+# A CPU storage in its own memory, with huge pages if possible.
 def huge_page_storage(nbytes: int) -> torch.UntypedStorage: ...
 
-# How many hold the storage in C++; its Python object is one of them.
+# The number of references to the storage in C++, including its Python object's.
 def storage_use_count(storage: torch.UntypedStorage) -> int: ...
 
-# The fields of tree.capture_schema.Statistics, of a contiguous tensor in CPU memory; None if its
-# elements are no numbers.
+# The fields of tree.capture_schema.Statistics for a contiguous CPU tensor; None without numbers.
 def tensor_statistics(tensor: torch.Tensor, n_threads: int = 1) -> tuple[Any, ...] | None: ...
 
-# The counts and sizes of comparison.measures.TensorDifference; None if the elements of one are no
-# numbers.
+# The counts and sizes of comparison.measures.TensorDifference; None if a tensor has no numbers.
 def tensor_difference(
     a: torch.Tensor, b: torch.Tensor, rtol: float = 0.0, atol: float = 0.0, n_threads: int = 1
 ) -> dict[str, Any] | None: ...

@@ -49,7 +49,7 @@ std::uint32_t number_of(NumberedStorages& storages, const py::object& storage,
   return storages.number(unpacked, &THPVariable_Unpack(tensor.ptr()), scalar_type);
 }
 
-// Returns the statistics of `measured` if they were taken beside the copy of its storage.
+// Returns the statistics of `measured`, if they were computed while copying its storage.
 py::object add(AppendBatch& batch, const NumberedStorages& storages, const py::bytes& pickle,
                bool copy, std::size_t n_threads, const py::object& measured) {
   const auto part = static_cast<std::string_view>(pickle);
@@ -82,7 +82,7 @@ std::pair<std::uint64_t, std::uint64_t> write(AppendBatch& batch, AppendedArchiv
   return {parts.offset, parts.nbytes};
 }
 
-// Name, offset of its header, size, CRC, end.
+// Name, header offset, size, CRC, end.
 using FoundRecord =
     std::tuple<std::string, std::uint64_t, std::uint64_t, std::uint32_t, std::uint64_t>;
 

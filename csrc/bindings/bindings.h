@@ -1,4 +1,4 @@
-// Helpers of the Python module's parts: convert arguments, release the GIL, map errors.
+// Helpers of the Python module's parts, which convert arguments.
 #pragma once
 
 #include <ATen/core/ATen_fwd.h>
@@ -11,11 +11,10 @@
 
 namespace ptsave {
 
-// Of a torch.device; TypeError for anything else.
+// The device of a torch.device; TypeError for other objects.
 c10::Device unpack_device(const pybind11::handle& device);
 
-// A contiguous tensor in CPU memory or on an accelerator that SideStreams supports; TypeError for
-// anything else.
+// A contiguous tensor in CPU memory or on an accelerator that can be staged; else TypeError.
 const at::Tensor& unpack_bytes_of(const pybind11::handle& tensor);
 
 void bind_writing(pybind11::module_& module);

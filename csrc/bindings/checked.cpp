@@ -1,4 +1,4 @@
-// ptsave._C.CheckedPlan and read_checked(): files whose blocks have checksums of their own.
+// ptsave._C.CheckedPlan and read_checked(): files with a checksum for each block.
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -28,12 +28,12 @@ namespace py = pybind11;
 namespace ptsave {
 namespace {
 
-// Offset in the file; bytes, a contiguous tensor, or a SourcedPiece.
+// Offset in the file, and bytes, a contiguous tensor, or a SourcedPiece.
 using PieceOfPython = std::pair<std::uint64_t, py::object>;
 // nbytes, source, offset, parts.
 using SourcedPiece = std::tuple<std::uint64_t, std::size_t, std::uint64_t, PartsOfPython>;
 
-// The pieces that are in other files, or all that are on accelerators.
+// The staging of pieces in other files, or of pieces on accelerators; null without either.
 std::unique_ptr<PayloadStaging> staging_of(AcceleratorStager::Sources on_accelerators,
                                            std::vector<SourcePayload> sourced,
                                            const PayloadSources* sources) {
@@ -46,7 +46,7 @@ std::unique_ptr<PayloadStaging> staging_of(AcceleratorStager::Sources on_acceler
   return std::make_unique<AcceleratorPayloads>(std::move(on_accelerators));
 }
 
-// The caller keeps bytes and tensors in CPU memory alive.
+// The caller must keep bytes and CPU tensors alive.
 std::unique_ptr<CheckedPlan> make_checked_plan(const std::vector<PieceOfPython>& objects,
                                                const PayloadSources* sources) {
   std::vector<PlacedPiece> pieces;
@@ -99,7 +99,7 @@ CheckedRead::Table table_of(const py::object& object) {
           static_cast<std::size_t>(tensor.nbytes() / sizeof(std::uint32_t))};
 }
 
-// The CRC of whole blocks, one after the other, from those of each.
+// The CRC of consecutive whole blocks, from the blocks' CRCs.
 std::uint32_t crc_of_blocks(const py::object& object) {
   const CheckedRead::Table table = table_of(object);
   return without_gil([&] {

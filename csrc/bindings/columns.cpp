@@ -1,6 +1,6 @@
 // ptsave._C's functions over columns of Python objects: kinds of tensors, copies of small ones,
-// instances of a class, rows of bytes.  A state dict has 100,000 tensors, and a step of Python for
-// each takes a second.
+// instances of a class, rows of bytes.  One Python step for each of a state dict's 100,000 tensors
+// takes a second.
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
@@ -34,8 +34,8 @@ void append_number(std::string& bytes, std::int64_t number) {
   bytes.append(reinterpret_cast<const char*>(&number), sizeof number);
 }
 
-// Flags, dtype, layout, device, shape and strides, as bytes.  Whether memory is pinned is asked of
-// the driver, and only if that is wanted.
+// Flags, dtype, layout, device, shape and strides, as bytes.  Asks the driver about pinned memory
+// if `with_pinned`.
 std::string kind_of(const at::Tensor& tensor, bool with_pinned) {
   const bool is_strided = tensor.layout() == at::kStrided;
   std::string kind;
@@ -55,7 +55,7 @@ std::string kind_of(const at::Tensor& tensor, bool with_pinned) {
   return kind;
 }
 
-// Of each value the index of the first one like it; -1 for one whose type is none of `types`.
+// For each value, the index of the first value of the same kind; -1 if its type is not in `types`.
 py::list tensor_kinds(const py::list& values, const py::tuple& types, bool pinned) {
   std::unordered_map<std::string, py::object> first;
   const py::int_ other(-1);
@@ -77,9 +77,9 @@ py::list tensor_kinds(const py::list& values, const py::tuple& types, bool pinne
   return result;
 }
 
-// Whether a tensor is strided numbers on a real device.  Every other kind has a dispatch key that
-// says so: sparse, quantized and nested tensors, meta tensors, conjugates that are not computed
-// yet, wrappers.  An inference tensor lacks keys.
+// Whether a tensor is strided numbers on a real device.  All other kinds have another dispatch key:
+// sparse, quantized, nested and meta tensors, lazy conjugates, wrappers.  An inference tensor lacks
+// keys.
 bool is_memory(const at::Tensor& tensor, bool is_inference) {
   using c10::DispatchKey;
   constexpr std::array kDevices = {
@@ -104,22 +104,22 @@ bool is_real(c10::ScalarType type) {
   return std::ranges::find(kTypes, type) != kTypes.end();
 }
 
-// Whether `copy_` converts without a word: not from complex to real numbers, and not between types
-// of which torch knows only some conversions.
+// Whether `copy_` converts without a warning or error.  It does not from complex to real numbers,
+// nor between types with only some conversions in torch.
 bool converts_silently(c10::ScalarType source, c10::ScalarType target) {
   return (is_real(source) || c10::isComplexType(source)) &&
          (c10::isComplexType(target) || (is_real(source) && is_real(target)));
 }
 
-// Whether `target.copy_(source)` moves numbers and can neither fail nor warn.
+// Whether `target.copy_(source)` copies numbers and can neither fail nor warn.
 bool copies_plainly(const py::handle& into, const py::handle& from) {
   if (!THPVariable_CheckExact(into.ptr()) || !THPVariable_CheckExact(from.ptr())) return false;
   const at::Tensor& target = THPVariable_Unpack(into.ptr());
   const at::Tensor& source = THPVariable_Unpack(from.ptr());
-  // An inference tensor can be a source.
+  // A source may be an inference tensor.
   if (!is_memory(target, false) || !is_memory(source, source.is_inference())) return false;
   if (target.sizes() != source.sizes()) return false;
-  // copy_ refuses to write to one place twice, and to read bytes that it overwrites.
+  // copy_ refuses to write to a place twice, and to read bytes that it overwrites.
   if (!target.is_contiguous() && at::has_internal_overlap(target) == at::MemOverlap::Yes) {
     return false;
   }
@@ -130,7 +130,7 @@ bool copies_plainly(const py::handle& into, const py::handle& from) {
   return is_same_type || converts_silently(source.scalar_type(), target.scalar_type());
 }
 
-// A call of torch takes longer than to copy as much.
+// Copying this many bytes takes less time than a call of torch.
 constexpr std::size_t kSmallNbytes = 16 << 10;
 
 bool is_small(const at::Tensor& tensor) {
@@ -143,8 +143,8 @@ bool is_small(const at::Tensor& tensor) {
 }
 
 // Copies pairs (target, source) of small tensors of one type, from `begin` on, as `copy_` does
-// under no_grad; returns the index of the first pair that is for torch to copy.  The pairs copy
-// plainly.
+// under no_grad.  All pairs copy plainly.  Returns the index of the first pair that torch has to
+// copy.
 std::size_t copy_small(const py::list& pairs, std::size_t begin) {
   for (std::size_t i = begin; i < pairs.size(); ++i) {
     const py::tuple pair = pairs[i];
@@ -158,7 +158,7 @@ std::size_t copy_small(const py::list& pairs, std::size_t begin) {
         target.nbytes() != source.nbytes() || !is_small(target) || !is_small(source)) {
       return i;
     }
-    // memmove: a tensor may be copied to itself.
+    // memmove, because a tensor may be copied to itself.
     std::memmove(target.mutable_data_ptr(), source.const_data_ptr(), target.nbytes());
     target.unsafeGetTensorImpl()->bump_version();
   }
@@ -182,7 +182,7 @@ c10::ScalarType dtype_at(const py::list& dtypes, std::size_t i) {
   return reinterpret_cast<THPDtype*>(dtype)->scalar_type;
 }
 
-// Contiguous tensors in CPU memory, with any values.
+// Uninitialized contiguous tensors in CPU memory.
 py::list empty_tensors(const std::vector<std::vector<std::int64_t>>& shapes,
                        const py::list& dtypes) {
   if (shapes.size() != dtypes.size()) throw py::value_error("expected lists of one length");
@@ -194,7 +194,7 @@ py::list empty_tensors(const std::vector<std::vector<std::int64_t>>& shapes,
   return result;
 }
 
-// The address of each tensor; 0 for one without elements in memory, None for one of a subclass.
+// The address of each tensor; 0 without elements in memory, None for a subclass.
 py::list addresses(const py::list& tensors) {
   py::list result(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -210,7 +210,7 @@ py::list addresses(const py::list& tensors) {
   return result;
 }
 
-// Of each tensor whether it takes bytes of a dtype that follow each other, as they are in a file.
+// For each tensor, whether the contiguous bytes of its dtype can be read into it from a file.
 std::vector<bool> take_bytes(const py::list& tensors, const py::list& dtypes) {
   if (tensors.size() != dtypes.size()) throw py::value_error("expected lists of one length");
   std::vector<bool> result(tensors.size());
@@ -225,7 +225,7 @@ std::vector<bool> take_bytes(const py::list& tensors, const py::list& dtypes) {
   return result;
 }
 
-// Whether the memory of no tensor may overlap another one's.
+// Whether no two tensors can overlap in memory.
 bool are_apart(const py::list& tensors) {
   struct Extent {
     c10::Device device;
@@ -248,7 +248,8 @@ bool are_apart(const py::list& tensors) {
          }) == extents.end();
 }
 
-// Values of an attribute or a row: a list has one for each, anything else is the value of all.
+// The values of an attribute or a column: a list has one for each row, any other object is the
+// value of all.
 class Column {
  public:
   explicit Column(py::handle values) : values_(values), is_list_(PyList_CheckExact(values.ptr())) {}
@@ -275,7 +276,7 @@ std::size_t common_size(const std::vector<Column>& columns) {
   return *size;
 }
 
-// Sets the attributes as object.__setattr__ does, without the class's initializer.
+// Makes instances without the class's initializer, and sets attributes as object.__setattr__ does.
 py::list instances(const py::type& kind, const py::dict& attributes) {
   std::vector<py::str> names;
   std::vector<Column> columns;
@@ -325,8 +326,8 @@ void append_value(std::string& bytes, PyObject* value) {
   }
 }
 
-// Row by row: bytes as they are, an int as 32 bits, a str as its size in 32 bits and UTF-8; numbers
-// are little-endian.
+// Packs values row by row: bytes unchanged, an int as 32 bits, a str as its size in 32 bits and
+// UTF-8.  Numbers are little-endian.
 py::bytes packed_rows(const py::tuple& values) {
   const std::vector<Column> columns(values.begin(), values.end());
   std::string bytes;

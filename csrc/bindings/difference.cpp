@@ -11,7 +11,7 @@ namespace py = pybind11;
 namespace ptsave {
 namespace {
 
-// Of whole numbers an int, exactly, if 64 bits hold it.
+// For whole numbers, the exact int if 64 bits hold it; else a float.
 py::object max_abs_of(const Difference& found, bool is_integer) {
   if (!is_integer || found.max_abs > static_cast<double>(found.max_abs_integer)) {
     return py::float_(found.max_abs);

@@ -1,4 +1,4 @@
-// Exceptions of core as Python exceptions.
+// Translates core's exceptions into Python exceptions.
 #include "bindings/errors.h"
 
 #include <cstring>
@@ -35,7 +35,7 @@ void set_os_error(const IoError& error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
 }
 
-// FormatError's arguments: reason, detail, record (None if none), offset (None if none).
+// Sets FormatError with (reason, detail, record or None, offset or None).
 void set_format_error(const py::object& type, const FormatError& error) {
   const py::object record =
       error.record().empty() ? py::none() : py::object(decode(error.record()));
@@ -54,7 +54,7 @@ void register_errors(py::module_& module) {
       name.c_str(), "(reason, detail, record, offset) of what is wrong with an archive.",
       PyExc_RuntimeError, nullptr);
   module.attr("FormatError") = py::reinterpret_borrow<py::object>(format_error);
-  // Local ones: each module that pybind11 has made would be asked about the others' exceptions.
+  // Register them locally: pybind11 would otherwise ask every module about the exceptions of all.
   py::register_local_exception<LayoutMismatch>(module, "LayoutMismatchError", PyExc_RuntimeError);
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {

@@ -1,4 +1,4 @@
-// Text and exceptions of core as Python's; for modules with and without torch.
+// Converts core's text and exceptions to Python's, for modules with and without torch.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,11 +7,11 @@
 
 namespace ptsave {
 
-// Bytes of a hostile file are kept: not valid UTF-8 becomes surrogates, and back.
+// Convert text without loss: bytes that are not valid UTF-8 become surrogates, and back.
 pybind11::str decode(const std::string& text);
 std::string encode(const pybind11::str& text);
 
-// Gives a module its FormatError; what this module throws becomes that, or an OSError.
+// Gives a module its FormatError, and translates its C++ exceptions into that or OSError.
 void register_errors(pybind11::module_& module);
 
 }  // namespace ptsave

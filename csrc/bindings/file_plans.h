@@ -1,4 +1,4 @@
-// The methods that ptsave._C.WritePlan and ptsave._C.PackedPlan share.
+// The methods that all plans of ptsave._C share, and the sources of payloads.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -23,8 +23,8 @@ namespace ptsave {
 // ptsave._C.PayloadSources.
 class PayloadSources {
  public:
-  // A descriptor, which stays the caller's, and a name; or the address and the size of memory,
-  // which has to live as long as this, and a name.
+  // A descriptor and a name, or the address, size and name of memory.  The descriptor stays the
+  // caller's; the memory must outlive this object.
   using Item = std::variant<std::tuple<int, std::string>,
                             std::tuple<std::uintptr_t, std::uint64_t, std::string>>;
 
@@ -36,11 +36,10 @@ class PayloadSources {
   SharedSources sources_;
 };
 
-// Parts of a payload: where each begins in it, its source, and the offset there.  None: the payload
-// is one range.
+// Parts of a payload: (begin in the payload, source, offset in the source), or empty for one range.
 using PartsOfPython = std::vector<std::tuple<std::uint64_t, std::size_t, std::uint64_t>>;
 
-// std::invalid_argument for parts that are not in order.
+// Throws std::invalid_argument for parts that are not in order.
 std::vector<SourcePart> parts_of(const PartsOfPython& parts);
 
 // Calls write(poll) without the GIL.

@@ -14,11 +14,12 @@
 
 namespace ptsave {
 
-// Takes the GIL back.  Once the interpreter is exiting, a thread that asks for it is ended by
-// unwinding its stack; a daemon thread waits here for the end of the process instead.
+// Takes the GIL back.  In an exiting interpreter, a daemon thread that asks for the GIL would be
+// ended by unwinding its stack.  Instead it waits here for the end of the process.
 void take_gil(PyThreadState* state);
 
-// Not a guard object: taking the GIL can unwind (see above), which a destructor must not.
+// Runs `call` without the GIL.  It is no guard object, because taking the GIL can unwind the stack,
+// which a destructor must not do.
 template <typename Call>
 auto without_gil(const Call& call) -> decltype(call()) {
   PyThreadState* const state = PyEval_SaveThread();
@@ -37,9 +38,9 @@ auto without_gil(const Call& call) -> decltype(call()) {
   }
 }
 
-// Calls `call` with the GIL, on a thread that without_gil() has taken it from.  If the interpreter
-// exits meanwhile, this thread is ended by unwinding; nothing that needs the GIL may be destroyed
-// then, so `call` uses the C API without guards, and the unwinding stops here.
+// Runs `call` with the GIL, on a thread inside without_gil().  If the interpreter exits meanwhile,
+// it ends this thread by unwinding, which stops here.  During unwinding no object that needs the
+// GIL may be destroyed, so `call` uses the C API without guards.
 template <typename Call>
 void with_gil(const Call& call) {
   take_gil(PyGILState_GetThisThreadState());
@@ -54,10 +55,11 @@ void with_gil(const Call& call) {
   PyEval_SaveThread();
 }
 
-// Takes over a reference that a C API call returned; a null one is an exception.
+// Drops the result of a C API call; throws if it is null.
 void drop_result(PyObject* result);
 
-// Called on the waiting thread, without the GIL: lets signal handlers run and reports progress.
+// Makes a Poll that is called on the waiting thread without the GIL, runs signal handlers, and
+// reports progress to `callback`.
 Poll make_poll(const std::function<std::uint64_t()>& progress, const pybind11::object& callback);
 
 }  // namespace ptsave

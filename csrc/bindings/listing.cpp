@@ -1,5 +1,5 @@
-// Facts about many tensors in one call, because a call of Python for each attribute of each of
-// 100,000 tensors would take a second.
+// Returns facts about many tensors in one call, because Python calls for each attribute of 100,000
+// tensors would take a second.
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -41,7 +41,7 @@ std::size_t storage_nbytes_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes() : 0;
 }
 
-// As torch sizes storages: where elements share bytes, each row begins with a byte of its own.
+// The size in bytes, as torch sizes storages: if elements share bytes, each row begins a new byte.
 std::int64_t nbytes_of(const at::Tensor& tensor) {
   const std::int64_t n_shared = elements_per_byte(tensor.scalar_type());
   const auto itemsize = static_cast<std::int64_t>(tensor.itemsize());
@@ -50,8 +50,8 @@ std::int64_t nbytes_of(const at::Tensor& tensor) {
   return tensor.numel() / row * ((row + n_shared - 1) / n_shared);
 }
 
-// (dtype, shape, stride, offset in its storage, its size, the storage's size; all three in bytes)
-// of each; None for one that is not strided, or nested.
+// (dtype, shape, stride, offset in its storage, its size, the storage's size) of each tensor, the
+// last three in bytes; None for a tensor that is not strided, or nested.
 py::list tensor_facts(const py::list& tensors) {
   py::list result(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {

@@ -1,4 +1,4 @@
-// ptsave._C's functions that look at the attributes and values of many objects.
+// ptsave._C's functions that examine attributes and values of many objects.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,7 +17,7 @@ namespace {
 
 using Found = std::tuple<std::size_t, py::object, std::size_t>;
 
-// Runs no code of anybody's, so that no dict changes meanwhile.
+// Runs no Python code, so no dict changes meanwhile.
 std::vector<Found> find_values(const std::vector<py::dict>& dicts,
                                const std::vector<py::object>& values) {
   std::vector<Found> result;
@@ -36,8 +36,9 @@ std::vector<Found> find_values(const std::vector<py::dict>& dicts,
   return result;
 }
 
-// The pairs (name, object) whose object has an attribute of its own that is true.  The attributes
-// of a torch.nn.Module take three times as long from Python, because the class has a `__getattr__`.
+// The pairs (name, object) whose object's own __dict__ has a true value for the attribute.  From
+// Python, the attributes of a torch.nn.Module take three times as long, because of its
+// `__getattr__`.
 py::list having(const py::list& pairs, const py::str& attribute) {
   py::list result;
   for (const py::handle pair : pairs) {

@@ -1,4 +1,4 @@
-// ptsave._C.PackedPlan, and PayloadSources: the files and memory that its payloads come from.
+// ptsave._C.PackedPlan, and PayloadSources: the files and memory of its payloads.
 #include <pybind11/stl.h>
 
 #include <cstddef>
@@ -37,7 +37,7 @@ struct OpenSource {
   }
 };
 
-// nbytes, source, offset, CRC if it is known, parts.
+// nbytes, source, offset, CRC if known, parts.
 using PackedPayload = std::tuple<std::uint64_t, std::size_t, std::uint64_t,
                                  std::optional<std::uint32_t>, PartsOfPython>;
 

@@ -38,7 +38,7 @@ StorageList storage_list(const std::vector<py::object>& objects) {
   return list;
 }
 
-// As torch.UntypedStorage objects.
+// The storages as torch.UntypedStorage objects.
 py::list untyped_storages(const StorageList& list) {
   py::list storages;
   for (const c10::Storage& storage : list.storages) {

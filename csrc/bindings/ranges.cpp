@@ -1,4 +1,4 @@
-// ptsave._C.RangeFiles and map_range(), and whether memory that was read into is still in use.
+// ptsave._C.RangeFiles, map_range(), and functions for the memory of storages.
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
@@ -58,14 +58,13 @@ void read_ranges(const std::shared_ptr<RangeFiles>& files,
   for (const auto& [file, offset, object] : ranges) {
     targets.push_back({file, offset, unpack_bytes_of(object)});
   }
-  // Only C++ objects are used without the GIL.
+  // Without the GIL, use only C++ objects.
   RangeTargets read(files, targets, max_gap);
   const Poll poll = make_poll([&] { return read.nbytes_read(); }, callback);
   without_gil([&] { read.run(n_threads, max_pinned_nbytes, poll); });
 }
 
-// target.copy_(source) of as many bytes, from CPU memory to an accelerator, for each (source,
-// target).
+// Copies each source in CPU memory to its target, of the same size, on an accelerator.
 void copy_to_devices(const std::vector<std::pair<py::object, py::object>>& pairs,
                      std::size_t n_threads, std::size_t max_pinned_nbytes) {
   std::vector<ToAccelerator> copies;
@@ -121,7 +120,7 @@ py::object new_huge_page_storage(std::uint64_t nbytes) {
   return py::reinterpret_steal<py::object>(THPStorage_Wrap(huge_page_storage(nbytes)));
 }
 
-// Number of references to the storage; the Python object is one of them.
+// The number of references to the storage, including its Python object's.
 std::size_t storage_use_count(const py::object& storage) {
   return unpack_storage(storage).use_count();
 }

@@ -37,7 +37,7 @@ c10::Device unpack_device(const py::handle& device) {
 
 namespace {
 
-// A uint8 tensor over a whole storage: the form in which torch's own reader hands storages out.
+// A uint8 tensor over a whole storage, as torch's own reader returns storages.
 py::object wrap_storage(c10::Storage storage) {
   const auto nbytes = static_cast<std::int64_t>(storage.nbytes());
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
@@ -52,7 +52,7 @@ const at::Tensor& unpack(const py::handle& tensor) {
   return THPVariable_Unpack(tensor.ptr());
 }
 
-// An archive and its storages, as Python's objects.  Keeps the memory that it reads from.
+// An archive and its storages, as Python objects.  Keeps the memory that it reads from alive.
 class Reader final : public StorageSource {
  public:
   Reader(ByteSource source, py::object keep)
@@ -68,14 +68,14 @@ class Reader final : public StorageSource {
   static std::unique_ptr<Reader> open_memory(const py::buffer& buffer, const std::string& name) {
     const py::buffer_info info = buffer.request();
     const auto nbytes = static_cast<std::uint64_t>(info.size * info.itemsize);
-    // A memoryview of its own holds the export: whoever gave the buffer may release that.
+    // Hold the export by a separate memoryview, because the caller may release its own.
     auto view = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(buffer.ptr()));
     if (!view) throw py::error_already_set();
     return std::make_unique<Reader>(
         ByteSource(static_cast<const std::byte*>(info.ptr), nbytes, name), std::move(view));
   }
 
-  // Not while anything is being read.
+  // Must not be called during a read.
   void close_file() {
     const ByteSource& source = reader_->source();
     reader_->exchange(ByteSource::closed(source.nbytes(), source.name()));
@@ -118,7 +118,7 @@ class Reader final : public StorageSource {
   py::bytes read(std::size_t i, bool verify) const {
     checked(i);
     const std::uint64_t offset = without_gil([&] { return reader_->stored_payload_offset(i); });
-    // Filled here: bytes of several MB would take as long to copy as to read.
+    // Read into the bytes object: copying several MB would take as long as reading them.
     PyObject* const bytes =
         PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(record(i).nbytes));
     if (bytes == nullptr) throw py::error_already_set();
@@ -133,7 +133,7 @@ class Reader final : public StorageSource {
     return {bytes};
   }
 
-  // Without targets, only checks.  Else target k, of bytes, gets records[k]; no record comes twice.
+  // Reads records[k], each once, into the bytes of targets[k]; without targets, only checks.
   std::vector<DamagedRecord> read_records(const std::vector<std::size_t>& records,
                                           const std::vector<py::object>& targets,
                                           std::size_t n_threads, bool verify,
@@ -158,8 +158,8 @@ class Reader final : public StorageSource {
     const Poll poll = make_poll([] { return std::uint64_t{0}; }, py::none());
     without_gil([&] { ptsave::read_ranges(*reader_, ranges, n_threads, max_pinned_nbytes, poll); });
   }
-  // (number, name, payload offset, location) of each record.  The location is where the storage was
-  // saved that the unpickler has taken from it; None if it has not, or if Python made that storage.
+  // (number, name, payload offset, location) of each record.  The location is the saved one of the
+  // storage that the unpickler has taken; None if it has taken none, or if Python made the storage.
   py::list places() const {
     py::list result(index().records().size());
     std::unordered_map<const std::string*, py::object> locations{{nullptr, py::none()}};

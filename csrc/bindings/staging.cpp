@@ -43,7 +43,7 @@ py::dict staging_statistics() {
   return result;
 }
 
-// By one thread that gives way to all others.
+// Populates the pool's free memory on one thread of low priority.
 void populate_staging_pool(const py::object& callback) {
   const Poll poll = make_poll([] { return std::uint64_t{0}; }, callback);
   without_gil([&] {
@@ -61,7 +61,7 @@ void populate_staging_pool(const py::object& callback) {
 void bind_staging(py::module_& module) {
   py::class_<Snapshot>(module, "Snapshot")
       .def(py::init([](const StorageList& sources, bool without_bytes) {
-             // The pool may have to unmap memory, which takes its time.
+             // The pool may have to unmap memory, which takes time.
              return without_gil([&] { return std::make_unique<Snapshot>(sources, without_bytes); });
            }),
            py::arg("sources"), py::kw_only(), py::arg("without_bytes") = false)

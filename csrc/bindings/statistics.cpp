@@ -26,7 +26,7 @@ py::object mean_of(const Statistics& found, bool is_complex) {
   return py::cast(std::complex<double>(real, found.imaginary_mean));
 }
 
-// A minimum or maximum: of whole numbers an int, exactly.
+// A minimum or maximum: the exact int for whole numbers.
 py::object extreme_of(const Statistics& found, c10::ScalarType type, double value,
                       std::int64_t integer) {
   if (found.n_finite() == 0) return py::float_(std::numeric_limits<double>::quiet_NaN());
@@ -40,7 +40,7 @@ py::object extreme_of(const Statistics& found, c10::ScalarType type, double valu
   return py::float_(value);
 }
 
-// Whether a tensor has its elements one after the other in CPU memory.
+// Whether a tensor's elements are contiguous in CPU memory.
 bool has_bytes(const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
          !tensor.is_conj() && !tensor.is_neg();

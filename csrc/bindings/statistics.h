@@ -1,4 +1,4 @@
-// Statistics of tensors as Python's objects.
+// Converts statistics of tensors to Python objects.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,16 +12,16 @@
 
 namespace ptsave {
 
-// To take the GIL back can take longer than to read this much.
+// Taking the GIL back can take longer than reading this many bytes.
 inline constexpr std::size_t kNbytesWithGil = std::size_t{64} << 10;
 
-// A contiguous tensor in CPU memory that has its memory.  TypeError, RuntimeError.
+// A contiguous tensor in CPU memory; else TypeError, or RuntimeError if its storage was freed.
 at::Tensor unpack_measurable(const pybind11::handle& object);
 
-// The fields of tree.capture_schema.Statistics.
+// The fields of tree.capture_schema.Statistics, in order.
 pybind11::tuple fields_of(const Statistics& found, c10::ScalarType type);
 
-// Whether the elements of a tensor, one after the other, are all bytes of a storage in CPU memory.
+// Whether a contiguous tensor's elements are all bytes of the storage, in CPU memory.
 bool is_storage(const at::Tensor& tensor, const c10::Storage& storage);
 
 }  // namespace ptsave

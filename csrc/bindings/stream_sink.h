@@ -1,4 +1,4 @@
-// Python functions as the sink of a stream.
+// Makes a stream sink from Python functions.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,8 +8,8 @@
 
 namespace ptsave {
 
-// Calls `poll`, then write(memoryview) for data and skip(nbytes) for holes, with the GIL, on the
-// thread that without_gil() has taken it from.  All three must outlive the sink.
+// Calls `poll`, and then, with the GIL, write(memoryview) for data or skip(nbytes) for a hole.
+// Runs on a thread inside without_gil().  All three must outlive the sink.
 StreamSink make_stream_sink(const pybind11::function& write, const pybind11::function& skip,
                             const Poll& poll);
 

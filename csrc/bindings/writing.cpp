@@ -29,14 +29,15 @@ namespace py = pybind11;
 namespace ptsave {
 namespace {
 
-// A payload is bytes, the address of memory, None for a hole, or a function that makes the payload
-// when its turn comes and returns its address; it stays valid until the next one is called.
+// A payload is bytes, the address of memory, None for a hole, or a function.  The function makes
+// the payload when it is needed and returns its address, which is valid until the next function is
+// called.
 using Payload = std::variant<py::bytes, std::uintptr_t, py::none, py::function>;
 using Record = std::tuple<std::string, Payload, std::uint64_t>;
-// A list of storages, in CPU memory or on accelerators, stands for the records data/0, data/1, ...
+// A list of storages, on the CPU or on accelerators, stands for the records data/0, data/1, ...
 using Records = std::vector<std::variant<Record, const StorageList*>>;
 
-// Calls a function of Python that returns an address.
+// Calls a Python function that returns an address.
 const std::byte* call_maker(const py::function& make) {
   const std::byte* address = nullptr;
   with_gil([&] {
@@ -49,7 +50,7 @@ const std::byte* call_maker(const py::function& make) {
   return address;
 }
 
-// The plan keeps them alive.
+// Adds Python's records to the planned ones, which keep their payloads alive.
 class RecordAdder {
  public:
   explicit RecordAdder(PlannedRecords& records) : records_(records) { records.keep(bytes_); }
@@ -89,7 +90,7 @@ std::unique_ptr<ArchivePlan> make_plan(const std::string& root, const Records& r
   return std::make_unique<ArchivePlan>(root, std::move(planned), alignment, add.staging());
 }
 
-// The record's name, the source, the offset in it, the CRC if it is known, and parts.
+// The record's name, the source, the offset in the source, the CRC if known, and the parts.
 using Sourced = std::tuple<std::string, std::size_t, std::uint64_t, std::optional<std::uint32_t>,
                            PartsOfPython>;
 

@@ -17,7 +17,7 @@ std::unique_ptr<Stager> AcceleratorPayloads::begin_write(WriteOptions& options) 
   auto stager = std::make_unique<AcceleratorStager>(
       sources_, AcceleratorStager::Buffers{nbytes, max_buffers});
   options.stager = stager.get();
-  options.n_threads = std::min(options.n_threads, max_buffers);  // each holds one
+  options.n_threads = std::min(options.n_threads, max_buffers);  // each thread holds one buffer
   options.n_direct_threads = std::min(options.n_direct_threads, max_buffers);
   return stager;
 }

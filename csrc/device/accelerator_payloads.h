@@ -13,7 +13,7 @@ class AcceleratorPayloads final : public PayloadStaging {
  public:
   explicit AcceleratorPayloads(AcceleratorStager::Sources sources) : sources_(std::move(sources)) {}
 
-  // Takes part of options.max_pinned_nbytes, and no more threads than have a buffer there.
+  // Limits the write's threads to the number of buffers that fit options.max_pinned_nbytes.
   std::unique_ptr<Stager> begin_write(WriteOptions& options) override;
   std::unique_ptr<Stager> hand_over() override;
   bool is_pinned() const override { return true; }

@@ -15,8 +15,8 @@
 namespace ptsave {
 namespace {
 
-// A copy takes about as long to launch as the bus takes for a quarter of this; to gather it on the
-// device takes no time beside that.
+// Smaller pieces are gathered on the device.  Launching a copy takes about as long as the bus takes
+// for a quarter of this size, and gathering takes almost no time beside that.
 constexpr std::uint64_t kGatherNbytes = std::uint64_t{1} << 20;
 constexpr std::size_t kMaxScratchNbytes = std::size_t{4} << 20;
 
@@ -29,7 +29,7 @@ class PinnedPieces final : public StagedPieces {
   PinnedPool::Buffer buffer_;
 };
 
-// With memory to gather what is small there, at most a chunk of it.
+// The parts of SideStreams, with scratch memory for gathering small pieces: at most a chunk.
 std::vector<SideStreams::Part> gathering_parts(const AcceleratorStager::Sources& sources,
                                                std::size_t max_nbytes) {
   std::map<c10::DeviceIndex, std::size_t> small_nbytes;
@@ -109,7 +109,7 @@ std::unique_ptr<StagedPieces> AcceleratorStager::stage(std::size_t /*chunk*/,
   return std::make_unique<PinnedPieces>(std::move(buffer));
 }
 
-// Of one device; its side stream is the current one.
+// Copies pieces of one device, whose side stream is the current one.
 void AcceleratorStager::copy(const PinnedPool::Buffer& buffer, std::span<const Copy> copies,
                              const at::Tensor& scratch) {
   const auto put = [&](const at::Tensor& from, std::uint64_t at) {

@@ -1,13 +1,13 @@
-// From the memory of accelerators into pinned host memory, with c10's and ATen's interfaces only
-// (VirtualGuardImpl, Event, the host allocator, copy_): one build serves every backend that
+// Copies accelerators' memory into pinned host memory.  It uses only interfaces of c10 and ATen
+// (VirtualGuardImpl, Event, the host allocator, copy_), so one build serves every backend that
 // implements them.
 //
-// A worker that takes a chunk of the file has its pieces brought into one pinned buffer, on a side
-// stream that first waits for the work that the caller's stream had when the save began.  Then it
-// checksums and writes, while other workers' copies are under way: there is a copy, a checksum and
-// a write at any time, and no more memory than a buffer for each worker.  Chunks are a little
-// smaller than 4 MiB then, because pinned memory comes in powers of two and a chunk may need a few
-// bytes more than it has (see staged_pieces()).
+// A worker copies the pieces of its chunk into one pinned buffer, on a side stream.  That stream
+// first waits for the work that the caller's stream had when the save began.  Then the worker
+// checksums and writes while other workers copy.  So a copy, a checksum and a write are always in
+// progress, with one buffer for each worker.  Chunks are a little smaller than 4 MiB, because
+// pinned memory comes in powers of two and a chunk may need a few bytes more than it has (see
+// staged_pieces()).
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -26,11 +26,11 @@
 
 namespace ptsave {
 
-// Copies on side streams, a chunk's pieces at a time.  Small neighbours are gathered on their
+// Copies one chunk's pieces at a time, on side streams.  Small neighbours are gathered on their
 // device and cross the bus together.  Keeps the storages alive.
 class AcceleratorStager final : public Stager {
  public:
-  // Bytes of a storage, on an accelerator or in CPU memory, which is copied beside.
+  // Bytes of a storage on an accelerator or in CPU memory.
   struct Source {
     c10::Storage storage;
     std::uint64_t offset = 0;
@@ -39,16 +39,15 @@ class AcceleratorStager final : public Stager {
   // Payloads by record, at least one of them on an accelerator.
   using Sources = std::unordered_map<std::size_t, Source>;
 
-  // Bounds of the host memory at a time: at most `max_count` chunks, which more workers than that
-  // must not need, with up to `max_nbytes` bytes to stage in each.
+  // Bounds of the host memory: at most `max_count` chunks at a time, with up to `max_nbytes` bytes
+  // to stage in each.  There must not be more workers than `max_count`.
   struct Buffers {
     std::size_t max_nbytes = 0;
     std::size_t max_count = 0;
   };
 
-  // The bytes are those that the current streams of this thread will have written by then.  Without
-  // `buffers` all may stay in host memory: each chunk has memory of its own, for no more than it
-  // has to stage.
+  // The bytes have their values after the work now on this thread's current streams.  Without
+  // `buffers` the host memory is not bounded: each chunk allocates memory for its staged bytes.
   AcceleratorStager(Sources sources, std::optional<Buffers> buffers);
 
   bool stages(std::size_t record) const override { return sources_.contains(record); }

@@ -15,10 +15,10 @@
 namespace ptsave {
 namespace {
 
-// Bytes between two pieces that may cross the bus with them.
+// The largest gap between two pieces that cross the bus together.
 constexpr std::size_t kMaxGapNbytes = std::size_t{16} << 10;
 
-// With memory for what crosses the bus together to arrive in, at most a lease of it.
+// The parts of SideStreams, with scratch memory for joined pieces: at most a lease.
 std::vector<SideStreams::Part> scattering_parts(const std::vector<at::Tensor>& targets,
                                                 std::size_t lease_nbytes) {
   struct Total {
@@ -63,7 +63,7 @@ AcceleratorUnstager::~AcceleratorUnstager() {
   try {
     drain();
   } catch (const std::exception&) {
-    return;  // whoever wanted to know has called drain()
+    return;  // a caller that needs the error has called drain()
   }
 }
 
@@ -78,7 +78,7 @@ std::unique_ptr<Lease> AcceleratorUnstager::lease(std::size_t nbytes) {
   return std::make_unique<PinnedLease>(pool_->acquire());
 }
 
-// Waits for the copies that have been under way for the longest; false if there are none.
+// Waits for the oldest copies; false if there are none.
 bool AcceleratorUnstager::retire_oldest() {
   Sent oldest;
   {
@@ -121,7 +121,7 @@ void AcceleratorUnstager::send(std::unique_ptr<Lease> lease, std::span<const Pie
   sent_.push_back({std::move(lease), std::move(copies)});
 }
 
-// To one device; its side stream is the current one.
+// Copies pieces to one device, whose side stream is the current one.
 void AcceleratorUnstager::copy(const c10::Storage& from, std::span<const Piece> pieces,
                                const at::Tensor& scratch) {
   const std::size_t room = scratch.defined() ? static_cast<std::size_t>(scratch.numel()) : 0;

@@ -1,9 +1,9 @@
-// From pinned host memory into the memory of accelerators, with c10's and ATen's interfaces only.
+// Copies pinned host memory into accelerators' memory, with interfaces of c10 and ATen only.
 //
-// Side streams wait for the caller's, because memory that it has let go of may be the new
-// storages'.  A buffer is used again when the copies from it are done.  The load returns when all
-// copies are, so any stream may use the values; an error in one of them is raised then, after the
-// others have ended.
+// Side streams wait for the caller's stream, because memory that the caller has freed may belong to
+// the new storages.  A buffer is reused when the copies from it are done.  The load returns when
+// all copies are done, so any stream may use the values.  The first error is thrown after all
+// copies have ended.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,18 +24,18 @@
 namespace ptsave {
 
 // Copies on side streams while the next chunks are read.  Neighbours cross the bus together and are
-// distributed on their device, where that costs next to nothing.
+// distributed on their device, which costs almost nothing.
 class AcceleratorUnstager final : public Unstager {
  public:
-  // `targets` are contiguous bytes on accelerators, which stay alive as long as this.  Copies come
-  // after all work that the current streams of this thread have by then, because a target may be
-  // memory that this work still uses.  Leases hold `lease_nbytes`.
+  // `targets` are contiguous bytes on accelerators, which this object keeps alive.  Copies come
+  // after the work now on this thread's current streams, because that work may still use a target's
+  // memory.  Leases hold `lease_nbytes`.
   AcceleratorUnstager(std::vector<at::Tensor> targets, std::size_t lease_nbytes,
                       std::size_t max_leases);
   ~AcceleratorUnstager() override;
 
-  // How many leases are of use to `n_threads` workers, of which each holds one while it reads: one
-  // more, from which copies are under way; but no more than `max_leases`, and at least one.
+  // The useful number of leases for `n_threads` workers: each worker reads into one while copies
+  // from another are in progress.  At least one, at most `max_leases`.
   static std::size_t n_leases(std::size_t n_threads, std::size_t max_leases) {
     return std::clamp<std::size_t>(max_leases, 1, 2 * std::max<std::size_t>(n_threads, 1));
   }
@@ -46,7 +46,7 @@ class AcceleratorUnstager final : public Unstager {
 
  private:
   class PinnedLease;
-  // A lease, and the copies from it that may be under way.
+  // A lease, and the copies from it that may be in progress.
   struct Sent {
     std::unique_ptr<Lease> lease;
     std::unique_ptr<SideStreams::Copies> copies;

@@ -12,7 +12,7 @@
 namespace ptsave {
 namespace {
 
-// A device whose driver has locked memory, and the process that this was in.
+// A device whose driver has locked memory, and the process that asked for it.
 struct Use {
   c10::Device device;
   pid_t process;
@@ -44,8 +44,8 @@ LastUse& last_use() {
 void release_pinned_memory() {
   const std::optional<c10::Device> device = last_use().device();
   if (!device) return;
-  const c10::DeviceGuard guard(*device);  // which has a context
-  SideStreams::wait_for_idle_streams();   // or the allocator believes them to use what was freed
+  const c10::DeviceGuard guard(*device);  // it has a context
+  SideStreams::wait_for_idle_streams();   // else the allocator believes they use freed memory
   at::getHostAllocator(device->type())->empty_cache();
 }
 

@@ -1,4 +1,4 @@
-// Page-locked host memory, which accelerators copy from and to by themselves.
+// Page-locked host memory, which accelerators read and write by themselves.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,23 +12,21 @@
 
 namespace ptsave {
 
-// Memory of the host allocator of a device's type.  c10::Error where memory cannot be locked.
+// Memory from the host allocator of a device's type.  Throws c10::Error if memory cannot be locked.
 c10::Storage pinned_storage(c10::Device device, std::size_t nbytes);
 
-// Gives the memory back to the system that this allocator keeps, nobody uses, and later copies
-// would take again, if there has been a call of pinned_storage().  In a forked child it does
-// nothing: the memory is the parent's.
+// Returns the host allocator's free memory to the system, if pinned_storage() has been called.
+// Does nothing in a forked child: the memory is the parent's.
 void release_pinned_memory();
 
-// A bounded number of equal buffers, made when they are first needed.  torch's own host allocator
-// keeps freed memory, so only the first save or load of a process waits for memory to be locked.
-// Safe for concurrent use.
+// A bounded number of equal buffers, allocated when first needed.  The host allocator keeps freed
+// memory, so only a process's first save or load waits for locking.  Safe for concurrent use.
 class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
  public:
-  // Buffers hold `nbytes`, which should be a power of two: torch's allocators round up to one.
+  // `nbytes` should be a power of two, because torch's allocators round up to one.
   PinnedPool(c10::Device device, std::size_t nbytes, std::size_t max_count);
 
-  // A buffer, which goes back to its pool, if it has one.
+  // A buffer that returns to its pool, if it has one.
   class Buffer {
    public:
     explicit Buffer(std::shared_ptr<PinnedPool> pool, c10::Storage storage);
@@ -45,9 +43,9 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   };
 
   std::size_t buffer_nbytes() const { return nbytes_; }
-  // Waits until there is one.  c10::Error where memory cannot be locked.
+  // Waits for a free buffer.  Throws c10::Error if memory cannot be locked.
   Buffer acquire();
-  // Nothing if all are in use.
+  // Returns null if all buffers are in use.
   std::unique_ptr<Buffer> try_acquire();
 
  private:

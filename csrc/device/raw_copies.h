@@ -1,4 +1,4 @@
-// Copies of bytes, hidden from autograd and Python modes.
+// Hides copies of bytes from autograd and Python modes.
 #pragma once
 
 #include <ATen/core/grad_mode.h>
@@ -7,8 +7,7 @@
 
 namespace ptsave {
 
-// Hides this thread's copies from autograd and Python modes as long as it lives; so they need no
-// GIL.
+// Hides this thread's copies from autograd and Python modes, so that they need no GIL.
 class RawCopies {
  public:
   RawCopies()

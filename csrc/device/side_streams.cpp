@@ -28,7 +28,7 @@ void wait_until_done(const c10::Event& event) {
   }
 }
 
-// Since torch 2.13 backends can be asked.
+// Only backends of torch 2.13 and later can be asked.
 template <class Guard>
 bool is_capturing(const Guard& impl, const c10::Stream& stream) {
   if constexpr (requires { impl.isStreamCapturing(stream); }) {
@@ -37,16 +37,16 @@ bool is_capturing(const Guard& impl, const c10::Stream& stream) {
   return false;
 }
 
-constexpr int kPoolSize = 32;  // of CUDA's, for each device
+constexpr int kPoolSize = 32;  // CUDA's streams of each device
 
-// Streams that no transfer is using.  There are as many as there ever were at a time.
+// Streams that no transfer is using.  Their number never shrinks.
 class Stock {
  public:
   c10::Stream take(c10::Device device) {
     const c10::impl::VirtualGuardImpl impl(device.type());
     const std::lock_guard lock(mutex_);
     const auto found = std::ranges::find_if(streams_, [&](const c10::Stream& stream) {
-      // Somebody who has got the same one from torch's pool may be.
+      // torch's pool hands out each stream many times, so other code may capture a graph on it.
       return stream.device() == device && !is_capturing(impl, stream);
     });
     if (found != streams_.end()) {
@@ -78,13 +78,13 @@ class Stock {
   std::size_t n_taken_ = 0;
 };
 
-// Never destroyed: a save in the background may end after static objects have.
+// Never destroyed: a background save may outlive static objects.
 Stock& stock() {
   static auto& instance = *new Stock;
   return instance;
 }
 
-// Undefined if the device has no room.
+// Returns an undefined tensor if the device has no room.
 at::Tensor bytes_on(c10::Device device, std::size_t nbytes) {
   try {
     return at::empty({static_cast<std::int64_t>(nbytes)},
@@ -126,7 +126,7 @@ void SideStreams::start(Side& side) {
   const c10::Stream caller = impl.getStream(side.device);
   refuse_capture(side.device);
   if (side.scratch_nbytes > 0) {
-    // Before the event: what used this memory until now is over when the event happens.
+    // Allocate before the event: earlier uses of this memory are then over when the event happens.
     for (Stream& stream : side.streams) stream.scratch = bytes_on(side.device, side.scratch_nbytes);
   }
   side.begin.emplace(side.device.type());
@@ -144,7 +144,7 @@ void SideStreams::end(std::size_t side) noexcept {
     for (Stream& stream : ending.streams) stream.scratch.reset();
     for (const std::unique_ptr<Events>& events : free_events_) events->events[side].reset();
   } catch (const std::exception&) {
-    return;  // the device is lost, and its events with it
+    return;  // the device and its events are lost
   }
 }
 
@@ -183,7 +183,7 @@ const c10::Stream& SideStreams::ready(Side& side, Stream& stream) {
 }
 
 bool SideStreams::are_supported(c10::Device device) {
-  static std::atomic<c10::DeviceType> supported{c10::DeviceType::CPU};  // there is but one
+  static std::atomic<c10::DeviceType> supported{c10::DeviceType::CPU};  // there is only one
   if (supported.load(std::memory_order_relaxed) == device.type()) return !device.is_cpu();
   if (!at::accelerator::isAccelerator(device.type())) return false;
   try {
@@ -213,7 +213,7 @@ SideStreams::Copies::~Copies() {
   try {
     wait();
   } catch (const std::exception&) {
-    for (Place& place : places_) place.under_way = false;  // what has failed copies no more
+    for (Place& place : places_) place.under_way = false;  // failed copies have ended
   }
   const std::lock_guard lock(streams_.mutex_);
   streams_.free_events_.push_back(std::move(events_));
@@ -238,7 +238,7 @@ void SideStreams::Copies::queue(c10::Device device,
   try {
     queue(place.stream->scratch);
   } catch (...) {
-    error = std::current_exception();  // what was queued before it is under way all the same
+    error = std::current_exception();  // copies queued before the error still run
   }
   event->record(stream);
   place.under_way = true;

@@ -1,5 +1,5 @@
-// Functions that glibc 2.28, or the libstdc++ of gcc 8, has not yet (PTSAVE_PORTABLE, symbols.h).
-// They are in a library of their own whose names the modules keep to themselves.
+// Functions that glibc 2.28 or gcc 8's libstdc++ lack (PTSAVE_PORTABLE, symbols.h).  They are in a
+// separate library, whose names the modules do not export.
 #include <cxxabi.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -19,10 +19,10 @@
 // NOLINTBEGIN(bugprone-reserved-identifier,bugprone-std-namespace-modification,readability-identifier-naming)
 extern "C" {
 
-// glibc 2.32. That there may be threads is always true here: torch has some.
+// glibc 2.32.  Always says that there may be threads, because torch has some.
 char __libc_single_threaded = 0;
 
-// glibc 2.33; before, they were macros around others.
+// glibc 2.33; earlier they were macros around other functions.
 int fstatat(int directory, const char* path, struct stat* status, int flags) noexcept {
 #ifdef SYS_newfstatat
   return static_cast<int>(syscall(SYS_newfstatat, directory, path, status, flags));
@@ -35,7 +35,7 @@ int fstat(int fd, struct stat* status) noexcept {
   return static_cast<int>(syscall(SYS_fstat, fd, status));
 }
 
-// glibc 2.30. As libstdc++ does without: the same time from now on, on the clock of the condition.
+// glibc 2.30.  Converts the deadline to the real-time clock, as libstdc++ does without it.
 int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock,
                            const timespec* deadline) {
   constexpr long kNanoseconds = 1'000'000'000;
@@ -54,7 +54,7 @@ int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, cl
   return pthread_cond_timedwait(condition, mutex, &real);
 }
 
-// gcc 11's libstdc++, whose std::exception_ptr counts references inline; before, its constructor
+// gcc 11's libstdc++, whose std::exception_ptr counts references inline; earlier its constructor
 // and destructor did.
 void copy_exception_ptr(void** self, void* const* other) __asm__(
     "_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");
@@ -64,7 +64,7 @@ void add_exception_reference(void** self) __asm__(
 void release_exception(void** self) __asm__("_ZNSt15__exception_ptr13exception_ptr10_M_releaseEv");
 
 void add_exception_reference(void** self) {
-  void* copy = nullptr;  // which is never destroyed
+  void* copy = nullptr;  // never destroyed
   copy_exception_ptr(&copy, self);
 }
 
@@ -73,7 +73,7 @@ void release_exception(void** self) {
   *self = nullptr;
 }
 
-// gcc 13's libstdc++: a part of std::string::replace, for text that may lie in the string itself.
+// gcc 13's libstdc++: a part of std::string::replace, for text that may be in the string itself.
 void replace_in_string(void* self, char* place, std::size_t old_nbytes, const char* text, std::size_t nbytes, std::size_t n_behind) __asm__(
     "_ZNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEE15_M_replace_coldEPcmPKcmm");
 
@@ -84,7 +84,7 @@ void replace_in_string(void* /*self*/, char* place, std::size_t old_nbytes, cons
   std::copy(copy.begin(), copy.end(), place);
 }
 
-// gcc 14's libstdc++: an exception has left a function that throws none.
+// gcc 14's libstdc++: called when an exception leaves a noexcept function.
 void __cxa_call_terminate(void* exception) noexcept {
   abi::__cxa_begin_catch(exception);
   std::terminate();

@@ -1,6 +1,6 @@
-// Included before everything else when a wheel for older systems is compiled (PTSAVE_PORTABLE):
-// the linker then takes the versions of these functions that glibc 2.28 and the libstdc++ of gcc 8
-// have, where newer systems would have it take their own. The rest is in definitions.cpp.
+// Included before everything else in wheels for older systems (PTSAVE_PORTABLE).  It makes the
+// linker take the versions of these functions in glibc 2.28 and gcc 8's libstdc++, instead of the
+// build system's newer ones.  Missing functions are in definitions.cpp.
 #pragma once
 
 #if defined(__x86_64__)
@@ -9,7 +9,7 @@
 #define PTSAVE_OLDEST_GLIBC "GLIBC_2.17"
 #endif
 
-// NOLINTBEGIN(hicpp-no-assembler): only so can a version be named
+// NOLINTBEGIN(hicpp-no-assembler): the only way to name a version
 #define PTSAVE_SYMBOL(name, original, version) asm(".symver " name ", " original "@" version)
 PTSAVE_SYMBOL("hypot", "hypot", PTSAVE_OLDEST_GLIBC);                // 2.35
 PTSAVE_SYMBOL("pthread_once", "pthread_once", PTSAVE_OLDEST_GLIBC);  // 2.34

@@ -22,8 +22,8 @@ namespace {
 
 // Below this a copy past the cache costs more than one through it.
 constexpr std::size_t kMinStreamNbytes = std::size_t{64} << 10;
-// From this size on a copy has whole blocks of the file, in memory and there alike: direct writes
-// take it from where it is.  The padding is less than 2 % of it.
+// A copy of at least this size is aligned to blocks in memory and in the file, so that direct
+// writes take it from where it is.  The padding is less than 2 % of it.
 constexpr std::size_t kMinInBlocksNbytes = std::size_t{256} << 10;
 
 std::size_t copy_alignment(std::size_t nbytes) {
@@ -48,7 +48,7 @@ c10::Storage copy_on_host(const c10::Storage& storage) {
 
 }  // namespace
 
-// Pieces of several groups, each of which has a stager of its own.
+// Stages pieces of several groups with the groups' own stagers.
 class AppendBatch::GroupedStager final : public Stager {
  public:
   GroupedStager(const Stagers& stagers, std::size_t n_records) : owners_(n_records, nullptr) {
@@ -160,7 +160,7 @@ std::optional<Statistics> AppendBatch::add(const StorageList& storages, std::uin
   return found;
 }
 
-// In one piece of the pool's memory.
+// Returns a place in a slab.
 std::byte* AppendBatch::reserve(std::size_t nbytes) {
   const std::size_t at = align_up(slab_used_, copy_alignment(nbytes));
   if (slabs_.empty() || at > slabs_.back().nbytes || nbytes > slabs_.back().nbytes - at) {
@@ -179,7 +179,7 @@ void AppendBatch::copy_pieces(const std::vector<Piece>& pieces, std::size_t n_th
     for (const Piece& piece : pieces) copy_piece(piece.target, piece.source, piece.nbytes);
     return;
   }
-  // Runs of small pieces, and parts of large ones.
+  // Chunks of small pieces, or parts of large ones.
   std::vector<std::vector<Piece>> chunks;
   std::size_t room = 0;
   for (Piece piece : pieces) {
@@ -199,8 +199,8 @@ void AppendBatch::copy_pieces(const std::vector<Piece>& pieces, std::size_t n_th
   });
 }
 
-// On the caller's current stream, so that nothing waits.  Where the device has no memory for that,
-// the copy is made in host memory, and the call waits.
+// Copies on the caller's current stream, without waiting.  If the device has no memory for that,
+// copies to host memory, and waits.
 c10::Storage AppendBatch::copy_on_device(const c10::Storage& storage) {
   try {
     const c10::DeviceGuard guard(storage.device());

@@ -21,47 +21,47 @@
 
 namespace ptsave {
 
-// A pickle of a dict is this, an empty one in protocol 2 and its number in the memo, then parts
-// that add entries to it, and the full stop.
+// A pickle of a dict begins with this, in protocol 2: an empty dict, stored in the memo.  Parts
+// that add entries follow, and then the full stop.
 inline constexpr std::string_view kDictHead{"\x80\x02}q\x00", 5};
 inline constexpr char kStop = '.';
 
-// Copies lie one behind the other in slabs of one size, so that the pool always has one of those
-// that came back to it, whatever the sizes of the storages are.  One thread at a time.
+// Copies lie one behind the other in slabs of one size, so that the pool can reuse returned slabs,
+// whatever the sizes of the storages are.  Not safe for concurrent use.
 class AppendBatch {
  public:
-  // `slab_nbytes`, at least 1, is the unit in which memory is taken.
+  // Memory is taken in units of `slab_nbytes`, at least 1.
   explicit AppendBatch(std::size_t slab_nbytes, StagingPool& pool = StagingPool::instance())
       : slab_nbytes_(slab_nbytes), pool_(pool) {}
 
-  // Adds the records data/<first_number>, ...  With `copy` their values are those of now: on
-  // accelerators, those that the current streams of this thread leave there, and nobody waits for
-  // them.  Otherwise they are not to change until the batch is written.  std::invalid_argument for
-  // a storage without memory.  After an error the batch is as before.  With an `element` the
-  // statistics of a single storage are taken beside its copy, if one is made in CPU memory.
+  // Adds the records data/<first_number>, ... With `copy`, they keep the present values; an
+  // accelerator's storage is copied on this thread's current stream, without waiting.  Without
+  // `copy`, the storages must not change until the batch is written.  With `element`, returns the
+  // statistics of a single storage that is copied in CPU memory.  Throws std::invalid_argument for
+  // a storage without memory; after an error the batch is unchanged.
   std::optional<Statistics> add(const StorageList& storages, std::uint32_t first_number, bool copy,
                                 std::size_t n_threads, std::optional<Element> element = {});
-  // Ends a group: the records since the last one, and the part of a pickle that names them.
+  // Ends a group: the records since the previous group, and the part of a pickle that names them.
   void end_group(std::string_view part);
 
   bool is_staged() const { return !stagers_.empty(); }
 
   std::size_t n_groups() const { return groups_.size(); }
-  // How many of the first groups have no more than this many bytes of records.
+  // The number of first groups that together have at most `nbytes` bytes.
   std::size_t n_groups_within(std::uint64_t nbytes) const;
 
-  // A place in a file.
+  // The place of a journal's parts in the file.
   struct Parts {
     std::uint64_t offset;
     std::uint64_t nbytes;
   };
 
-  // Appends the first groups, and behind their records one of this name: the pickle of a dict with
-  // their parts.  Returns where these are.
+  // Appends the first groups, and behind their records the record `journal_name`: the pickle of a
+  // dict with the groups' parts.
   Parts write(AppendedArchive& archive, const std::string& journal_name, std::size_t n_groups,
               bool direct, WriteOptions options, const Poll& poll);
   void release();
-  // In a forked child, instead of release(): memory of accelerators must not be touched there.
+  // Replaces release() in a forked child, which must not touch memory of accelerators.
   void abandon();
 
  private:
@@ -70,7 +70,7 @@ class AppendBatch {
     const std::byte* source;
     std::size_t nbytes;
   };
-  // What had been added when it ended.
+  // The counts at the end of a group.
   struct Group {
     std::size_t n_records;
     std::size_t pickle_nbytes;
@@ -85,7 +85,7 @@ class AppendBatch {
   const std::size_t slab_nbytes_;
   StagingPool& pool_;
   std::vector<StagingBlock> slabs_;
-  std::size_t slab_used_ = 0;  // of the last one
+  std::size_t slab_used_ = 0;  // of the last slab
   std::vector<RecordSpec> records_;
   std::vector<const std::byte*> payloads_;
   std::vector<c10::Storage> kept_;

@@ -44,7 +44,7 @@ const c10::Storage* ArchiveStorages::storage_of(std::string_view key, std::uint6
   if (i == ArchiveIndex::kNotFound || reader_.index().records()[i].nbytes != nbytes) {
     return nullptr;
   }
-  // An empty storage has no bytes to copy to its place, and nobody asks for its location.
+  // An empty storage has no bytes to copy, and its location is never needed.
   if (nbytes == 0) return place->device.is_cpu() ? &storage(i) : nullptr;
   locations_.resize(n_records(), kNoPlace);
   if (locations_[i] == kNoPlace) {
@@ -60,17 +60,17 @@ const c10::Storage& ArchiveStorages::storage(std::size_t record) {
   const std::uint64_t nbytes = payload.nbytes;
   c10::Storage storage = make_storage(std::move(payload));
   if (nbytes == 0) return empty_storages_.emplace_back(std::move(storage));
-  // A storage that is gone may have had the same address.
+  // A freed storage may have had the same address.
   if (restore_) record_by_storage_.insert_or_assign(storage.unsafeGetStorageImpl(), record);
   storages_.resize(n_records());
   return storages_[record] = std::move(storage);
 }
 
-// Not resizable until it is released: a shape larger than the storage is an error then.
+// Not resizable before release(), so that a shape larger than the storage is an error.
 const c10::Storage& ArchiveStorages::storage_on(std::size_t record, c10::Device device) {
   placed_.resize(n_records());
   if (!placed_[record]) {
-    if (placed_records_.empty()) SideStreams::refuse_capture(device);  // which allocating may spoil
+    if (placed_records_.empty()) SideStreams::refuse_capture(device);  // allocating would spoil it
     placed_[record] = empty_storage(reader_.index().records()[record].nbytes, device);
     placed_records_.push_back(record);
   }
@@ -88,7 +88,8 @@ std::optional<std::size_t> ArchiveStorages::record_of(const at::Tensor& tensor) 
   return found == record_by_storage_.end() ? std::nullopt : std::optional(found->second);
 }
 
-// Letting go is how to find out: a storage keeps its Python object, and that keeps the storage.
+// Releases each storage and tries to lock it again.  A count of references would not do: a storage
+// keeps its Python object, and that keeps the storage.
 std::vector<std::size_t> ArchiveStorages::referenced() {
   std::vector<std::size_t> records;
   for (std::size_t i = 0; i < storages_.size(); ++i) {
@@ -108,7 +109,7 @@ std::vector<std::size_t> ArchiveStorages::referenced() {
 void ArchiveStorages::release() {
   for (std::vector<c10::Storage>* const storages : {&storages_, &empty_storages_, &placed_}) {
     for (c10::Storage& storage : *storages) {
-      // Let go at once, while it is in the cache.
+      // Free the storage at once, while it is in the cache.
       if (const c10::Storage last = std::move(storage)) {
         last.unsafeGetStorageImpl()->set_resizable(true);
       }

@@ -1,5 +1,4 @@
-// The storages of one archive while it is loaded: which record each has, on which device, whether
-// somebody else keeps it, and the copies that are planned from them.
+// The storages of one archive during its load: records, devices, references and planned copies.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,8 +21,8 @@
 
 namespace ptsave {
 
-// Either start() has the bytes read in the background, or reserve() gives storages their places and
-// fill() reads them.  Both forget the storages made before.  One thread at a time.
+// Either start() reads in the background, or reserve() gives storages places and fill() reads.
+// Both start() and reserve() forget earlier storages.  Not safe for concurrent use.
 class ArchiveStorages {
  public:
   // Waits for the payload of a record that is being read.
@@ -36,32 +35,32 @@ class ArchiveStorages {
 
   const DataRecords& records() const { return records_; }
 
-  // Begins to read `records`.  FormatError, IoError.
+  // Begins to read `records`.  Throws FormatError, IoError.
   void start(const std::vector<std::size_t>& records, std::size_t n_threads, bool verify,
              bool exact_offsets);
   void reserve();
 
-  // Storages saved at `location` go to the CPU, or, after reserve(), to an accelerator.  Only for
-  // such locations storages are handed to the unpickler.
+  // Loads storages saved at `location` to the CPU or, after reserve(), to an accelerator.  The
+  // unpickler only gets storages of such locations.
   void place(const std::string& location, c10::Device device);
   // For the unpickler: see StorageSource::storage_of().
   const c10::Storage* storage_of(std::string_view key, std::uint64_t nbytes,
                                  std::string_view location);
-  // The storage of a record on the CPU, possibly still being filled.  An empty one is new each
-  // time, as torch makes one for each reference.
+  // The storage of a record on the CPU, which may still be filling.  An empty one is new each time,
+  // because torch makes one for each reference.
   const c10::Storage& storage(std::size_t record);
-  // The storage on a device that gets the bytes of a record that is not empty.
+  // The storage on a device for the bytes of a record, which is not empty.
   const c10::Storage& storage_on(std::size_t record, c10::Device device);
-  // Where the storage was saved that storage_of() has handed out for a record; null if it has not.
+  // The location of the storage that storage_of() has returned for a record, or null.
   const std::string* location_of(std::size_t record) const;
-  // The record whose reserved storage a tensor has.
+  // The record whose reserved storage a tensor uses.
   std::optional<std::size_t> record_of(const at::Tensor& tensor) const;
-  // The records to whose storages anything but this object refers; it lets go of all others.
+  // The records whose storages have references outside this object.  Frees all other storages.
   std::vector<std::size_t> referenced();
-  // Ends the load: storages handed out become resizable, as any other.
+  // Ends the load: its storages become resizable, like any other.
   void release();
 
-  // These need reserve(): std::logic_error without.  See Restore.
+  // See Restore; without reserve() these throw std::logic_error.
   void plan_copy(const at::Tensor& target, const at::Tensor& source);
   std::vector<DamagedRecord> fill(std::span<const std::size_t> records,
                                   const Restore::Options& options, const Poll& poll);
@@ -83,13 +82,13 @@ class ArchiveStorages {
   ArchiveReader& reader_;
   Wait wait_;
   DataRecords records_;
-  std::vector<c10::Storage> storages_;  // by record; none where it was not asked for
+  std::vector<c10::Storage> storages_;  // by record; undefined if not needed yet
   std::vector<c10::Storage> empty_storages_;
   std::vector<Place> places_;
   std::vector<std::uint32_t> locations_;     // by record: into places_, or kNoPlace
   std::vector<c10::Storage> placed_;         // by record: on accelerators
-  std::vector<std::size_t> placed_records_;  // in the order in which they were
-  std::size_t n_planned_ = 0;                // of these, whose bytes are to be copied there
+  std::vector<std::size_t> placed_records_;  // in the order of placement
+  std::size_t n_planned_ = 0;                // placed records with a planned copy
   bool is_reading_ = false;
   std::optional<Restore> restore_;
   std::unordered_map<const c10::StorageImpl*, std::size_t> record_by_storage_;

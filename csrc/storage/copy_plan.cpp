@@ -9,13 +9,13 @@
 namespace ptsave {
 namespace {
 
-// A copy that is nothing but bytes: those of a part of a record, in their order.
+// A copy of a part of a record's bytes, without conversion.
 struct ByteCopy {
   std::size_t number = 0;
   Destination destination;
 };
 
-// The addresses between which a tensor has its elements.
+// The range of addresses of a tensor's elements.
 struct Span {
   std::size_t number = 0;
   c10::Device device;
@@ -23,7 +23,7 @@ struct Span {
   std::uintptr_t end = 0;
 };
 
-// Whether bytes can be put where a tensor has its elements.
+// Whether bytes can be read or copied into a tensor's memory.
 bool has_memory(const at::Tensor& tensor) {
   return tensor.device().is_cpu() || SideStreams::are_supported(tensor.device());
 }
@@ -44,7 +44,7 @@ bool is_bytes(const TensorCopy& copy) {
          target.is_non_overlapping_and_dense() && target.strides() == at::IntArrayRef(copy.strides);
 }
 
-// With the copy's number as that of its target.
+// The destination of a copy; its target has the copy's number.
 Destination destination_of(const TensorCopy& copy, std::size_t number) {
   const auto itemsize = static_cast<std::uint64_t>(copy.target.itemsize());
   Destination destination{*copy.record, static_cast<std::uint64_t>(copy.offset) * itemsize,
@@ -54,15 +54,15 @@ Destination destination_of(const TensorCopy& copy, std::size_t number) {
   return destination;
 }
 
-// Of the same device.
+// Whether two destinations on one device are the same.
 bool are_same(const Destination& a, const Destination& b) {
   return std::tie(a.record, a.offset, a.nbytes, a.place) ==
          std::tie(b.record, b.offset, b.nbytes, b.place);
 }
 
-// Copies whose targets share memory with another one's target, or with a source that is no record
-// (a hook may pass on a tensor of the model): their order matters.  Where both copy the same bytes
-// to the same place (tied parameters) it does not.
+// Finds the copies whose order matters: their targets overlap another copy's target, or a source
+// that is no record (a hook may pass on a tensor of the model).  The order of copies of the same
+// bytes to the same place (tied parameters) does not matter.
 std::vector<bool> find_ordered(const std::vector<TensorCopy>& copies,
                                const std::vector<bool>& are_bytes) {
   std::vector<Span> spans;
@@ -94,8 +94,8 @@ bool have_same_layout(const TensorCopy& a, const TensorCopy& b) {
          a.neg == b.neg;
 }
 
-// Leaves of copies of the same bytes one; the others are made from its target, or are nothing to do
-// if that is theirs, too.  Records of which parts overlap otherwise need a storage.
+// Keeps one of several copies of the same bytes.  The others are repeated from its target, or
+// dropped if they have the same target.  Records with parts that overlap otherwise need a storage.
 std::vector<CopySteps::Repeated> resolve_overlaps(const std::vector<TensorCopy>& copies,
                                                   std::vector<ByteCopy>& byte_copies,
                                                   std::vector<bool>& needs_storage) {
@@ -166,7 +166,7 @@ CopySteps plan_copies(const std::vector<TensorCopy>& copies, const std::vector<b
     are_bytes[i] = is_bytes(copies[i]) && !is_whole[*copies[i].record];
   }
   const std::vector<bool> ordered = find_ordered(copies, are_bytes);
-  // A record that has to be complete in memory for one copy serves all of its copies from there.
+  // If one copy needs the complete record in memory, all copies of the record are made from there.
   std::vector<bool> needs_storage(is_whole.size());
   for (std::size_t i = 0; i < copies.size(); ++i) {
     if (copies[i].record && (!are_bytes[i] || ordered[i])) needs_storage[*copies[i].record] = true;

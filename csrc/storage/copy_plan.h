@@ -1,10 +1,9 @@
-// Plans copies from tensors whose bytes are still in an archive into tensors that exist already:
-// which are reads straight into place, and the order of the others.  A copy is a read if dtype,
-// strides and conjugation agree.  The same bytes for a second tensor are copied from the first.
-// Targets that overlap keep the order of their copies, unless they are the same bytes (tied
-// parameters).
+// Plans copies from tensors whose bytes are still in an archive into existing tensors.  A copy is a
+// read straight into place if dtype, strides and conjugation agree.  The same bytes for a second
+// tensor are copied from the first.  Copies to overlapping targets keep their order, unless they
+// copy the same bytes (tied parameters).
 //
-// Nothing here needs the GIL.
+// These functions do not need the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,12 +18,13 @@
 
 namespace ptsave {
 
-// target.copy_(source).  The source is a view of a record, which its place in the record's storage
-// describes (holding the storage would keep its memory), or a tensor that has its values.
+// A planned target.copy_(source).  The source is a tensor with values, or a view of a record.  A
+// view is described by its place in the record's storage, because a reference to the storage would
+// keep its memory.
 struct TensorCopy {
   TensorCopy(at::Tensor to, const at::Tensor& from, std::optional<std::size_t> of_record);
 
-  // From all bytes of a record.
+  // Copies all bytes of a record.
   TensorCopy(at::Tensor to, std::size_t of_record);
 
   // The source, as a view of its record's storage.
@@ -32,7 +32,7 @@ struct TensorCopy {
 
   at::Tensor target;
   std::optional<std::size_t> record;
-  at::Tensor source;  // if record is not given
+  at::Tensor source;  // undefined if there is a record
   c10::ScalarType dtype;
   std::int64_t offset;  // in elements
   at::DimVector sizes;
@@ -41,22 +41,23 @@ struct TensorCopy {
   bool neg;
 };
 
-// Steps for a list of copies, whose numbers are indices into it: the destinations are read, then
-// the repeated copies are made from the targets of others, then the others, in this order.
+// The steps for a list of copies, which are identified by their indices.  First the destinations
+// are read, then repeated copies are made from other copies' targets, then the others in their
+// order.
 struct CopySteps {
   struct Repeated {
     std::size_t copy;
     std::size_t of;
   };
 
-  std::vector<Destination> destinations;  // on accelerators: a copy's number is its target's
-  std::vector<std::size_t> direct;        // whose targets the destinations are
+  std::vector<Destination> destinations;  // on accelerators, target is the copy's number
+  std::vector<std::size_t> direct;        // the destinations' copies
   std::vector<Repeated> repeated;
   std::vector<std::size_t> others;
 };
 
-// `is_whole` says of each record whether its storage has its bytes, or gets them anyway: copies are
-// made from there then.
+// If `is_whole` of a record, its storage has its bytes or gets them, and copies are made from
+// there.
 CopySteps plan_copies(const std::vector<TensorCopy>& copies, const std::vector<bool>& is_whole);
 
 }  // namespace ptsave

@@ -18,7 +18,7 @@
 namespace ptsave {
 namespace {
 
-// The mapping that a storage of map_range() is in.
+// The mapping that holds a storage of map_range().
 std::span<std::byte> pages_of(const c10::Storage& storage) {
   auto* const data = static_cast<std::byte*>(storage.mutable_data());
   const auto address = reinterpret_cast<std::uintptr_t>(data);
@@ -38,7 +38,7 @@ at::Tensor map_range(const File& file, std::uint64_t offset, std::uint64_t nbyte
   if (nbytes == 0) return at::empty({0}, options);
   const PageRange pages = pages_covering(offset, offset + nbytes, page_nbytes());
   const auto mapped_nbytes = static_cast<std::size_t>(pages.nbytes());
-  // No memory is put by for the copies that writing would make: files may be larger than memory.
+  // MAP_NORESERVE: no memory for copies of written pages, because files may be larger than memory.
   void* memory = ::mmap(nullptr, mapped_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
                         file.fd(), static_cast<off_t>(pages.begin));
   if (memory == MAP_FAILED) throw IoError(errno, "mmap", file.path());

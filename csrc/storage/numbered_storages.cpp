@@ -9,12 +9,12 @@
 namespace ptsave {
 namespace {
 
-// A dead storage still has its few bytes of identity.  They lie beside the memory that it had,
-// which malloc therefore cannot join with its neighbours: where steps allocate and free large
-// tensors, as much memory again would be lost with each step.
+// Dead storages are removed after this many new bytes.  A dead storage still has a few bytes of
+// identity beside its freed memory, so malloc cannot join that memory with its neighbours.  If
+// steps allocate and free large tensors, each step would lose as much memory again.
 constexpr std::uint64_t kMaxLateNbytes = std::uint64_t{4} << 20;
 
-// Whether two tensors are views of each other's values to autograd.  c10 has no question for that.
+// Whether two tensors share autograd's version counter. c10 has no function for that.
 bool are_same_counter(const c10::VariableVersion& a, const c10::VariableVersion& b) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
   return std::memcmp(static_cast<const void*>(&a), static_cast<const void*>(&b), sizeof a) == 0;
@@ -75,7 +75,7 @@ void NumberedStorages::rollback() {
   fresh_.storages.clear();
 }
 
-// Those of which nothing but the identity is left.
+// Removes storages that are dead except for their identity.
 void NumberedStorages::remove_dead() {
   nbytes_since_removal_ = 0;
   std::erase_if(known_, [](const auto& item) { return item.second.storage.use_count() == 0; });

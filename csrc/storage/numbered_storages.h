@@ -1,5 +1,4 @@
-// Numbers the records of an archive to which objects are added one by one, so that a storage which
-// nobody has changed since is written once.
+// Numbers the records of a growing archive, so that an unchanged storage is written once.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,23 +14,23 @@
 
 namespace ptsave {
 
-// A storage is known again by its identity, the version of the tensor that refers to it, and its
-// memory, size and dtype.  It is referred to weakly: its memory may go, its identity stays taken.
-// So changes that torch does not count (through `.data`, through NumPy) are not seen.  One thread
-// at a time.
+// A storage is recognized by its identity, its tensor's version, and its memory, size and dtype.
+// So changes that torch does not count (through `.data` or NumPy) are not seen.  References to
+// storages are weak: the memory may be freed, but the identity is not reused.  Not safe for
+// concurrent use.
 class NumberedStorages {
  public:
-  // The number of the record data/<number>, for one object: either commit() or rollback() ends it.
+  // The number of a storage's record data/<number>, for an object that commit() or rollback() ends.
   std::uint32_t number(const c10::Storage& storage, const at::Tensor* tensor,
                        c10::ScalarType dtype);
-  // Those of the object that have to be written: storage i has the number first_number() + i.
+  // The object's storages that have to be written: storage i has the number first_number() + i.
   const StorageList& fresh() const { return fresh_; }
   std::uint64_t fresh_nbytes() const;
   std::uint32_t first_number() const { return next_; }
 
   void commit();
   void rollback();
-  // Everything that comes from here on is written anew.
+  // Forgets all storages, so that later ones are written again.
   void forget() { known_.clear(); }
 
  private:
@@ -49,10 +48,10 @@ class NumberedStorages {
 
   std::unordered_map<const c10::StorageImpl*, Known> known_;
   StorageList fresh_;
-  std::vector<Known> tracked_;  // of them, those that can be known again
+  std::vector<Known> tracked_;  // those that can be recognized later
   std::uint32_t next_ = 0;
   std::size_t max_known_ = 1024;
-  std::uint64_t nbytes_since_removal_ = 0;  // of storages that became known
+  std::uint64_t nbytes_since_removal_ = 0;  // of newly known storages
 };
 
 }  // namespace ptsave

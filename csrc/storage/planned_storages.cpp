@@ -9,7 +9,7 @@ namespace ptsave {
 void add_storages(const StorageList& list, PlannedRecords& records,
                   AcceleratorStager::Sources& on_accelerators) {
   const std::size_t first = records.size();
-  constexpr std::size_t kOthers = 16;  // mostly fewer records come behind the storages
+  constexpr std::size_t kOthers = 16;  // usually fewer records follow the storages
   records.reserve(first + list.storages.size() + kOthers);
   auto in_memory = std::make_shared<std::vector<c10::Storage>>();
   in_memory->reserve(list.storages.size());

@@ -1,4 +1,4 @@
-// Storages as records of an archive that is to be written.
+// Adds storages to the records of an archive to write.
 #pragma once
 
 #include <memory>
@@ -10,8 +10,8 @@
 
 namespace ptsave {
 
-// Adds the records data/0, data/1, ..., which keep their storages alive.  Those on accelerators are
-// also added to `on_accelerators`, by record.
+// Adds the records data/0, data/1, ..., which keep their storages alive.  Adds storages on
+// accelerators also to `on_accelerators`, by record.
 void add_storages(const StorageList& list, PlannedRecords& records,
                   AcceleratorStager::Sources& on_accelerators);
 

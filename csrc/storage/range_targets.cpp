@@ -51,7 +51,7 @@ bool convert_alike(c10::ScalarType from, c10::ScalarType to) {
 void copy_to_accelerators(const std::vector<ToAccelerator>& copies, std::size_t n_threads,
                           std::size_t max_pinned_nbytes, const Poll& poll) {
   if (copies.empty()) return;
-  // One file, whose bytes between the sources nobody reads.
+  // Treat all memory between the sources as one file; the gaps are not read.
   const std::byte* begin = begin_of(copies.front().source);
   const std::byte* end = begin;
   for (const ToAccelerator& copy : copies) {

@@ -15,11 +15,11 @@ std::span<std::byte> memory_of(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
 }
 
-// As bytes, which the destinations name by number from then on.
+// Returns the tensors on accelerators as bytes, and sets their numbers in the destinations.
 std::vector<at::Tensor> accelerator_targets(std::vector<Destination>& destinations,
                                             std::span<const at::Tensor> tensors) {
   std::vector<at::Tensor> targets;
-  auto destination = destinations.begin();  // there are none for empty tensors
+  auto destination = destinations.begin();  // empty tensors have none
   for (const at::Tensor& tensor : tensors) {
     if (tensor.nbytes() == 0) continue;
     if (!tensor.is_cpu()) {

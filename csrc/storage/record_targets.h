@@ -1,5 +1,4 @@
-// Reads whole records of an archive into tensors that exist already, on the host or on
-// accelerators.
+// Reads whole records of an archive into existing tensors, on the host or on accelerators.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,24 +12,24 @@
 
 namespace ptsave {
 
-// Fills targets[k], contiguous and in CPU memory or on a device that SideStreams supports, with
-// records[k]; no record comes twice.  Without targets records are only checked.  Bytes for
-// accelerators go through at most `max_pinned_nbytes` of page-locked memory, and come after the
-// work that the current streams of this thread have.  Damaged records are returned in file order.
-// std::invalid_argument if sizes differ; IoError, FormatError, at::Error.
+// Reads records[k] into targets[k], which is contiguous and in CPU memory or on a device that
+// SideStreams supports.  No record may occur twice.  Without targets, only checks the records.
+// Returns damaged records in file order.  Bytes for accelerators go through at most
+// `max_pinned_nbytes` of page-locked memory, and arrive after the present work of this thread's
+// current streams.  Throws std::invalid_argument if sizes differ; IoError, FormatError, at::Error.
 std::vector<DamagedRecord> read_records(const ArchiveReader& reader,
                                         const std::vector<std::size_t>& records,
                                         std::span<const at::Tensor> targets, std::size_t n_threads,
                                         bool verify, std::size_t max_pinned_nbytes,
                                         const Poll& poll);
 
-// A part of an archive, from `offset` on, that is all bytes of a target as those above.
+// The part of an archive from `offset` on with all bytes of a target (see read_records()).
 struct ArchiveRange {
   std::uint64_t offset = 0;
   at::Tensor target;
 };
 
-// Reads parts of an archive as they are; those for accelerators may not overlap.  IoError,
+// Reads parts of an archive unchecked.  Parts for accelerators must not overlap.  IoError,
 // at::Error.
 void read_ranges(const ArchiveReader& reader, const std::vector<ArchiveRange>& ranges,
                  std::size_t n_threads, std::size_t max_pinned_nbytes, const Poll& poll);

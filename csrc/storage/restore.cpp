@@ -14,10 +14,10 @@
 namespace ptsave {
 namespace {
 
-// Bytes in memory at a time, or one record, of copies that are no reads into place.
+// Copies that are no reads into place have this many bytes, or one record, in memory at a time.
 constexpr std::uint64_t kBatchNbytes = std::uint64_t{32} << 20;
 
-// Whether a source may cross the bus as it is, to be converted on the target's device.
+// Whether a source may cross the bus unconverted, and be converted on the target's device.
 bool crosses_as_it_is(const at::Tensor& source, const at::Tensor& target) {
   return source.defined() && source.is_cpu() && source.nbytes() > 0 &&
          SideStreams::are_supported(target.device()) &&
@@ -25,7 +25,7 @@ bool crosses_as_it_is(const at::Tensor& source, const at::Tensor& target) {
          !source.is_conj() && !source.is_neg();
 }
 
-// Numbers of tensors, in the order of their addresses; of those that overlap the first.
+// Sorts tensors' numbers by address, and keeps only the first of overlapping tensors.
 void sort_apart(std::vector<std::size_t>& numbers, const std::vector<at::Tensor>& tensors) {
   const auto begin_of = [&](std::size_t i) {
     return static_cast<const std::byte*>(tensors[i].const_data_ptr());
@@ -39,8 +39,8 @@ void sort_apart(std::vector<std::size_t>& numbers, const std::vector<at::Tensor>
   });
 }
 
-// Puts the values of sources that are to be converted on an accelerator there, unless there are few
-// of them.  They cross the bus together, in chunks of page-locked memory.
+// Moves sources that are converted on an accelerator there, unless they have few bytes.  They cross
+// the bus together, in chunks of page-locked memory.
 void move_sources(std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& targets,
                   const Restore::Options& options, const Poll& poll) {
   std::vector<std::size_t> numbers;
@@ -107,7 +107,7 @@ std::vector<DamagedRecord> Restore::read_direct(const CopySteps& steps,
   }
   const auto note_changes = [&] {
     for (const std::size_t record : reader_.begun()) {
-      // A record whose targets an earlier run has changed stays changed when its storage is read.
+      // has_changed_ of an earlier run stays when the record's own storage is read.
       if (!is_whole[record]) has_changed_[record] = true;
     }
     for (const std::size_t i : steps.direct)
@@ -141,7 +141,7 @@ std::vector<DamagedRecord> Restore::fill(std::vector<Destination> destinations,
   return damaged;
 }
 
-// With the accelerators' memory that destinations mean, numbered anew; none without any.
+// An unstager for the destinations on accelerators, which it numbers again; null without any.
 std::unique_ptr<Unstager> Restore::unstager_for(std::vector<Destination>& destinations,
                                                 std::size_t max_leases) const {
   std::vector<at::Tensor> targets;
@@ -191,7 +191,7 @@ std::vector<DamagedRecord> Restore::copy_others(const std::vector<std::size_t>& 
   return {};
 }
 
-// The sources of copies that have records.
+// The sources of a batch's copies; undefined for copies without a record.
 std::vector<at::Tensor> Restore::sources_of(std::span<const std::size_t> batch,
                                             const Options& options, const Poll& poll) const {
   std::vector<at::Tensor> sources;
@@ -201,7 +201,7 @@ std::vector<at::Tensor> Restore::sources_of(std::span<const std::size_t> batch,
     sources.push_back(copy.record ? copy.source_in(storage_of_(*copy.record)) : at::Tensor());
     targets.push_back(copy.target);
   }
-  // A target in host memory may be the source of a later copy, which moves that when it is made.
+  // A target in host memory may be a later copy's source; copy() then moves each source by itself.
   if (std::ranges::none_of(targets, [](const at::Tensor& target) { return target.is_cpu(); })) {
     move_sources(sources, targets, options, poll);
   }

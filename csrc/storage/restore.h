@@ -1,10 +1,10 @@
-// Puts the bytes of an archive into tensors that exist already.
+// Puts the bytes of an archive into existing tensors.
 //
-// The copies are collected first, so that everything can be checked before the first of them is
-// made.  Copies that are no reads into place go through the record's own place in the reserved
-// region, 32 MiB or one record at a time, which is given back after the copy.  A transfer notes
-// which payloads it has begun to place, so after an error it is known which targets have changed.
-// Nothing here needs the GIL; one thread at a time.
+// Copies are collected first, so that all of them can be checked before the first one is made.  A
+// copy that is no read into place goes through the record's own place in the reserved region.
+// These copies use 32 MiB or one record at a time, and return the memory afterwards.  A transfer
+// records the payloads that it has begun to place, so the changed targets are known after an error.
+// Needs no GIL; not safe for concurrent use.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,19 +32,19 @@ class Restore {
     std::size_t max_pinned_nbytes;  // host memory for bytes that go on to accelerators
   };
 
-  // Both must outlive it.
+  // `reader` must outlive this object, and all that `storage_of` refers to.
   Restore(ArchiveReader& reader, StorageOf storage_of);
 
-  // Plans target.copy_(source).  `record` is the source's, if its storage is a reserved one.
+  // Plans target.copy_(source).  `record` is the source's record, if its storage is reserved.
   void add(at::Tensor target, const at::Tensor& source, std::optional<std::size_t> record);
-  // The same for all bytes of a record, into a storage of as many.
+  // Plans a copy of a record's bytes into a storage of the same size.
   void add(const c10::Storage& target, std::size_t record);
-  // Makes the planned copies, and fills the storages of `records`, which stay filled.  Stops when
-  // records turn out to be damaged, and returns them.  IoError; at::Error from a copy.
+  // Makes the planned copies, and fills the storages of `records`, which stay filled.  Stops at
+  // damaged records and returns them.  Throws IoError, and at::Error from a copy.
   std::vector<DamagedRecord> run(std::span<const std::size_t> records, const Options& options,
                                  const Poll& poll);
   bool is_filled(std::size_t record) const { return is_filled_[record]; }
-  // The records from which targets were changed so far, or may have been.
+  // The records whose targets have changed or may have changed so far.
   std::vector<std::size_t> changed() const;
 
  private:
@@ -64,8 +64,8 @@ class Restore {
   ArchiveReader& reader_;
   StorageOf storage_of_;
   std::vector<TensorCopy> copies_;
-  std::vector<bool> is_filled_;    // by record: its storage has its bytes
-  std::vector<bool> has_changed_;  // by record: targets of copies from it
+  std::vector<bool> is_filled_;    // by record: whether its storage has its bytes
+  std::vector<bool> has_changed_;  // by record: whether its targets may have changed
 };
 
 }  // namespace ptsave

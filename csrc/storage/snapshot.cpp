@@ -11,8 +11,8 @@
 namespace ptsave {
 namespace {
 
-// Neighbours share a block until it has this size: few large blocks, but no need for the pool to
-// have one piece of memory for all.
+// Neighbours share a block until it has this size.  So blocks are few, but the pool does not need
+// one piece of memory for all.
 constexpr std::size_t kBlockNbytes = std::size_t{32} << 20;
 
 bool needs_copy(const c10::Storage& storage) {
@@ -20,7 +20,7 @@ bool needs_copy(const c10::Storage& storage) {
          !SideStreams::are_supported(storage.device());
 }
 
-// Indices of storages that share a block, and its size.
+// The indices of storages that share a block, and the block's size.
 struct Group {
   std::vector<std::size_t> indices;
   std::size_t nbytes = 0;

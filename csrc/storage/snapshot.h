@@ -1,8 +1,8 @@
-// Copies of storages, as they were at one moment.
+// Copies of storages as they were at one moment.
 //
-// Neighbouring storages share blocks of 32 MiB, a larger one has its own.  A storage is really
-// copied, in pieces of 2 MiB by all threads, with stores past the cache, unless a plan writes it
-// meanwhile (StagingCopy).
+// Neighbouring storages share blocks of 32 MiB; larger ones have their own.  All threads copy, in
+// pieces of 2 MiB with stores past the cache, the bytes that no plan writes meanwhile
+// (StagingCopy).
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -20,34 +20,33 @@
 
 namespace ptsave {
 
-// Two steps, so that where everything will be is known before the first byte is copied.
+// Works in two steps, so that all places are known before the first byte is copied.
 class Snapshot {
  public:
-  // Reserves the memory of the copies.  A storage on an accelerator stands for its own copy, which
-  // is the business of whoever writes it: a Stager's.  Empty storages, and those on the CPU without
-  // memory (holes of the file), get storages like them; so do all others if only their sizes are to
-  // be written.
+  // Reserves memory for the copies.  An accelerator's storage stands for its own copy, which a
+  // Stager makes.  Empty storages, and CPU storages without memory (holes of the file), get
+  // storages like themselves.  Without bytes, when only sizes will be written, all storages do.
   explicit Snapshot(const StorageList& sources, bool without_bytes = false,
                     StagingPool& pool = StagingPool::instance());
 
-  // Copy i is that of source i.
+  // Storage i is the copy of source i.
   const StorageList& storages() const { return copies_; }
-  // Copies the sources in CPU memory.  Those on devices that are out of reach are the caller's to
-  // copy.  Calls `when_slow` if that takes long: a plan may follow payloads() from then on.
+  // Copies the sources in CPU memory; the caller copies sources on devices that SideStreams does
+  // not support.  Calls `when_slow` if copying is slow; from then on, a plan may follow payloads().
   void copy(std::size_t n_threads, const Poll& poll, const StagingCopy::WhenSlow& when_slow);
   std::uint64_t nbytes_copied() const { return copying_->nbytes_copied(); }
   // The copies while they are being made.
   StagingCopy& payloads() { return *copying_; }
-  // Lets go of the sources.
+  // Releases the sources.
   void release_sources() { sources_.clear(); }
-  // ... and of the copies.
+  // Releases the sources and the copies.
   void release();
-  // In a forked child, instead of release(): the memory stays for ever.  Memory of accelerators
-  // must not be touched there, not even to free it, because that asks the parent's driver.
+  // Replaces release() in a forked child, and leaks the memory.  Freeing memory of accelerators
+  // would call the parent's driver.
   void abandon();
 
  private:
-  // A storage that is copied, and its size when the copy was planned.
+  // A storage to copy, and its size when the copy was planned.
   struct Source {
     c10::Storage storage;
     std::size_t nbytes = 0;

@@ -19,14 +19,14 @@ namespace ptsave {
 namespace {
 
 constexpr std::uintptr_t kTorchAlignment = 64;  // of c10::GetCPUAllocator()'s memory
-// Header, descriptor and names of a record, but for its alignment.
+// Upper bound of a record's header, descriptor and names, without alignment.
 constexpr std::uint64_t kMaxSeamNbytes = 512;
-// Chunks that are staged, in the file and in memory.
+// Bounds of a staged chunk: its minimum in the file and its maximum in memory.
 constexpr std::uint64_t kMinChunkNbytes = (std::uint64_t{4} << 20) - (std::uint64_t{64} << 10);
 constexpr std::uint64_t kMaxStagedChunkNbytes = std::uint64_t{4} << 20;
 
-// Addresses that nothing else in this process has.  A mapping that cannot be written to needs no
-// memory, and no system's accounting counts it.
+// Reserves addresses that nothing else in this process uses.  A mapping without write permission
+// takes no memory, and no system's accounting counts it.
 class ReservedAddresses final : public Owner {
  public:
   explicit ReservedAddresses(std::size_t nbytes)
@@ -104,7 +104,7 @@ std::uint64_t StorageList::staging_nbytes(std::uint64_t alignment) const {
     }
   }
   if (on_accelerators == 0) return others;
-  // In a buffer for each chunk, whose size is the next power of two.
+  // Each chunk has a buffer, whose size is the next power of two.
   const std::uint64_t n_chunks = file / kMinChunkNbytes + 2;
   return others + std::min(2 * on_accelerators, n_chunks * kMaxStagedChunkNbytes);
 }

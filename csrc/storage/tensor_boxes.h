@@ -1,4 +1,4 @@
-// Blocks of tensors in files, row by row: what resharding wants of them.
+// Blocks of tensors in files, row by row, for resharding.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +11,7 @@
 
 namespace ptsave {
 
-// All elements of `target`, in CPU memory, as they lie in a file: from `offset` on, and the next
-// one of each dimension so many bytes further.
+// The place of a CPU tensor's elements in a file: the first at `offset`, and strides in bytes.
 struct TensorBox {
   std::size_t file = 0;
   std::uint64_t offset = 0;
@@ -20,8 +19,8 @@ struct TensorBox {
   at::Tensor target;
 };
 
-// The runs of bytes that are next to each other in both.  std::invalid_argument for strides that
-// are not of the target's dimensions.
+// Adds the runs of bytes that are contiguous in both file and target.  Throws std::invalid_argument
+// unless there is one stride for each dimension.
 void add_ranges(const TensorBox& box, std::vector<FileRange>& ranges);
 
 }  // namespace ptsave

@@ -8,8 +8,8 @@
 
 namespace ptsave {
 
-// at::parallel_for is a template that has to be compiled with torch's OpenMP.  A TensorIterator
-// calls it inside of torch: here for a tensor with one byte, of no value, for each run.
+// Uses a TensorIterator, which calls at::parallel_for inside torch, because that template would
+// have to be compiled with torch's OpenMP.  The iterated tensor has one dummy byte for each run.
 void share_out(std::size_t n, std::size_t n_threads, const std::function<void(std::size_t)>& work) {
   const std::size_t n_runs = std::min(n, n_threads);
   if (n_runs < 2) {
@@ -21,7 +21,7 @@ void share_out(std::size_t n, std::size_t n_threads, const std::function<void(st
   const auto* const first = static_cast<const char*>(runs.const_data_ptr());
   at::TensorIterator iterator = at::TensorIterator::nullary_op(runs);
   iterator.for_each(
-      // In one dimension: the last argument, the size of a second one, is 1.
+      // There is one dimension: the last argument, the size of a second one, is 1.
       [&](char** data, const std::int64_t* /*strides*/, std::int64_t n_taken, std::int64_t) {
         const auto run = static_cast<std::size_t>(data[0] - first);
         const std::size_t end = (run + static_cast<std::size_t>(n_taken)) * n / n_runs;

@@ -1,5 +1,4 @@
-// keep_for_ever: leaks objects in forked children whose destructors would call the parent's GPU
-// driver.
+// Leaks objects in forked children whose destructors would call the parent's GPU driver.
 #pragma once
 
 #include <utility>
@@ -7,7 +6,7 @@
 
 namespace ptsave {
 
-// Neither destroys the value now nor when the process ends.  Not for concurrent use.
+// Never destroys the value, not even when the process ends.  Not safe for concurrent use.
 template <class T>
 void keep_for_ever(T value) {
   static std::vector<T>& kept = *new std::vector<T>;

@@ -7,9 +7,9 @@
 
 namespace ptsave {
 
-// Keeps loaded memory in place.  It counts its references itself, so that one of them is a single
-// pointer, for which a torch storage has room; a std::shared_ptr would need memory of its own for
-// each storage.
+// Keeps loaded memory in place.  The object counts its own references, so a reference is one
+// pointer, for which a torch storage has room.  A std::shared_ptr would need extra memory for each
+// storage.
 class Owner {
  public:
   Owner(const Owner&) = delete;
@@ -25,14 +25,14 @@ class Owner {
   virtual ~Owner() = default;
 
  private:
-  std::atomic<std::size_t> n_references_{1};  // the maker's
+  std::atomic<std::size_t> n_references_{1};  // the creator's
 };
 
 // One reference to an owner, or none.
 class OwnerReference {
  public:
   OwnerReference() = default;
-  // Takes over the maker's reference.
+  // Takes over the creator's reference.
   explicit OwnerReference(Owner* owner) : owner_(owner) {}
   OwnerReference(OwnerReference&& other) noexcept : owner_(other.detach()) {}
   OwnerReference(const OwnerReference& other) : owner_(other.owner_) {
@@ -46,7 +46,7 @@ class OwnerReference {
     if (owner_ != nullptr) owner_->release();
   }
 
-  // The caller releases it then.
+  // Leaves it to the caller to release the reference.
   Owner* detach() { return std::exchange(owner_, nullptr); }
 
  private:

@@ -16,7 +16,7 @@ std::uint32_t load_little_endian(const unsigned char* p) {
          static_cast<std::uint32_t>(p[2]) << 16 | static_cast<std::uint32_t>(p[3]) << 24;
 }
 
-// The change of the state by the four bytes of `word`, once Following further bytes have passed.
+// The change of the state by the four bytes of `word`, after Following further bytes.
 template <std::size_t Following>
 std::uint32_t slice_word(std::uint32_t word) {
   return kSlices[Following + 3][word & 0xFF] ^ kSlices[Following + 2][(word >> 8) & 0xFF] ^
@@ -59,26 +59,25 @@ constexpr Crc32Kernel kKernels[] = {
 #endif
 };
 
-// Null until the first call.  Constant-initialised, so crc32() works in static constructors too,
-// and relaxed is enough: it points to constants, and threads that race on the first call store the
-// same.
+// Null until the first call.  Constant-initialised, so that crc32() works in static constructors.
+// Relaxed order is enough: it points to constants, and racing threads store the same pointer.
 constinit std::atomic<const Crc32Kernel*> g_active{nullptr};
 
 const Crc32Kernel* select_kernel() {
   std::size_t best = std::size(kKernels) - 1;
-  while (!kKernels[best].supported()) --best;  // "portable", the first, always is
+  while (!kKernels[best].supported()) --best;  // "portable", the first, is always supported
   g_active.store(&kKernels[best], std::memory_order_relaxed);
   return &kKernels[best];
 }
 
-// a * b mod P.  The 32 partial products are independent (unlike multiply_mod_p's steps); their sum
-// has the powers 62..0, and the upper half of it is reduced by table.
+// a * b mod P.  The 32 partial products are independent, unlike multiply_mod_p's steps.  Their sum
+// has the powers 62..0; its upper half is reduced by table.
 std::uint32_t multiply_fast(std::uint32_t a, std::uint32_t b) {
   std::uint64_t product = 0;
   for (int bit = 0; bit < 32; ++bit) {
     product ^= (std::uint64_t{a} << bit) & (0 - std::uint64_t{(b >> bit) & 1});
   }
-  product <<= 1;  // bit k now is the coefficient of x^(63-k)
+  product <<= 1;  // bit k is now the coefficient of x^(63-k)
   const auto upper = static_cast<std::uint32_t>(product);
   const auto lower = static_cast<std::uint32_t>(product >> 32);
   const auto& slices = crc32_internal::kSlices;

@@ -1,7 +1,7 @@
 // CRC-32 as zip uses it (reflected polynomial 0xEDB88320, initial value and final xor 0xFFFFFFFF).
 //
-// One facade over one kernel per CPU family; the CPU is asked once.  All functions are pure and
-// safe for concurrent use.
+// Each call goes to the best kernel for the CPU, which is detected once.  All functions are pure
+// and safe for concurrent use.
 #pragma once
 
 #include <cstddef>
@@ -10,24 +10,23 @@
 
 namespace ptsave {
 
-// The CRC of the bytes so far (`crc`, 0 for none) followed by `nbytes` bytes at `data`.  zlib's
-// crc32().
+// zlib's crc32(): the CRC of earlier bytes (`crc`, 0 for none) and `nbytes` bytes at `data`.
 std::uint32_t crc32(std::uint32_t crc, const void* data, std::size_t nbytes);
 
-// memcpy(dst, src, nbytes) and crc32(crc, dst, nbytes) in one pass over memory, which reads each
-// byte of the source once, so that the checksum is right even if somebody changes it.  The two
-// regions must not overlap.  A large destination bypasses the caches: right for bytes that the CPU
-// does not read again soon (bounce buffers of direct I/O, tensors being loaded).
+// memcpy(dst, src, nbytes) and crc32(crc, dst, nbytes) in one pass.  Each byte of the source is
+// read once, so the checksum matches the copy even if another thread changes the source.  The two
+// regions must not overlap.  A large destination bypasses the caches, which suits bytes that the
+// CPU does not read again soon (bounce buffers of direct I/O, tensors being loaded).
 std::uint32_t crc32_copy(std::uint32_t crc, void* dst, const void* src, std::size_t nbytes);
 
 // The CRC of A followed by B, given crc(A), crc(B) and B's length in bytes.  O(log nbytes_b).
 std::uint32_t crc32_combine(std::uint32_t crc_a, std::uint32_t crc_b, std::uint64_t nbytes_b);
 
-// Bytes that are both checksummed and read or written go in pieces of this size, because the second
-// step then finds them in the cache.
+// Size of the pieces in which bytes are both checksummed and read or written, so that the second
+// step finds them in the cache.
 inline constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
 
-// One implementation, for tests and benchmarks that run over all of them.
+// One implementation; tests and benchmarks run over all of them.
 struct Crc32Kernel {
   const char* name;  // "portable", "pclmulqdq", "vpclmulqdq_avx2", "vpclmulqdq", "arm64"
   bool (*supported)();

@@ -1,9 +1,7 @@
-// CRC-32 by the CRC32 instructions of ARMv8, which have zip's polynomial built in (crc32x; crc32cx
-// is the other one).
+// CRC-32 by the CRC32 instructions of ARMv8 for zip's polynomial (crc32x, not crc32cx).
 //
-// The instruction takes three cycles, but one can start in each: three streams side by side hide
-// the latency.  Their states are joined as in crc32_combine(), by a product with a constant power
-// of x.
+// The instruction takes three cycles, but one can start in each cycle: three streams side by side
+// hide the latency.  Their states are joined as in crc32_combine(), by constant powers of x.
 #if defined(__aarch64__)
 
 #include <arm_acle.h>
@@ -21,7 +19,7 @@ namespace {
 
 constexpr unsigned long kHwcapCrc32 = 1UL << 7;  // HWCAP_CRC32 of <asm/hwcap.h>
 
-// tables[k][b]: byte k of a state, b, once NBytes zero bytes have passed.
+// tables[k][b]: the state whose byte k is b, after NBytes zero bytes.
 template <std::size_t NBytes>
 constexpr std::array<ByteTable, 4> make_shift_tables() {
   std::array<ByteTable, 4> tables{};

@@ -1,10 +1,10 @@
 // The arithmetic under crc32.h and the kernels of each CPU family.  Internal to crc32*.cpp.
 //
-// A CRC is a remainder of polynomials over GF(2) modulo P, a primitive polynomial of degree 32. All
-// values are "reflected": bit j of a 32-bit value is the coefficient of x^(31-j), so the first bit
-// of the message (the lowest bit of its first byte) has the highest power.  A *state* is the CRC
-// before the final inversion: the state after message M, started at s, is s * x^(8 * nbytes(M)) + M
-// * x^32 mod P.
+// A CRC is a remainder of polynomials over GF(2) modulo P, a primitive polynomial of degree 32.
+// All values are "reflected": bit j of a 32-bit value is the coefficient of x^(31-j).  So the
+// message's first bit, the lowest bit of its first byte, has the highest power.  A *state* is the
+// CRC before the final inversion: the state after message M, started at s, is s * x^(8 * nbytes(M))
+// + M * x^32 mod P.
 //
 // Everything here is pure and safe for concurrent use; the tables are constants.
 #pragma once
@@ -47,8 +47,8 @@ constexpr std::uint32_t x_power(std::uint64_t exponent) {
 
 using ByteTable = std::array<std::uint32_t, 256>;
 
-// table[b] = (b as the lowest byte of a 32-bit value) * factor mod P, where `b` may first be
-// shifted to another byte of the value.  The map is linear, so eight products give all 256 entries.
+// table[b] = (b as byte `byte_index` of a 32-bit value) * factor mod P.  The map is linear, so
+// eight products give all 256 entries.
 constexpr ByteTable make_product_table(std::uint32_t factor, int byte_index) {
   ByteTable table{};
   for (std::size_t b = 1; b < table.size(); ++b) {
@@ -60,7 +60,7 @@ constexpr ByteTable make_product_table(std::uint32_t factor, int byte_index) {
   return table;
 }
 
-// kSlices[k][b]: the change of the state by byte b, once k further bytes have passed.
+// kSlices[k][b]: the change of the state by byte b, after k further bytes.
 inline constexpr std::size_t kSliceCount = 16;
 inline constexpr std::array<ByteTable, kSliceCount> kSlices = [] {
   std::array<ByteTable, kSliceCount> slices{};
@@ -74,7 +74,7 @@ inline constexpr std::array<ByteTable, kSliceCount> kSlices = [] {
   return slices;
 }();
 
-// The state after each of `nbytes` bytes, one at a time: for the few bytes a kernel has left over.
+// The state after `nbytes` bytes, one at a time, for the few bytes that a kernel has left over.
 inline std::uint32_t update_bytewise(std::uint32_t state, const unsigned char* data,
                                      std::size_t nbytes) {
   for (; nbytes != 0; --nbytes) state = (state >> 8) ^ kSlices[0][(state ^ *data++) & 0xFF];
@@ -91,7 +91,7 @@ std::uint32_t copy_by_pieces(std::uint32_t crc, void* dst, const void* src, std:
   while (nbytes != 0) {
     const std::size_t piece = std::min(nbytes, kPieceNbytes);
     std::memcpy(to, from, piece);
-    crc = Update(crc, to, piece);  // of the copy: somebody may be changing the source
+    crc = Update(crc, to, piece);  // of the copy: the source may be changing
     to += piece;
     from += piece;
     nbytes -= piece;
@@ -99,7 +99,7 @@ std::uint32_t copy_by_pieces(std::uint32_t crc, void* dst, const void* src, std:
   return crc;
 }
 
-// The kernels: may it run on this CPU, zlib's crc32() by it, and crc32_copy().
+// The kernels: support by this CPU, crc32() and crc32_copy().
 std::uint32_t update_portable(std::uint32_t crc, const void* data, std::size_t nbytes);
 
 #if defined(__x86_64__)
@@ -109,7 +109,7 @@ bool vpclmulqdq_avx2_supported();
 std::uint32_t update_vpclmulqdq_avx2(std::uint32_t crc, const void* data, std::size_t nbytes);
 bool vpclmulqdq_supported();
 std::uint32_t update_vpclmulqdq(std::uint32_t crc, const void* data, std::size_t nbytes);
-// One for all three: memory is the limit, and 128-bit registers reach it.
+// Serves all three kernels: memory is the limit, and 128-bit registers reach it.
 std::uint32_t copy_pclmulqdq(std::uint32_t crc, void* dst, const void* src, std::size_t nbytes);
 #elif defined(__aarch64__)
 bool arm64_crc_supported();

@@ -1,12 +1,13 @@
 // CRC-32 by carry-less multiplication: PCLMULQDQ (128-bit registers) and VPCLMULQDQ (256 and 512).
 //
-// The method (Intel, "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ", 2009): the
-// message so far is represented by any polynomial that is congruent to it modulo P.  Read as a
-// reflected polynomial, a 128-bit register A has x^127 in bit 0; its low half L holds the higher
-// powers: A = L x^64 + H.  To append D bits to the message is to multiply A by x^D, and
-//     A x^D = L x^(64+D) + H x^D  =  L (x^(64+D) mod P) + H (x^D mod P)   (mod P),
-// two multiplications of 64 by 32 bits whose sum fits a register again: a *fold* by D.  PCLMULQDQ
-// of two reflected 64-bit values yields the product times x, so the constants have one power less.
+// The method is from Intel, "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ", 2009.
+// Any polynomial that is congruent to the message modulo P represents it.  Read as a reflected
+// polynomial, a 128-bit register A has x^127 in bit 0; its low half L holds the higher powers: A =
+// L x^64 + H.  Appending D bits to the message multiplies A by x^D:
+//     A x^D = L x^(64+D) + H x^D  =  L (x^(64+D) mod P) + H (x^D mod P)   (mod P).
+// These are two multiplications of 64 by 32 bits, whose sum fits a register: a *fold* by D.
+// PCLMULQDQ of two reflected 64-bit values yields the product times x, so constants have one power
+// less.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -16,9 +17,8 @@
 
 #include "core/crc/crc32_kernels.h"
 
-// The file needs no special compiler flags; each function names its features.  Every function that
-// a wider kernel shares asks for a subset of that kernel's features, so that it can be inlined
-// there.
+// The file needs no special compiler flags: each function names its features.  A function shared
+// with a wider kernel names a subset of that kernel's features, so that it can be inlined there.
 #define PTSAVE_TARGET_128 __attribute__((target("avx,pclmul")))
 #define PTSAVE_TARGET_256 __attribute__((target("avx2,pclmul,vpclmulqdq")))
 #define PTSAVE_TARGET_512 __attribute__((target("avx512f,avx512vl,avx2,pclmul,vpclmulqdq")))
@@ -27,7 +27,7 @@
 namespace ptsave::crc32_internal {
 namespace {
 
-// The multipliers of one 128-bit lane that fold it by `nbits`, for its low and its high half.
+// The multipliers that fold one 128-bit lane, for its low and its high half.
 struct FoldConstants {
   std::uint64_t low;
   std::uint64_t high;
@@ -71,8 +71,8 @@ constexpr std::uint64_t barrett_quotient() {
   return quotient;
 }
 
-// 16 bytes loaded from offset n are a shuffle that moves a register's bytes up by 16 - n, and from
-// offset 16 + n one that moves them down by n; 0x80 yields a zero byte.
+// Shuffles: the 16 bytes at offset n move a register's bytes up by 16 - n, and the 16 bytes at
+// offset 16 + n move them down by n. 0x80 yields a zero byte.
 alignas(16) constexpr unsigned char kByteShifts[48] = {
     0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80,
     0,    1,    2,    3,    4,    5,    6,    7,    8,    9,    10,   11,   12,   13,   14,   15,
@@ -103,9 +103,9 @@ PTSAVE_TARGET_128 PTSAVE_INLINE __m128i fold_128(__m128i a, __m128i constants, _
 
 // The state that A stands for: A x^32 mod P.
 //
-// First A x^32 = L x^96 + H x^32 becomes T = L (x^96 mod P) + H x^32 of degree 95, kept as T x^32
-// so that its upper 64 coefficients T' fill the register's low half.  Then Barrett: the quotient of
-// T' x^32 by P is floor(T' * floor(x^95 / P) / x^63), exactly, and that is the low half of one
+// First A x^32 = L x^96 + H x^32 becomes T = L (x^96 mod P) + H x^32 of degree 95.  The register
+// holds T x^32, so that T's upper 64 coefficients T' fill its low half.  Then Barrett: the quotient
+// of T' x^32 by P is exactly floor(T' * floor(x^95 / P) / x^63), which is the low half of one
 // PCLMULQDQ.  Its product with P, x^32 up, leaves the remainder in the third dword.
 PTSAVE_TARGET_128 PTSAVE_INLINE std::uint32_t reduce(__m128i a) {
   constexpr std::uint64_t kX96 = std::uint64_t{x_power(96)} << 1;      // times x^31
@@ -120,14 +120,14 @@ PTSAVE_TARGET_128 PTSAVE_INLINE std::uint32_t reduce(__m128i a) {
   return static_cast<std::uint32_t>(_mm_extract_epi32(remainder, 2));
 }
 
-// Up to 15 bytes, right-aligned in a register (leading zeros do not count), under the state.
+// Updates the state by up to 15 bytes, right-aligned in a register (leading zeros do not count).
 PTSAVE_TARGET_128 PTSAVE_INLINE std::uint32_t update_short(std::uint32_t state,
                                                            const unsigned char* p,
                                                            std::size_t nbytes) {
   if (nbytes < 4) return update_bytewise(state, p, nbytes);
   std::uint64_t low = 0;
   std::uint64_t high = 0;
-  if (nbytes >= 8) {  // two loads that overlap; the shift in two steps because it may be 64 in all
+  if (nbytes >= 8) {  // two overlapping loads; the shift has two steps because it may be 64 in all
     low = load_word<std::uint64_t>(p) << (8 * (15 - nbytes)) << 8;
     high = load_word<std::uint64_t>(p + nbytes - 8);
   } else {
@@ -157,16 +157,16 @@ PTSAVE_TARGET_128 PTSAVE_INLINE std::uint32_t finish(__m128i a, const unsigned c
   return reduce(a);
 }
 
-// The hardware's prefetcher alone leaves a third of one core's memory bandwidth unused with these
-// registers (not with wider ones: they leave more loads in flight).  A prefetch cannot fault, so it
-// may run past the end; the address is computed as an integer for that.
+// Without this, the hardware's prefetcher leaves a third of one core's memory bandwidth unused.
+// Wider registers do not need it: they keep more loads in flight.  A prefetch cannot fault, so it
+// may run past the end; therefore the address is computed as an integer.
 PTSAVE_INLINE void prefetch_ahead(const unsigned char* p) {
   constexpr std::uintptr_t kDistance = 2560;  // bytes; best of 512 .. 16384 for update and copy
   _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(p) + kDistance),
                _MM_HINT_T0);
 }
 
-// Four registers side by side, 64 bytes: that hides the latency of the multiplication.
+// Four registers side by side, 64 bytes, hide the latency of the multiplication.
 struct Block {
   __m128i a0, a1, a2, a3;
 };
@@ -175,7 +175,7 @@ PTSAVE_TARGET_128 PTSAVE_INLINE Block load_block(const unsigned char* p) {
   return {load_128(p), load_128(p + 16), load_128(p + 32), load_128(p + 48)};
 }
 
-// The state goes in as if it were xored into the first four bytes of the message.
+// Adds the state by xoring it into the first four bytes of the message.
 PTSAVE_TARGET_128 PTSAVE_INLINE __m128i with_state(__m128i first, std::uint32_t state) {
   return _mm_xor_si128(first, _mm_cvtsi32_si128(static_cast<int>(state)));
 }
@@ -215,8 +215,8 @@ PTSAVE_TARGET_128 std::uint32_t update_pclmulqdq(std::uint32_t crc, const void* 
 
 namespace {
 
-// Writes 64 bytes to an aligned `dst` past the caches: the line is not read from memory first, and
-// does not displace useful lines there.
+// Writes 64 bytes to an aligned `dst` past the caches: no line is read first, or displaces useful
+// ones.
 PTSAVE_TARGET_128 PTSAVE_INLINE void stream_block(unsigned char* dst, Block block) {
   auto* const to = reinterpret_cast<__m128i*>(dst);
   _mm_stream_si128(to, block.a0);
@@ -250,7 +250,7 @@ PTSAVE_TARGET_128 std::uint32_t copy_pclmulqdq(std::uint32_t crc, void* dst, con
     block = fold_block(block, by_512, next);
   }
   std::memcpy(to, from, nbytes);
-  _mm_sfence();  // streamed stores are ordered by nothing else, not even by releasing a mutex
+  _mm_sfence();  // nothing else orders streamed stores, not even releasing a mutex
   return ~finish(gather_block(block), to, nbytes);  // of the copy: the source may be changing
 }
 

@@ -34,9 +34,8 @@ void check_record_name(std::string_view root, std::string_view name) {
   if (fault != nullptr) throw std::invalid_argument("record name " + quoted(name) + " " + fault);
 }
 
-// Bytes of "FB" padding extra, its head included, that bring the payload to `alignment`.
-// Everything in the extra block shares one 16-bit length: beyond it torch writes a file that no
-// reader can follow.
+// Bytes of the "FB" padding field, its head included, that bring the payload to `alignment`.  All
+// extra fields share one 16-bit length: beyond it torch writes a file that no reader can follow.
 std::size_t padding_extra_nbytes(const zip::Entry& entry, std::uint64_t alignment) {
   const std::size_t zip64_nbytes = zip::zip64_extra_nbytes(entry);
   const std::uint64_t start =
@@ -52,7 +51,7 @@ std::size_t padding_extra_nbytes(const zip::Entry& entry, std::uint64_t alignmen
 }
 
 RecordLayout place(const zip::Entry& entry, std::uint64_t alignment) {
-  // Room for any header and descriptor, so that no sum below can overflow.
+  // Room for any header and descriptor: no sum below can overflow.
   constexpr std::uint64_t kSlack = 4 * zip::kMax16;
   if (entry.header_offset > kMaxFileNbytes - kSlack ||
       entry.nbytes > kMaxFileNbytes - kSlack - entry.header_offset) {
@@ -65,7 +64,7 @@ RecordLayout place(const zip::Entry& entry, std::uint64_t alignment) {
           .descriptor_nbytes = zip::descriptor_nbytes(entry)};
 }
 
-// miniz wants room for the longest zip64 extra, whether the entry has one or not.
+// miniz requires room for the longest zip64 extra, even if the entry has none.
 void check_directory_room(std::uint64_t directory_nbytes, const zip::Entry& entry) {
   if (directory_nbytes + zip::kCentralHeaderNbytes + entry.name.size() +
           zip::kMaxZip64ExtraNbytes >=
@@ -74,14 +73,14 @@ void check_directory_room(std::uint64_t directory_nbytes, const zip::Entry& entr
   }
 }
 
-// The set of taken names, as a flat table of their indices, because nodes of a std::unordered_set
-// would cost more than all the rest of plan() when records are many.
+// The set of used names, as a flat table of their indices.  With many records, the nodes of a
+// std::unordered_set would cost more than all the rest of plan().
 class NameSet {
  public:
   explicit NameSet(const ArchiveLayout& layout, std::size_t capacity)
       : layout_(layout), slots_(std::bit_ceil(2 * capacity + 1), kFree) {}
 
-  // False if an earlier index has the same name.
+  // Returns false if an earlier index has the same name.
   bool insert(std::size_t index) {
     const std::size_t mask = slots_.size() - 1;
     const std::string_view name = layout_.name(index);
@@ -196,8 +195,8 @@ ArchiveLayout plan_part(const std::string& root, std::span<const RecordSpec> rec
 
 std::uint64_t hash_names(std::span<const std::string_view> names) {
   // torch folds the names in the iteration order of its std::unordered_set<std::string>.  That
-  // order depends on hashes and on growth one by one; a set of views has the same of both, wherever
-  // its nodes are.
+  // order depends on the hashes and on the growth step by step.  Both are the same for a set of
+  // views, wherever its nodes are.
   Arena nodes;
   std::unordered_set<std::string_view, std::hash<std::string_view>, std::equal_to<>,
                      ArenaAllocator<std::string_view>>

@@ -34,7 +34,7 @@ constexpr const char* kEncryption = "unsupported encryption";
                     std::move(detail), record.name, record.header_offset);
 }
 
-// An EOCD value is either the true one or its "look in zip64" mark.
+// Whether an EOCD value is the true one or its "look in zip64" mark.
 bool agrees(std::uint64_t narrow, std::uint64_t wide, std::uint64_t mark) {
   return narrow == mark || narrow == wide;
 }
@@ -111,7 +111,7 @@ void check_zip64_agreement(const zip::End& narrow, const Zip64End& wide, std::ui
   }
 }
 
-// `limit` is where the end records begin: the directory has to end there at the latest.
+// `limit` is the offset of the end records: the directory must end there or before.
 void check_directory_place(const zip::Directory& directory, std::uint64_t limit) {
   if (directory.n_entries > directory.nbytes / zip::kCentralHeaderNbytes) {
     fail_archive(kCorrupt,
@@ -179,7 +179,7 @@ std::string_view strip_root(std::string_view full_name, std::string_view root) {
 
 bool is_folder(const zip::CentralHeader& header) { return header.name.ends_with('/'); }
 
-// Makes miniz's checks of every header, in its order.
+// Checks a header as miniz does, in its order.
 void check_central_header(const zip::CentralHeader& header) {
   const std::string_view name = header.name.substr(header.name.find('/') + 1);  // all without '/'
   const auto fail = [&](const char* miniz_error, const char* fault) {
@@ -199,7 +199,7 @@ void check_central_name(const zip::CentralHeader& header, std::string_view name)
   const auto fail = [&](const char* miniz_error, const std::string& detail) {
     fail_archive(miniz_error, detail, std::string(name), header.header_offset);
   };
-  // Only the root folder's own entry has nothing behind the root.
+  // Only the root folder's own entry has an empty name.
   const char* fault = name.empty() ? nullptr : record_name_fault(name);
   if (fault != nullptr) fail(kInvalidName, "record name " + quoted(name) + " " + fault);
   if (is_folder(header) && (header.nbytes | header.stored_nbytes) != 0) {
@@ -217,7 +217,7 @@ void check_directory_nbytes(std::span<const std::byte> bytes, const CentralDirec
   }
 }
 
-// The header at the front of `rest`, which lies at `offset`; `rest` steps past it.
+// Takes the header from the front of `rest`, which lies at `offset`.
 zip::CentralHeader take_central_header(std::span<const std::byte>& rest, std::uint64_t offset) {
   zip::CentralHeader header;
   if (const char* fault = zip::parse_central_header(rest, header)) {
@@ -246,9 +246,8 @@ struct Extent {
   std::size_t record;       // index, or kNotFound for a folder
 };
 
-// Offset of the payload if it fills the extent.  zip writers that leave gaps make this wrong,
-// never out of bounds: slack_nbytes is the rest of the extent beside fixed header, name and
-// payload.
+// Offset of the payload if it fills the extent; wrong but never out of bounds if a zip writer left
+// gaps.  `slack_nbytes` is the size of the extent without fixed header, name and payload.
 std::uint64_t predict_payload_offset(const IndexedRecord& record, std::uint64_t limit,
                                      std::uint64_t slack_nbytes) {
   const bool descriptor = (record.flags & zip::kFlagDescriptor) != 0;
@@ -257,7 +256,7 @@ std::uint64_t predict_payload_offset(const IndexedRecord& record, std::uint64_t 
   return limit - record.stored_nbytes - std::min(descriptor_nbytes, slack_nbytes);
 }
 
-// Sorts by merging the runs that are in order already, which here are few and long.
+// Sorts by merging the runs that are already in order: here they are few and long.
 template <typename Value, typename Less>
 void merge_runs(std::vector<Value>& values, const Less& less) {
   std::vector<std::size_t> ends;  // of the sorted runs
@@ -305,7 +304,7 @@ void place_records(std::vector<Extent>& extents, std::uint64_t end,
   }
 }
 
-// Shorter names first: torch's "data/0", "data/1", ... then come in order already.
+// Shorter names first: torch's "data/0", "data/1", ... are then already in order.
 bool name_before(std::string_view a, std::string_view b) {
   return a.size() != b.size() ? a.size() < b.size() : a < b;
 }
@@ -377,7 +376,7 @@ std::size_t ArchiveIndex::find(std::string_view name) const {
 
 namespace {
 
-// Refuses records that torch refuses to read, in its order.  It goes by the central header.
+// Refuses records that torch refuses to read, in torch's order, by their central header.
 void check_supported(const IndexedRecord& record) {
   constexpr std::uint16_t kDeflated = 8;
   const auto fail = [&](const char* miniz_error, std::string detail) {
@@ -397,7 +396,7 @@ void check_supported(const IndexedRecord& record) {
 // Compares fields that torch does not compare; `header` may end inside the name.
 zip::LocalHeader parse_agreeing_header(std::span<const std::byte> header,
                                        const IndexedRecord& record, std::size_t root_nbytes) {
-  // Bits that change the meaning or the end of the payload; a reader needs no others.
+  // The bits that change the payload's meaning or end; a reader needs no others.
   constexpr std::uint16_t kMeaningful = zip::kFlagEncrypted | zip::kFlagDescriptor |
                                         zip::kFlagPatch | zip::kFlagStrongEncryption |
                                         zip::kFlagMasked;
@@ -429,8 +428,8 @@ std::uint64_t payload_offset(std::span<const std::byte> header, const IndexedRec
     fail_record(kCorrupt, "payload runs into the next record or the central directory", record);
   }
   const std::uint64_t offset = record.header_offset + header_nbytes;
-  // Only miniz needs version 0, and it leaves no gaps: a payload elsewhere is a damaged extra
-  // length, which nothing else shows in a file without CRCs.
+  // Only miniz writes version 0, and it leaves no gaps: a payload elsewhere means a damaged extra
+  // length.  In a file without CRCs no other check finds it.
   if (local.version_needed == 0 && offset != record.payload_offset) {
     fail_record(kCorrupt, "local header's extra fields have another length than their place",
                 record);

@@ -41,8 +41,8 @@ std::uint16_t flags(const Entry& entry) {
   return entry.nbytes == 0 ? kFlagUtf8 : static_cast<std::uint16_t>(kFlagUtf8 | kFlagDescriptor);
 }
 
-// Only the fields that overflow 32 bits.  miniz fills the local header's extra before it has
-// written the payload, when its stored size is still 0.
+// Writes only the fields that overflow 32 bits. miniz fills the local header's extra before it
+// writes the payload, so its stored size there is 0.
 std::byte* write_zip64_extra(const Entry& entry, std::uint64_t stored_nbytes, std::byte* p) {
   if (!entry.zip64()) return p;
   p = store16(p, kZip64ExtraId);
@@ -55,7 +55,7 @@ std::byte* write_zip64_extra(const Entry& entry, std::uint64_t stored_nbytes, st
   return p;
 }
 
-// The zip64 field inside a block of extra fields; empty if there is none or the block is malformed.
+// The zip64 field in a block of extra fields; empty if it is missing or the block is malformed.
 std::span<const std::byte> find_zip64_extra(std::span<const std::byte> extra) {
   while (extra.size() >= kExtraHeadNbytes) {
     const std::size_t nbytes = load16(extra.data() + 2);
@@ -66,8 +66,8 @@ std::span<const std::byte> find_zip64_extra(std::span<const std::byte> extra) {
   return {};
 }
 
-// Replaces each of the three values that carries the "look in zip64" mark, in the order the field
-// stores them.  False if the field lacks one.
+// Replaces the values that carry the "look in zip64" mark, in the order of the zip64 field.
+// Returns false if the field lacks one.
 bool resolve_zip64(std::span<const std::byte> extra, CentralHeader& header) {
   std::uint64_t* const values[] = {&header.nbytes, &header.stored_nbytes, &header.header_offset};
   if (std::none_of(std::begin(values), std::end(values), [](auto* v) { return *v == kMax32; })) {

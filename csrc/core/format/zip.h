@@ -1,9 +1,8 @@
-// ZIP64 wire structures: bytes in, bytes out.  Knows the format of PKWARE's APPNOTE as miniz writes
-// it for a seekless stream of STORED entries (sizes and CRC in a data descriptor), and nothing of
-// torch.
+// ZIP64 wire structures.  Knows PKWARE's APPNOTE as miniz writes it for an unseekable stream of
+// STORED entries (sizes and CRC in a data descriptor), and nothing of torch.
 //
-// Everything here is a pure function.  Writers fill memory that the caller owns and has sized with
-// the matching *_nbytes(); parsers read only inside the span they are given and never allocate.
+// All functions are pure.  Writers fill memory that the caller has sized with the matching
+// *_nbytes().  Parsers read only inside their span and never allocate.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +14,7 @@
 namespace ptsave::zip {
 
 inline constexpr std::uint64_t kMax16 = 0xFFFFu;
-// Sizes and offsets from here on move to a zip64 field: the value itself is the "look there" mark.
+// Sizes and offsets from here on move to a zip64 field, and this value is the "look there" mark.
 inline constexpr std::uint64_t kMax32 = 0xFFFFFFFFu;
 
 inline constexpr std::uint32_t kDescriptorSignature = 0x08074b50;
@@ -38,13 +37,13 @@ inline constexpr std::uint16_t kFlagStrongEncryption = 1u << 6;
 inline constexpr std::uint16_t kFlagUtf8 = 1u << 11;
 inline constexpr std::uint16_t kFlagMasked = 1u << 13;
 
-// A bit of the external attributes, as DOS and miniz take them.
+// A bit of the external attributes, as DOS and miniz define it.
 inline constexpr std::uint32_t kDirectoryAttribute = 1u << 4;
 
 std::uint16_t load16(const std::byte* p);
 std::uint32_t load32(const std::byte* p);
 std::uint64_t load64(const std::byte* p);
-// Each stores little-endian and returns the byte behind.
+// Store little-endian and return the address behind the value.
 std::byte* store16(std::byte* p, std::uint64_t value);
 std::byte* store32(std::byte* p, std::uint64_t value);
 std::byte* store64(std::byte* p, std::uint64_t value);
@@ -60,11 +59,11 @@ struct Entry {
   bool zip64() const { return nbytes >= kMax32 || header_offset >= kMax32; }
 };
 
-// The zip64 extra field of the entry, 0 where it needs none.  Same size in both headers.
+// Size of the entry's zip64 extra field, the same in both headers; 0 if it needs none.
 std::size_t zip64_extra_nbytes(const Entry& entry);
 
-// Local header: fixed part, name and zip64 extra, announcing `more_extra_nbytes` that the caller
-// writes behind it.  Returns the byte behind.
+// Local header: fixed part, name and zip64 extra; it announces `more_extra_nbytes` that the caller
+// writes behind it.  Returns the address behind it.
 std::size_t local_header_nbytes(const Entry& entry);
 std::byte* write_local_header(const Entry& entry, std::size_t more_extra_nbytes, std::byte* out);
 
@@ -82,7 +81,7 @@ struct Directory {
   std::uint64_t n_entries = 0;
 };
 
-// kEndRecordsNbytes bytes for a directory that ends where they begin.
+// Writes kEndRecordsNbytes bytes, directly behind the directory.
 std::byte* write_end_records(const Directory& directory, std::byte* out);
 
 // ---------------------------------------------------------------------------------------- reading
@@ -101,7 +100,7 @@ struct Zip64Locator {
   std::uint32_t n_disks = 0;
 };
 
-// Each reads the record at the front of `bytes`: nothing if it is not there or not whole.
+// Parse the record at the front of `bytes`; nothing if it is missing or incomplete.
 std::optional<End> parse_end(std::span<const std::byte> bytes);
 std::optional<End> parse_zip64_end(std::span<const std::byte> bytes);
 std::optional<Zip64Locator> parse_zip64_locator(std::span<const std::byte> bytes);
@@ -130,11 +129,11 @@ struct CentralHeader {
   std::uint16_t method = 0;
   std::uint16_t disk = 0;
   std::uint32_t external_attributes = 0;
-  std::size_t header_nbytes = 0;  // of the whole header, to step to the next one
+  std::size_t header_nbytes = 0;  // of the whole header, to find the next one
 };
 
-// Reads the central header at the front of `bytes`, zip64 fields resolved.  Returns nullptr, or
-// the fault (then `header` is unspecified).
+// Parses the central header at the front of `bytes` and resolves its zip64 fields.  Returns
+// nullptr, or the fault; `header` is then unspecified.
 const char* parse_central_header(std::span<const std::byte> bytes, CentralHeader& header);
 
 }  // namespace ptsave::zip

@@ -1,4 +1,4 @@
-// Blocks of a file whose checksums are in a table behind the last of them: CRC-32, little-endian.
+// Blocks of a file with a table of their checksums behind the last block: CRC-32, little-endian.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace ptsave {
 
-// One checksum for so many bytes: what a small read costs at least, and 0.1 % of the file.
+// Bytes per checksum.  A small read costs at least this much, and the table is 0.1 % of the file.
 inline constexpr std::size_t kCheckedBlockNbytes = 4096;
 
 }  // namespace ptsave

@@ -7,7 +7,7 @@ namespace ptsave {
 void CoReaders::announce(const File& file) {
   std::call_once(announced_, [&] {
     announcement_ = file.reopen();
-    // Where there are no such locks nobody learns of anybody, which costs time only.
+    // Without byte-range locks, readers cannot see each other.  This only costs speed.
     if (announcement_) sys::lock_byte(announcement_.get(), F_RDLCK, kReadersByte);
   });
 }

@@ -1,8 +1,8 @@
 // Detects other readers of a file.
 //
-// Past the page cache is the fastest way for the only reader of a file.  Eight ranks of one host
-// that load the same checkpoint would fetch it eight times that way; through the page cache they
-// fetch each byte once, all of them together.
+// Reading past the page cache is fastest for the only reader of a file.  But if eight ranks of one
+// host load the same checkpoint that way, they fetch it eight times.  Through the page cache, each
+// byte is fetched once.
 #pragma once
 
 #include <atomic>
@@ -15,14 +15,14 @@
 
 namespace ptsave {
 
-// The beginning of a load, read through the page cache because ranks that are started together are
-// some milliseconds apart.  The files of one checkpoint share it.  Safe for concurrent use.
+// The beginning of a load, read through the page cache, because ranks start some milliseconds
+// apart.  The files of one checkpoint share it.  Safe for concurrent use.
 class SharedStart {
  public:
   // Bytes read before the first direct read.
   static constexpr std::uint64_t kNbytes = std::uint64_t{32} << 20;
 
-  // Whether it was over before these bytes, which count from now on.
+  // Counts these bytes, and returns whether the beginning was over before them.
   bool is_over(std::uint64_t nbytes) {
     return nbytes_.fetch_add(nbytes, std::memory_order_relaxed) >= kNbytes;
   }
@@ -31,18 +31,18 @@ class SharedStart {
   std::atomic<std::uint64_t> nbytes_{0};
 };
 
-// One reader of one file, as long as it lives, known to all others on this host and in this
-// process. Safe for concurrent use.
+// One reader of one file, visible to all other readers on this host and in this process while it
+// lives.  Safe for concurrent use.
 //
-// A reader announces itself by a lock on a byte that no file has: an open-file-description lock,
-// which the kernel takes back when its holder dies, and for which nobody waits.
+// A reader announces itself by a lock on a byte beyond the end of every file.  It is an
+// open-file-description lock: the kernel releases it when the holder dies.  No reader waits for it.
 class CoReaders {
  public:
   explicit CoReaders(std::shared_ptr<SharedStart> start) : start_(std::move(start)) {}
 
-  // Lets others know of this reader of `file` (always the same one), if absent() has not yet.
+  // Announces this reader of `file` (always the same file), unless absent() has done so.
   void announce(const File& file);
-  // Whether the next `nbytes` of `file` are better read past the page cache.
+  // Returns whether the next `nbytes` of `file` are better read past the page cache.
   bool absent(const File& file, std::uint64_t nbytes);
   // Whether absent() has ever found another reader.
   bool found() const { return found_.load(std::memory_order_relaxed); }

@@ -31,7 +31,7 @@
 namespace ptsave {
 namespace {
 
-// Linux transfers at most this many bytes a call; staying below keeps results representable.
+// Linux transfers at most 2 GiB a call; smaller transfers keep results representable.
 constexpr std::size_t kMaxTransferNbytes = std::size_t{1} << 30;
 
 template <typename Call>
@@ -42,8 +42,7 @@ auto retry_interrupted(Call call) -> decltype(call()) {
   }
 }
 
-// Where the disk, or somebody's quota of it, is full, the call is made once more when the blocks of
-// all replaced files are free.
+// If the disk or a quota is full, retries the call once all replaced files' blocks are free.
 template <typename Call>
 auto retry_without_space(Call call) -> decltype(call()) {
   const auto result = retry_interrupted(call);
@@ -64,7 +63,7 @@ int open_or_fail(int dir_fd, const char* path, int flags, const std::string& dis
   return fd;
 }
 
-// The call means "this file system does not do that", as opposed to "it went wrong".
+// Whether the error means "this file system does not do that", as opposed to "it went wrong".
 bool unsupported(int errnum) {
   return errnum == EOPNOTSUPP || errnum == ENOSYS || errnum == ENOTTY;
 }
@@ -75,15 +74,15 @@ struct stat status_or_fail(int fd, const std::string& display) {
   return status;
 }
 
-// A second description of the file behind `fd`.  Empty without /proc, or where permission was there
-// only for the one who opened it.
+// Opens the file behind `fd` again; empty without /proc, or if only the first opener had
+// permission.
 Descriptor reopen_descriptor(int fd, int flags = O_RDONLY) {
   const std::string link = "/proc/self/fd/" + std::to_string(fd);
   return Descriptor(retry_interrupted([&] { return sys::reopen(link.c_str(), flags); }));
 }
 
-// Turns the kernel's own readahead off: it fetches only bytes that are read or that read_ahead()
-// asks for, because its guesses would fill the page cache with bytes about to be read past it.
+// Turns the kernel's own readahead off, because it would fill the page cache with bytes that are
+// about to be read past it.  Only reads and read_ahead() then fetch bytes.
 File without_guesses(Descriptor fd, std::string path) {
   ::posix_fadvise(fd.get(), 0, 0, POSIX_FADV_RANDOM);
   return {std::move(fd), std::move(path)};
@@ -112,7 +111,7 @@ File File::open_for_reading(const std::string& path) {
 
 File File::reopen_for_reading(int fd, std::string path) {
   Descriptor again = reopen_descriptor(fd);
-  // Else the description is shared: read_at() does not move its position.
+  // A duplicate shares the description's position, but read_at() does not move it.
   return again ? without_guesses(std::move(again), std::move(path))
                : duplicate(fd, std::move(path));
 }
@@ -123,7 +122,7 @@ File File::open_for_writing(const std::string& path, bool* created) {
     return retry_interrupted(
         [&] { return sys::openat(AT_FDCWD, path.c_str(), flags | O_CLOEXEC, kMode); });
   };
-  constexpr int kMaxAttempts = 100;  // it may come and go meanwhile
+  constexpr int kMaxAttempts = 100;  // the file may come and go meanwhile
   for (int i = 0; i < kMaxAttempts; ++i) {
     int fd = open(O_RDWR);
     if (fd < 0 && errno == EACCES) fd = open(O_WRONLY);
@@ -154,8 +153,8 @@ bool File::is_cached(std::uint64_t offset, std::uint64_t nbytes) const {
 }
 
 bool File::is_remote() const {
-  // As in the kernel's headers, which not every system has: NFS, SMB (1, CIFS, 2), FUSE, Lustre,
-  // Ceph, AFS, 9P, GPFS, BeeGFS, OrangeFS.
+  // The values of the kernel's headers, which not every system has: NFS, SMB (1, CIFS, 2), FUSE,
+  // Lustre, Ceph, AFS, 9P, GPFS, BeeGFS, OrangeFS.
   constexpr std::array<std::int64_t, 12> kTypes{0x6969,     0x517b,     0xff534d42, 0xfe534d42,
                                                 0x65735546, 0x0bd00bd0, 0x00c36400, 0x5346414f,
                                                 0x01021997, 0x47504653, 0x19830326, 0x20030528};
@@ -276,8 +275,8 @@ std::uint64_t random_token() {
   return std::random_device{}() ^ (std::uint64_t{std::random_device{}()} << 32);
 }
 
-// The beginning of every temporary file of target `name`.  A name too long to be extended is cut
-// and told apart by its hash.
+// The prefix of every temporary file's name for target `name`.  If the name is too long to extend,
+// the prefix is its first bytes and its hash.
 std::string temporary_prefix(const std::string& name) {
   std::string prefix(".");
   if (name.size() + kTokenNdigits + kTemporarySuffix.size() + 2 <= kMaxNameNbytes) {
@@ -303,8 +302,7 @@ Descriptor open_directory(const std::string& path, const std::string& display) {
   return Descriptor(open_or_fail(AT_FDCWD, path.c_str(), O_PATH | O_DIRECTORY, display));
 }
 
-// Locks without waiting.  File systems without locks count as locked: leftovers then stay, which is
-// safer than removing a file that is being written.
+// Locks without waiting.  Leftovers stay where locks are unsupported: their writer may be alive.
 enum class Lock { kTaken, kHeldElsewhere, kUnsupported };
 
 Lock try_lock(int fd) {
@@ -375,7 +373,7 @@ AtomicFile::AtomicFile(const std::string& path, std::string display, Leftovers l
   name_ = std::move(split.name);
   directory_ = open_directory(split.directory, display_);
   if (leftovers == Leftovers::kRemove) remove_leftovers(directory_.get(), name_);
-  // Looked at once: another save may replace or remove it at any moment.
+  // Call stat only once: another save may replace or remove the file at any moment.
   struct stat old{};
   const bool replaces =
       retry_interrupted([&] { return sys::fstatat(directory_.get(), name_.c_str(), &old); }) == 0;
@@ -393,7 +391,7 @@ AtomicFile::~AtomicFile() { discard(); }
 
 void AtomicFile::discard() {
   if (temporary_name_.empty()) return;
-  // Nothing can be reported from here; a file that cannot be removed is removed by the next save.
+  // An error cannot be reported from here; the next save removes a file that stays.
   retry_interrupted([&] { return sys::unlinkat(directory_.get(), temporary_name_.c_str()); });
   temporary_name_.clear();
 }
@@ -412,7 +410,7 @@ void AtomicFile::create_temporary(bool replaces) {
     if (fd < 0 && errno == EEXIST) continue;
     if (fd < 0) fail("open", display_);
     file_ = File(Descriptor(fd), display_);
-    // Another save may have taken the file for a leftover between open and lock, and removed it.
+    // Between open and lock, another save may have removed the file as a leftover.
     temporary_name_ = name;
     if (try_lock(fd) != Lock::kHeldElsewhere && status_or_fail(fd, display_).st_nlink > 0) return;
     discard();
@@ -430,8 +428,9 @@ void AtomicFile::adopt_ownership(const struct stat& old) {
 }
 
 void AtomicFile::adopt_owner(unsigned uid, unsigned gid) {
-  // Only root may give files away, but everyone to a group of theirs; without it a shared folder's
-  // other users would lose the file.  Keeping the data matters more than keeping either.
+  // Only root may change the owner, but each user may choose among the user's own groups.  Without
+  // the group, a shared folder's other users would lose access.  A failure matters less than the
+  // data.
   constexpr auto kUnchanged = static_cast<uid_t>(-1);
   if (retry_interrupted([&] { return sys::fchown(file_.fd(), uid, gid); }) == 0) return;
   retry_interrupted([&] { return sys::fchown(file_.fd(), kUnchanged, gid); });
@@ -455,7 +454,7 @@ void AtomicFile::commit(bool durable) {
 void AtomicFile::sync_directory() {
   if (retry_interrupted([&] { return sys::fsync(directory_.get()); }) == 0) return;
   if (errno == EINVAL) return;  // a file system on which directories need no sync
-  // A directory that may not be read (so is open as O_PATH) cannot be synced by itself.
+  // An unreadable directory is open as O_PATH and cannot be synced alone.
   if (errno == EBADF && retry_interrupted([&] { return sys::syncfs(file_.fd()); }) == 0) return;
   fail("fsync", display_);
 }
@@ -475,8 +474,9 @@ bool try_lock_byte(int fd) {
 InPlaceFile::InPlaceFile(std::string path, std::string display, const std::function<void()>& poll)
     : path_(std::move(path)), file_(Descriptor(), std::move(display)) {
   try {
-    // A save that has failed may have removed the file that it had created, and another one may
-    // have replaced it.  (Where numbers of files do not last, no two are ever the same.)
+    // A failed save may have removed the file that it had created, or another program may have
+    // replaced it.  The loop ends even on file systems with unstable inode numbers, where
+    // has_its_name() never holds.
     constexpr int kMaxAttempts = 16;
     for (int i = 0; i < kMaxAttempts; ++i) {
       open_locked(poll);
@@ -494,7 +494,7 @@ void InPlaceFile::open_locked(const std::function<void()>& poll) {
   locked_ = false;
   file_ = File(File::open_for_writing(path_, &created_));
   while (!try_lock_byte(file_.fd())) {
-    created_ = false;  // its contents are another save's by now
+    created_ = false;  // another save has filled it by now
     poll();
     constexpr std::chrono::milliseconds kPause(5);
     std::this_thread::sleep_for(kPause);
@@ -517,7 +517,7 @@ void InPlaceFile::release() {
   if (created_ && has_its_name()) {
     retry_interrupted([&] { return sys::unlinkat(AT_FDCWD, path_.c_str()); });
   }
-  // By hand: a process forked meanwhile has the descriptor, too.
+  // Closing is not enough: a process forked meanwhile has the descriptor, too.
   sys::lock_byte(file_.fd(), F_UNLCK, kInPlaceSaveByte);
 }
 
@@ -544,7 +544,7 @@ void InPlaceFile::commit(bool durable) {
 }
 
 std::optional<std::string> resolve_links(const std::string& path) {
-  constexpr int kMaxLinks = 40;  // as the kernel follows
+  constexpr int kMaxLinks = 40;  // the kernel's own limit
   std::string target = path;
   for (int i = 0; i <= kMaxLinks; ++i) {
     std::array<char, PATH_MAX> text{};

@@ -21,7 +21,7 @@
 namespace ptsave {
 namespace {
 
-// Freed in about a millisecond; starting a thread is not worth it.
+// Smaller files are freed in about a millisecond: not worth a thread.
 constexpr std::uint64_t kMinNbytes = std::uint64_t{8} << 20;
 constexpr std::uint32_t kMaxPending = 4;
 
@@ -36,7 +36,7 @@ bool frees_at_last_close(const struct statfs& disk) {
          kFreeAtLastClose.end();
 }
 
-// Files whose blocks are being freed, one after the other, by a thread that ends with the last.
+// Files whose blocks a thread frees one after the other; the thread ends after the last one.
 class Releases {
  public:
   // Never destroyed: its thread may outlive the static objects of the process.
@@ -59,7 +59,7 @@ class Releases {
  private:
   Releases() {
     static_cast<void>(std::atexit([] { instance().finish(); }));
-    // A child would hold the files as long as it lives.
+    // A child would hold the files open as long as it lives.
     const auto prepare = [] { instance().lock_when_idle(); };
     const auto in_parent = [] { instance().mutex_.unlock(); };
     const auto in_child = [] { instance().begin_child(); };
@@ -69,7 +69,7 @@ class Releases {
   bool ensure_running() {
     if (is_running_) return true;
     try {
-      std::thread([this] { run(); }).detach();  // waits for the lock
+      std::thread([this] { run(); }).detach();  // it waits for the caller's lock
     } catch (const std::system_error&) {
       return false;  // out of threads
     }
@@ -85,7 +85,7 @@ class Releases {
     }
   }
 
-  // The parent's thread is not here, though it may have had no time to say that it ends.
+  // The child does not have the parent's thread, which may not yet have cleared is_running_.
   void begin_child() {
     is_running_ = false;
     mutex_.unlock();
@@ -113,13 +113,13 @@ class Releases {
   std::atomic<std::uint32_t> n_pending_{0};
 };
 
-// Made while the library is loaded: a process that is forked while another thread makes it would
-// wait for that thread, which it does not have.
+// Created while the library is loaded.  If a thread created it later, a process forked meanwhile
+// would wait for ever: the child does not have that thread.
 [[gnu::constructor]] void make_at_load() noexcept {
   try {
     Releases::instance();
   } catch (const std::bad_alloc&) {
-    return;  // the first who needs it tries again
+    return;  // the first use tries again
   }
 }
 

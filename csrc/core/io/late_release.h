@@ -1,8 +1,8 @@
 // Frees the blocks of replaced and removed files in the background.
 //
-// A file system frees them when the last one lets go of the file.  That is inside renameat() and
-// unlinkat(), for 0.12 s per GB on ext4, unless somebody holds the file open across the call: then
-// it is inside that one's close(), for which no saver has to wait.
+// A file system frees blocks when the last holder of the file lets go.  That happens inside
+// renameat() and unlinkat(), for 0.12 s per GB on ext4.  If a descriptor holds the file open across
+// the call, it happens inside that descriptor's close() instead, and no saver has to wait for that.
 #pragma once
 
 #include <string>
@@ -12,17 +12,17 @@
 namespace ptsave {
 
 // Holds the blocks of the file `name` in `directory`, which is about to be replaced or removed.
-// Empty where they are better freed at once: of small files, of files with other names, where the
-// disk might need their room for the next save, and on file systems that are not known to free
-// them at the last close (NFS renames an open file instead).
+// Empty if the blocks are better freed at once: for small files, files with other names, and disks
+// without room for the next save beside them.  Also empty on file systems that are not known to
+// free blocks at the last close (NFS renames an open file instead).
 Descriptor hold_blocks(int directory, const std::string& name);
 
-// Lets go of a held file without waiting for its blocks.  At once, and waiting, if several are
-// being freed already or no thread can start.
+// Closes a held file in the background; here, and waiting, if several are pending or no thread
+// starts.
 void release_later(Descriptor held) noexcept;
 
-// Waits until the blocks of all released files are free.  Forks, the end of the process and whoever
-// finds the disk full do so.
+// Waits until the blocks of all released files are free.  Called by forks, at the end of the
+// process, and when the disk is full.
 void finish_releases() noexcept;
 
 }  // namespace ptsave

@@ -33,7 +33,7 @@ bool PageCacheFiller::fill(const File& file, std::uint64_t offset, std::uint64_t
   const PageRange pages = pages_covering(offset, end, page_nbytes());
   std::byte* const begin = data_ + pages.begin;
   const bool filled = ::madvise(begin, pages.nbytes(), MADV_POPULATE_READ) == 0;
-  // They stay in the cache, and do not count as this process's memory.
+  // The pages stay in the cache, but do not count as this process's memory.
   static_cast<void>(::madvise(begin, pages.nbytes(), MADV_DONTNEED));
   return filled;
 }

@@ -12,14 +12,13 @@
 
 namespace ptsave {
 
-// Files, and the buffers through which their bytes come past the page cache: made once, because
-// fresh memory costs more than the copy out of it.  Safe for concurrent use.
+// Files, and the buffers for reads past the page cache.  The buffers are made once, because fresh
+// memory costs more than the copy out of it.  Safe for concurrent use.
 class RangeFiles {
  public:
-  // Half as many reads as there are buffers go past the page cache at a time.  Other readers of the
-  // files know of this one from now on.
+  // Announces this reader.  At most half as many direct reads as buffers run at a time.
   explicit RangeFiles(std::vector<ByteSource> sources, std::size_t n_buffers = 1);
-  // Of somebody else's sources, which outlive this.
+  // Borrows sources that outlive this object.
   explicit RangeFiles(std::span<const ByteSource> sources, std::size_t n_buffers = 1);
 
   std::span<const ByteSource> sources() const { return sources_; }

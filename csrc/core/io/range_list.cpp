@@ -13,8 +13,8 @@
 namespace ptsave {
 namespace {
 
-// Neighbours of a few bytes each are read by one call, and copied from where it has put them: a
-// call takes as long as a copy of some KiB, and a model may have 100,000 tensors.
+// One call reads neighbours of a few bytes each into a buffer, from which they are copied.  A call
+// takes as long as a copy of some KiB, and a model may have 100,000 tensors.
 constexpr std::size_t kSmallNbytes = std::size_t{8} << 10;
 constexpr std::size_t kRunNbytes = std::size_t{64} << 10;
 constexpr std::uint64_t kRunGapNbytes = std::uint64_t{1} << 10;
@@ -32,8 +32,8 @@ class Run {
     pieces_.push_back({offset, place, nbytes});
     end_ = offset + nbytes;
   }
-  // Puts the pieces in their places with read(offset, data, nbytes), which returns how many bytes
-  // there were; returns whether there were all, and moves `at` behind the last one.  Forgets them.
+  // Puts the pieces in their places with read(offset, data, nbytes), which returns its number of
+  // bytes, and forgets them.  Moves `at` behind the last byte read; returns whether all were read.
   template <class Read>
   bool finish(const Read& read, std::uint64_t& at) {
     if (pieces_.empty()) return true;
@@ -143,8 +143,7 @@ std::vector<Unstager::Piece> RangeList::pieces_to_send(std::size_t i) const {
   return pieces;
 }
 
-// Cached bytes come from the page cache, straight into place; at the first gap the rest comes from
-// the disk.
+// Reads from the page cache up to the first missing byte, and the rest from the disk.
 void RangeList::read(std::size_t i, BufferPool& buffers, std::byte* lease, ReadSlots* slots) const {
   const Stretch& stretch = stretches_[i];
   const ByteSource& file = files_[stretch.file];
@@ -170,12 +169,11 @@ std::uint64_t RangeList::read_cached(const Stretch& stretch, std::byte* lease) c
 }
 
 // Puts the pieces of a stretch from `begin` on in their places with read(offset, data, nbytes),
-// until that returns fewer bytes than it was asked for; returns the offset of the first byte that
-// is not in place.
+// until a read falls short.  Returns the offset of the first byte that is not in place.
 template <class Read>
 std::uint64_t RangeList::read_pieces(const Stretch& stretch, std::uint64_t begin, std::byte* lease,
                                      const Read& read) const {
-  // What lies between pieces of memory may be nobody's, and not readable.
+  // For a source in memory, the gaps between pieces may not be readable.
   const bool is_file = files_[stretch.file].memory() == nullptr;
   std::uint64_t at = begin;
   Run run;
@@ -198,8 +196,8 @@ std::uint64_t RangeList::read_pieces(const Stretch& stretch, std::uint64_t begin
   return at;
 }
 
-// Through a buffer: direct reads take whole blocks, and disks write faster into memory that is in
-// use already.
+// Reads through a buffer, because direct reads take whole blocks, and disks write faster into
+// memory that is in use already.
 bool RangeList::read_direct(const Stretch& stretch, std::uint64_t begin, BufferPool& buffers,
                             std::byte* lease, ReadSlots* slots) const {
   const std::size_t block = files_[stretch.file].block_nbytes();

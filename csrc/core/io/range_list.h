@@ -14,8 +14,7 @@
 
 namespace ptsave {
 
-// A part of a file and the memory it belongs in: a place on the host, or the target of this number
-// that an Unstager has.
+// A part of a file and the memory it belongs in: a place on the host, or an Unstager's target.
 struct FileRange {
   std::size_t file = 0;
   std::uint64_t offset = 0;
@@ -24,19 +23,18 @@ struct FileRange {
   std::optional<std::size_t> target = std::nullopt;
 };
 
-// Ranges in the order of files and offsets.  Safe for concurrent use: each stretch is read by
-// itself.
+// Ranges in the order of files and offsets, in independent stretches.  Safe for concurrent use.
 class RangeList {
  public:
-  // Size of the window of a file in which a stretch lies, and of a buffer through which it is read.
+  // Size of the file window that holds a stretch, and of the buffer for reading it.
   static constexpr std::size_t kWindowNbytes = kHugePageNbytes;
 
   // Reading a gap of this size is cheaper than one more call.
   static constexpr std::uint64_t kMaxGapNbytes = std::uint64_t{64} << 10;
 
-  // std::invalid_argument for a range of no file; IoError for one beyond the end of its file.
-  // `files` must outlive the list.  Of more bytes than `max_gap` that nobody wants none is read,
-  // but for the rest of a block.
+  // Throws std::invalid_argument for a range with a bad file number, and IoError for a range beyond
+  // the end of its file.  `files` must outlive the list.  Ranges at most `max_gap` apart are read
+  // together; larger gaps are skipped, up to whole blocks.
   RangeList(std::span<const ByteSource> files, std::vector<FileRange> ranges,
             std::uint64_t max_gap = kMaxGapNbytes);
 
@@ -47,17 +45,17 @@ class RangeList {
     return stretches_[i].end - stretches_[i].begin;
   }
 
-  // The bytes of stretch i that go on to accelerators, each as far from the beginning of a lease as
-  // it is from that of the stretch.
+  // The pieces of stretch i that go on to accelerators.  Their positions in the lease are relative
+  // to the beginning of the stretch.
   std::vector<Unstager::Piece> pieces_to_send(std::size_t i) const;
 
-  // Puts the bytes of stretch i in their places, those that go on into `lease`; past the page cache
-  // they go through a buffer of kWindowNbytes, when there is a slot.  IoError.
+  // Puts the bytes of stretch i in their places, and the bytes for accelerators into `lease`.
+  // Reads past the page cache wait for a slot and use a buffer of kWindowNbytes.  Throws IoError.
   void read(std::size_t i, BufferPool& buffers, std::byte* lease = nullptr,
             ReadSlots* slots = nullptr) const;
 
  private:
-  // Ranges, or parts of them, that are read together: [begin, end) of one file.
+  // Whole ranges or parts that are read together: [begin, end) of one file.
   struct Stretch {
     std::size_t file = 0;
     std::uint64_t begin = 0;

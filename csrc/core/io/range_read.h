@@ -1,5 +1,5 @@
-// Reads parts of files into memory that exists already: the tensors of a format that is a header
-// and bytes, such as safetensors, of all of a model's files at once.
+// Reads parts of files into existing memory: the tensors of all of a model's files, in a format
+// such as safetensors that is a header and bytes.
 #pragma once
 
 #include <atomic>
@@ -14,20 +14,20 @@
 
 namespace ptsave {
 
-// One reading of many ranges.  Their memory must outlive it.  One thread at a time, but for
+// One read of many ranges, whose memory must outlive it.  Not safe for concurrent use, except
 // nbytes_read().
 class RangeRead {
  public:
   static constexpr std::size_t kLeaseNbytes = RangeList::kWindowNbytes;
 
-  // std::invalid_argument for a range of no file and for ranges that overlap in a file; IoError for
-  // one beyond the end of its file.  (Places must not overlap either; nobody checks that.)
+  // Throws std::invalid_argument for a bad file number or for ranges that overlap in a file, and
+  // IoError for a range beyond the end of its file.  Places must not overlap (unchecked).
   RangeRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges,
             std::uint64_t max_gap = RangeList::kMaxGapNbytes);
 
-  // Returns when all bytes are in their places.  IoError.  `unstager`, which may be null, is for
-  // ranges with targets; each thread holds a lease of at most kLeaseNbytes of it.  Copies that it
-  // has been sent may still be under way if this throws.
+  // Returns when all bytes are in their places.  Ranges with targets need an `unstager`; each
+  // thread holds a lease of at most kLeaseNbytes.  Throws IoError; copies may then still be in
+  // flight.
   void run(std::size_t n_threads, const Poll& poll, Unstager* unstager = nullptr);
   std::uint64_t nbytes_read() const { return nbytes_read_.load(std::memory_order_relaxed); }
 

@@ -1,9 +1,9 @@
-// Bounds how many threads of a transfer wait for the disk at a time, to half of them.
+// Lets at most half of a transfer's threads wait for the disk at a time.
 //
-// Requests that a disk has at the same time tend to end at the same time: a virtual one answers
-// when its queue is empty.  If every thread were waiting for it, all would then checksum and copy
-// at once, and the disk would have nothing to do (a quarter of a cold load's time on two cores).
-// Here those that hold a buffer and wait for a slot send the next requests.
+// Requests that a disk has at the same time tend to end at the same time: a virtual disk answers
+// when its queue is empty.  If every thread waited for it, all would then checksum and copy at
+// once, and the disk would be idle (a quarter of a cold load's time on two cores).  Here the
+// threads that hold a buffer and wait for a slot send the next requests.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ class ReadSlots {
   explicit ReadSlots(std::size_t n_threads)
       : free_(static_cast<std::ptrdiff_t>(std::max<std::size_t>(n_threads / 2, 1))) {}
 
-  // A read that waits for the disk.
+  // The right to wait for the disk.
   class Slot {
    public:
     explicit Slot(ReadSlots& slots) : slots_(slots) { slots_.free_.acquire(); }

@@ -14,14 +14,13 @@ namespace ptsave {
 
 namespace {
 
-// Devices take no more than this from one request to read ahead (their max_sectors_kb and
-// read_ahead_kb decide), and drop the rest without a word.
+// Devices fetch no more than this for one readahead request (see max_sectors_kb and read_ahead_kb),
+// and silently drop the rest.
 constexpr std::size_t kReadAheadNbytes = std::size_t{512} << 10;
-// Pieces of less than half of this are not worth fetching all of it.
+// Smaller pieces than half a folio are not worth fetching a whole one.
 constexpr std::size_t kFolioNbytes = std::size_t{2} << 20;
 
-// Folios of 2 MiB come from the same blocks as huge pages, which the memory that is being filled
-// has just measured.
+// Folios of 2 MiB come from the same blocks as huge pages, whose cost FreshPages has just measured.
 bool large_blocks_are_cheap() { return FreshPages::of_process().better() == PageKind::kHuge; }
 
 // Whether direct reads may begin at any page of the archive, into buffers at any page of memory.
@@ -99,7 +98,7 @@ void ByteSource::read_ahead(std::uint64_t offset, std::size_t nbytes) const {
   }
   while (nbytes > 0) {
     const std::size_t piece = std::min(nbytes, kReadAheadNbytes);
-    // A hint: whatever it cannot do, the reads that follow do.
+    // Readahead is a hint: if it fails, the reads that follow fetch the bytes.
     if (sys::read_ahead(file().fd(), static_cast<off_t>(base_offset_ + offset), piece) != 0) return;
     offset += piece;
     nbytes -= piece;
@@ -114,7 +113,7 @@ bool ByteSource::read_direct(std::uint64_t offset, void* data, std::size_t nbyte
     const ssize_t n =
         sys::pread(direct_.get(), bytes, end - offset, static_cast<off_t>(base_offset_ + offset));
     if (n < 0 && errno == EINTR) continue;
-    // Whatever the reason, the buffered read that follows works or reports it.
+    // The buffered read that follows works, or reports the error.
     if (n <= 0) return false;
     const auto advance = static_cast<std::size_t>(n);
     if (offset + advance < nbytes_ && advance % block_nbytes_ != 0) return false;

@@ -14,14 +14,14 @@
 
 namespace ptsave {
 
-// Whether a file is read past the page cache, where its file system allows that.
+// Whether to read a file past the page cache, if its file system allows that.
 enum class DirectReads : std::uint8_t {
   kNever,
-  kAlone,  // while it has no other readers: CoReaders
+  kAlone,  // while there are no other readers: CoReaders
   kAlways,
 };
 
-// For loads, which the caller allows them or not.
+// The mode of a load, by the caller's permission to read directly.
 constexpr DirectReads direct_reads(bool allowed) {
   return allowed ? DirectReads::kAlone : DirectReads::kNever;
 }
@@ -29,13 +29,12 @@ constexpr DirectReads direct_reads(bool allowed) {
 // A part of a file, or memory.  Safe for concurrent use.
 class ByteSource {
  public:
-  // The archive is all of `file` from base_offset on.  `start` is that of a load that reads other
-  // files, too; nullptr: of this one alone.
+  // The archive is `file` from base_offset on.  A load of several files passes a common `start`.
   ByteSource(File file, std::uint64_t base_offset, DirectReads direct = DirectReads::kAlone,
              std::shared_ptr<SharedStart> start = nullptr);
   // The bytes must outlive the source and stay unchanged.
   ByteSource(const std::byte* data, std::uint64_t nbytes, std::string name);
-  // In the place of a file that is closed for the while: reading it is an IoError.
+  // Stands for a file that is closed at present: reading it is an IoError.
   static ByteSource closed(std::uint64_t nbytes, std::string name) {
     return {nullptr, nbytes, std::move(name)};
   }
@@ -46,22 +45,22 @@ class ByteSource {
   int descriptor() const { return file_ ? file_->fd() : -1; }
   // The archive's bytes, if they are in memory; else null.
   const std::byte* memory() const { return memory_; }
-  // Lets other readers of the file know of this one before its first read: where a load has several
-  // files, it may be late in it.
+  // Announces this reader before its first read, which may come late in a load of several files.
   void announce() const;
   void read_at(std::uint64_t offset, void* data, std::size_t nbytes) const;
   // Whether the page cache may hold some of these bytes.
   bool may_be_cached(std::uint64_t offset, std::size_t nbytes) const;
-  // Reads bytes that the page cache holds, without waiting; returns their number (possibly 0).
+  // Reads only bytes that the page cache holds, without waiting; returns their number.
   std::size_t read_cached(std::uint64_t offset, void* data, std::size_t nbytes) const;
-  // Has the file system fetch these bytes into the page cache.  Waits for large pieces of a file
-  // that others read as well; of another one it would fetch more than that.
+  // Asks the file system to fetch these bytes into the page cache.  Fetches large pieces of a file
+  // with other readers in whole folios, which may be more than one reader needs, and waits for
+  // them.
   void read_ahead(std::uint64_t offset, std::size_t nbytes) const;
-  // Direct reads begin and end at multiples of this, which is no more than a page.
+  // Direct reads begin and end at multiples of this, at most a page.
   std::size_t block_nbytes() const { return block_nbytes_; }
-  // Reads whole blocks past the page cache: offset and nbytes are multiples of block_nbytes(), data
-  // is at a page. Reads up to the end of the file if that comes first.  False where direct reads do
-  // not work or are not wanted.
+  // Reads whole blocks past the page cache, up to the end of the file: offset and nbytes are
+  // multiples of block_nbytes(), data is page-aligned.  False if they do not work or are not
+  // wanted.
   bool read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const;
 
  private:

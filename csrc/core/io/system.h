@@ -1,6 +1,5 @@
-// The system calls that core makes, each behind one inline function, so that a test build
-// (PTSAVE_FAULT_INJECTION) can make any of them fail or transfer fewer bytes.  Nothing else lives
-// here: retries and error translation are file.cpp's.
+// The system calls of core, each behind one inline function, so that a test build
+// (PTSAVE_FAULT_INJECTION) can make it fail or transfer less.  Retries and errors are file.cpp's.
 #pragma once
 
 #include <fcntl.h>
@@ -21,8 +20,8 @@
 namespace ptsave::sys {
 
 #ifdef PTSAVE_FAULT_INJECTION
-// Called before every call with its name and, for transfers, the byte count, which it may lower.
-// Returns 0 to let the call happen, else the errno it shall fail with.  Set by tests; may be null.
+// Called before every call, with its name and, for transfers, the byte count, which it may lower.
+// Returns 0 to allow the call, else its errno.  Set by tests; may be null.
 using FaultHook = int (*)(const char* call, std::size_t* nbytes);
 inline FaultHook fault_hook = nullptr;
 
@@ -32,8 +31,7 @@ inline bool fault(const char* call, std::size_t* nbytes = nullptr) {
   return errnum != 0;
 }
 
-// Stands for a device that demands another alignment of memory than this one says.  Set by tests;
-// may be null.
+// Simulates a device with another memory alignment.  Set by tests; may be null.
 using DeviceHook = std::uint32_t (*)(std::uint32_t alignment);
 inline DeviceHook device_hook = nullptr;
 
@@ -54,15 +52,14 @@ inline int openat(int dir_fd, const char* path, int flags, mode_t mode = 0) {
 inline int reopen(const char* link, int flags) {
   return fault("reopen") ? -1 : ::openat(AT_FDCWD, link, flags | O_CLOEXEC);
 }
-// A descriptor that only stands for the file: no permission on it is needed.
+// Opens a descriptor that only identifies the file, which needs no permission on it.
 inline int open_path(int dir_fd, const char* path) {
   return fault("open_path") ? -1 : ::openat(dir_fd, path, O_PATH | O_NOFOLLOW | O_CLOEXEC);
 }
 inline int close(int fd) {
   return ::close(fd);  // never injected: a failed close leaves no fd that a retry could use
 }
-// Closing a duplicate makes the file system report errors that it puts off until a close; `fd`
-// stays open.
+// Closes a duplicate of `fd`: the file system then reports errors that it delays until a close.
 inline int close_duplicate(int fd) {
   if (fault("close")) return -1;
   const int copy = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
@@ -79,7 +76,7 @@ inline ssize_t pread_nowait(int fd, void* data, std::size_t nbytes, off_t offset
 inline ssize_t pwrite(int fd, const void* data, std::size_t nbytes, off_t offset) {
   return fault("pwrite", &nbytes) ? -1 : ::pwrite(fd, data, nbytes, offset);
 }
-// One call for memory in several places.  A test that has it transfer less gets the first alone.
+// Writes several pieces by one call.  If a test lowers the byte count, writes only the first piece.
 inline ssize_t pwritev(int fd, const iovec* pieces, int n_pieces, off_t offset) {
   std::size_t nbytes = pieces[0].iov_len;
   if (fault("pwritev", &nbytes)) return -1;
@@ -90,7 +87,7 @@ inline int fstat(int fd, struct stat* status) { return fault("fstat") ? -1 : ::f
 inline int fstatat(int dir_fd, const char* path, struct stat* status) {
   return fault("fstatat") ? -1 : ::fstatat(dir_fd, path, status, 0);
 }
-// Number of pages of a part of the file in the page cache; -1 where the kernel does not tell.
+// Number of pages that the page cache holds of a range; -1 if the kernel does not say.
 inline std::int64_t cached_pages(int fd, std::uint64_t offset, std::uint64_t nbytes) {
   constexpr long kCachestat = 451;  // the same number on every architecture
   const std::array<std::uint64_t, 2> range{offset, nbytes};
@@ -98,7 +95,7 @@ inline std::int64_t cached_pages(int fd, std::uint64_t offset, std::uint64_t nby
   if (::syscall(kCachestat, fd, range.data(), counts.data(), 0) != 0) return -1;
   return static_cast<std::int64_t>(counts[0]);
 }
-// The number of the file system's type; -1 where it does not tell.
+// The number of the file system's type; -1 on failure.
 inline std::int64_t file_system_type(int fd) {
   struct statfs status{};
   if (fault("fstatfs") || ::fstatfs(fd, &status) != 0) return -1;
@@ -127,8 +124,7 @@ inline int lock_byte(int fd, short type, off_t offset) {
   lock.l_len = 1;
   return ::fcntl(fd, F_OFD_SETLK, &lock);
 }
-// Whether another open file description holds a lock on the byte; -1 where the kernel does not
-// tell.
+// Whether another open file description holds a lock on the byte; -1 on failure.
 inline int byte_is_locked(int fd, off_t offset) {
   struct flock lock{};
   lock.l_type = F_WRLCK;
@@ -138,11 +134,11 @@ inline int byte_is_locked(int fd, off_t offset) {
   if (::fcntl(fd, F_OFD_GETLK, &lock) != 0) return -1;
   return lock.l_type == F_UNLCK ? 0 : 1;
 }
-// Has a part of the file fetched into the page cache; does not wait for it.
+// Requests a part of the file for the page cache, without waiting.
 inline ssize_t read_ahead(int fd, off_t offset, std::size_t nbytes) {
   return ::readahead(fd, offset, nbytes);
 }
-// A mapping for reading; MAP_FAILED with errno set where there is none.
+// Maps the file for reading; MAP_FAILED with errno set on failure.
 inline void* map_file(int fd, std::size_t nbytes) {
   return fault("mmap") ? MAP_FAILED : ::mmap(nullptr, nbytes, PROT_READ, MAP_SHARED, fd, 0);
 }

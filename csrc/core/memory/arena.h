@@ -1,4 +1,4 @@
-// Memory that is given back all at once: for containers that live as long as a function.
+// Memory that is freed all at once, for the containers of one function call.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +38,7 @@ class Arena {
   std::size_t left_ = 0;
 };
 
-// An allocator of the standard library's containers; the arena outlives them.
+// An allocator for the standard library's containers.  The arena must outlive them.
 template <typename T>
 class ArenaAllocator {
  public:

@@ -20,7 +20,7 @@ namespace {
 
 std::chrono::nanoseconds now() { return std::chrono::steady_clock::now().time_since_epoch(); }
 
-// `page` is the address of one.
+// `page` is a page's address.
 bool is_present(std::byte* page) noexcept {
   unsigned char residency = 0;
   return ::mincore(page, 1, &residency) == 0 && (residency & 1) != 0;
@@ -66,13 +66,13 @@ Mapping::~Mapping() {
   if (data_ != nullptr) ::munmap(data_, nbytes_);
 }
 
-// Advice only: without huge pages the memory works as well, slower.
+// Gives the kernel advice only: without huge pages the memory works, but slower.
 void Mapping::advise(PageKind kind, std::size_t begin, std::size_t end) const noexcept {
   const int advice = kind == PageKind::kHuge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE;
   static_cast<void>(::madvise(data_ + begin, end - begin, advice));
 }
 
-// Another thread that changes it at the time has the last word.
+// If two threads change the kind at the same time, one of them wins.
 void Mapping::prefer(PageKind kind) const noexcept {
   std::optional<PageKind> before = kind_.load();
   if (before == kind || !before || !kind_.compare_exchange_strong(before, std::nullopt)) return;
@@ -90,7 +90,7 @@ void Mapping::populate(std::size_t begin, std::size_t end) const noexcept {
   }
 }
 
-// Memory that is used again is there.  Of pieces that are not a whole huge page nothing is learned.
+// Skips memory that is present because it is used again.  Only whole huge pages are measured.
 void Mapping::populate_piece(std::size_t begin, std::size_t end) const noexcept {
   if (is_present(data_ + begin) && is_present(data_ + end - page_nbytes())) return;
   const auto populate = [&] {

@@ -1,8 +1,7 @@
-// Page-aligned memory that asks for huge pages where they cost less than small ones, and a bounded
-// pool of buffers cut from it.
+// Page-aligned memory, with huge pages if they cost less, and a bounded pool of buffers in it.
 //
-// Fresh memory costs more than copying it: 4 KiB faults run at 1 GB/s, huge-page faults at 3.5 (if
-// the memory is there: FreshPages).
+// Fresh memory costs more than copying it: 4 KiB faults run at 1 GB/s, huge-page faults at 3.5 GB/s
+// (unless the host has taken the memory back: FreshPages).
 #pragma once
 
 #include <atomic>
@@ -18,16 +17,15 @@
 
 namespace ptsave {
 
-// That of systems with pages of 4 KiB; a whole number of pages on all others, where huge pages are
-// larger than most tensors.
+// The huge page of systems with pages of 4 KiB.  On all others it is a whole number of pages, and
+// huge pages are larger than most tensors.
 inline constexpr std::size_t kHugePageNbytes = std::size_t{2} << 20;
 
-// The part of a mapping that will be used.  The system refuses a mapping that is larger than all of
-// its memory and has to be usable as a whole (kAll).
+// How much of a mapping will be used.  The system refuses kAll mappings larger than its memory.
 enum class Use : std::uint8_t { kAll, kParts };
 
-// An anonymous private mapping, zero-filled, aligned to huge pages when it is large enough to hold
-// one.  Owns the memory.  Throws std::bad_alloc.
+// Owns an anonymous private mapping, zero-filled, aligned to huge pages if it is large enough for
+// one.  Throws std::bad_alloc.
 class Mapping {
  public:
   Mapping() = default;
@@ -40,16 +38,15 @@ class Mapping {
 
   std::byte* data() const { return data_; }
   std::size_t nbytes() const { return nbytes_; }
-  // Makes the pages that hold [begin, end) present, by the kind of page that FreshPages chooses.
-  // Pieces of a huge page count as present if their first and last pages are.
-  // Does nothing on kernels without MADV_POPULATE_WRITE: the pages come when they are touched.
+  // Makes the pages that hold [begin, end) present, as the kind of page that FreshPages chooses.  A
+  // huge page counts as present if its first and last small pages are.  Does nothing on kernels
+  // without MADV_POPULATE_WRITE: the pages then come when they are touched.
   void populate(std::size_t begin, std::size_t end) const noexcept;
-  // Gives the memory of the whole pages in [begin, end) back to the system; they read as zero
-  // after.
+  // Returns the whole pages in [begin, end) to the system; they read as zero afterwards.
   void discard(std::size_t begin, std::size_t end) const noexcept;
-  // Forked children will not have this memory, and so this process never has to copy it.
+  // Removes this memory from forked children, so that this process never has to copy it.
   void exclude_from_children() const noexcept;
-  // Leaves the memory to itself, as in a child that does not have it.
+  // Forgets the memory without unmapping it, in a child that does not have it.
   void abandon() noexcept;
 
  private:
@@ -59,15 +56,15 @@ class Mapping {
 
   std::byte* data_ = nullptr;
   std::size_t nbytes_ = 0;
-  // Of the pages that are not present yet; nothing while a thread changes it.
+  // The kind of pages that are not present yet; nothing while a thread changes it.
   mutable std::atomic<std::optional<PageKind>> kind_{PageKind::kSmall};
 };
 
-// Whether a pool may have fewer buffers, but at least one, where there is no memory for more.
+// Whether a pool may have fewer buffers (at least one) if memory is short.
 enum class Count : std::uint8_t { kExact, kUpTo };
 
-// A fixed number of equal buffers: the memory budget of a pipeline.  Waiting for a lease is the
-// back-pressure.  Safe for concurrent use; must outlive its leases.
+// A fixed number of equal buffers: the memory budget of a pipeline, whose threads wait for a lease.
+// Safe for concurrent use; must outlive its leases.
 class BufferPool {
  public:
   BufferPool(std::size_t count, std::size_t buffer_nbytes, Count how_many = Count::kExact);

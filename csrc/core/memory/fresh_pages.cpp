@@ -3,8 +3,7 @@
 namespace ptsave {
 namespace {
 
-// Of the better kind a single slow piece counts little: some huge pages are slow among many fast
-// ones.
+// Pieces over which the better kind's cost is averaged: a few huge pages are always slow.
 constexpr std::int64_t kAveraged = 16;
 
 constexpr PageKind other_than(PageKind kind) {

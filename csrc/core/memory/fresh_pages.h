@@ -1,8 +1,8 @@
-// Decides whether fresh memory is made present by huge pages or by small ones.
+// Decides whether fresh memory gets huge pages or small ones.
 //
-// Huge pages normally win fourfold.  But a virtual machine's host takes free memory back in large
-// blocks (balloon, free page reporting), and a huge page from such a block takes ten times as long
-// as the small pages that come from fragments, which the host leaves alone.
+// Huge pages are normally four times as fast.  But a virtual machine's host takes free memory back
+// in large blocks (balloon, free page reporting).  A huge page from such a block takes ten times as
+// long as small pages from fragments, which the host leaves alone.
 #pragma once
 
 #include <algorithm>
@@ -16,13 +16,13 @@ namespace ptsave {
 
 enum class PageKind : std::uint8_t { kHuge, kSmall };
 
-// An account of the CPU time that the last pieces of fresh memory took, of kHugePageNbytes each.
-// Safe for concurrent use, also across forks: a lost update costs time only.
+// Records the CPU time of the last pieces of fresh memory, of kHugePageNbytes each.  Safe for
+// concurrent use, also across forks: a lost update costs time only.
 class FreshPages {
  public:
   using Time = std::chrono::nanoseconds;
 
-  // The time of a piece of small pages before the first one was measured, and the least it can be.
+  // The time of a piece of small pages: the expected one before any measurement, and the minimum.
   static constexpr Time kExpectedSmall = std::chrono::microseconds{600};
   static constexpr Time kLeastSmall = std::chrono::microseconds{300};
   // A kind is tried again after this many times its last cost.
@@ -35,11 +35,11 @@ class FreshPages {
 
   static FreshPages& of_process();
 
-  // The kind that has cost less lately.
+  // The kind that cost less lately.
   PageKind better() const;
-  // The kind for the next piece: the better one, or now and then the other, to measure it.
+  // The kind for the next piece: the better kind, or now and then the other, to measure it.
   PageKind choose(Time now);
-  // Notes the CPU time of a piece.
+  // Records the CPU time of a piece.
   void took(PageKind kind, Time time, Time now);
 
  private:
@@ -54,13 +54,13 @@ class FreshPages {
   std::array<Account, 2> accounts_;
 };
 
-// Tells from the first pieces of fresh memory whether the rest is cheap: pages of the page cache or
-// of staging memory, filled.  Where the host has taken all free memory back, 4 MiB cost 12 to 25 ms
-// of processor time, and 1 to 3 ms elsewhere; writing them past the page cache costs 1.6 ms always.
-// Safe for concurrent use.
+// Predicts from the first pieces of fresh memory, in the page cache or staging memory, whether the
+// rest is cheap to fill.  If the host has taken all free memory back, 4 MiB cost 12 to 25 ms of
+// processor time, else 1 to 3 ms.  Writing them past the page cache always costs 1.6 ms.  Safe for
+// concurrent use.
 class MemoryGauge {
  public:
-  // A piece took so much processor time to fill.
+  // Records the processor time that filling a piece took.
   void note(std::size_t nbytes, std::chrono::nanoseconds took) noexcept {
     const auto kib = static_cast<std::int64_t>(nbytes >> 10);
     const std::chrono::nanoseconds most = kMaxLossPerMib * std::max<std::int64_t>(kib >> 10, 1);
@@ -72,12 +72,12 @@ class MemoryGauge {
     }
     if (before + loss > kBearableLoss.count()) is_cheap_.store(false, std::memory_order_relaxed);
   }
-  // Once false it stays false: the next file or copy has a gauge of its own.
+  // Never becomes true again: the next file or copy has a gauge of its own.
   bool is_cheap() const noexcept { return is_cheap_.load(std::memory_order_relaxed); }
 
  private:
-  // Twice the usual time, the most that a MiB counts for (a virtual machine's host stops the
-  // processor now and then), and the loss at which fresh memory is given up.
+  // Twice the usual time; the most that a MiB counts for, as a virtual machine's host may stop the
+  // processor; and the loss at which fresh memory is given up.
   static constexpr std::chrono::nanoseconds kCheapTimePerKib{700};
   static constexpr std::chrono::milliseconds kMaxLossPerMib{2};
   static constexpr std::chrono::nanoseconds kBearableLoss = std::chrono::milliseconds{8};

@@ -11,7 +11,7 @@
 
 namespace ptsave {
 
-// Keeps the node of its extent, so that returning it allocates nothing.
+// Keeps the map node of its extent, so that returning it allocates nothing.
 class StagingPool::Block final : public Owner {
  public:
   explicit Block(StagingPool& pool) : pool_(pool), generation_(pool.generation_) {}
@@ -39,20 +39,20 @@ StagingPool& StagingPool::instance() {
 
 namespace {
 
-// Made while the library is loaded: a process that is forked while another thread makes it would
-// wait for that thread, which it does not have.
+// Created while the library is loaded.  If a thread created it later, a process forked meanwhile
+// would wait for ever: the child does not have that thread.
 [[gnu::constructor]] void make_at_load() noexcept {
   try {
     StagingPool::instance();
   } catch (const std::exception&) {
-    return;  // the first who needs it tries again
+    return;  // the first use tries again
   }
 }
 
 }  // namespace
 
 std::vector<StagingBlock> StagingPool::acquire(const std::vector<std::size_t>& sizes) {
-  // Declared before the lock, so that blocks return to the pool after it if something throws.
+  // Declared before the lock, so that after an error blocks return to the pool without the lock.
   std::vector<StagingBlock> blocks(sizes.size());
   const std::lock_guard lock(mutex_);
   std::size_t missing = 0;
@@ -102,8 +102,8 @@ std::vector<StagingPool::FreePiece> StagingPool::free_pieces() const {
   return pieces;
 }
 
-// Without the lock, for which others would wait: a block that is taken meanwhile may be populated,
-// too, and memory that is given back meanwhile goes with the piece.
+// Populates without the lock, so that other threads do not wait.  A block that is taken meanwhile
+// may be populated, too.  A mapping that the pool drops meanwhile lives as long as the piece.
 void StagingPool::populate(const FreePiece& piece) const {
   {
     const std::lock_guard lock(mutex_);
@@ -153,7 +153,7 @@ std::byte* StagingPool::map(std::size_t nbytes) {
 
 void StagingPool::give_back(Extents::node_type extent, std::uint64_t generation) noexcept {
   const std::lock_guard lock(mutex_);
-  if (generation != generation_) return;  // of the parent: not this process's memory
+  if (generation != generation_) return;  // the parent's: not this process's memory
   used_nbytes_ -= extent.mapped();
   auto place = free_.insert(std::move(extent)).position;
   if (const auto next = std::next(place); next != free_.end() && are_neighbours(place, next)) {
@@ -167,7 +167,7 @@ void StagingPool::give_back(Extents::node_type extent, std::uint64_t generation)
   }
 }
 
-// Mappings may lie side by side, too; extents of different ones stay apart.
+// Extents of different mappings are never joined, even if the mappings are adjacent.
 bool StagingPool::are_neighbours(Extents::const_iterator left,
                                  Extents::const_iterator right) const {
   return left->first + left->second == right->first && !mappings_.contains(right->first);
@@ -188,7 +188,7 @@ void StagingPool::trim_locked() {
   }
 }
 
-// In a forked child, where the memory of the mappings does not exist.
+// Runs in a forked child, which does not have the mappings' memory.
 void StagingPool::forget() noexcept {
   for (auto& [address, mapping] : mappings_) mapping->abandon();
   mappings_.clear();

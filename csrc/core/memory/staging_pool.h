@@ -1,9 +1,9 @@
 // Memory for copies of storages that wait to be written.
 //
-// The pool keeps blocks that come back to it, because fresh pages cost more than the copy into
-// them.  Free memory is one heap of extents, so a save finds the memory of an earlier one whatever
-// the sizes of its storages are.  Only when it does not suffice, new memory is mapped, and free
-// memory goes back to the system first: the pool never holds more than was once in use together.
+// The pool keeps returned blocks, because fresh pages cost more than the copy into them.  Free
+// memory is one heap of extents, so a save can use the memory of an earlier one, whatever the sizes
+// of its storages are.  If free memory does not suffice, it first goes back to the system, and new
+// memory is mapped.  So the pool never holds more than was once in use at the same time.
 #pragma once
 
 #include <cstddef>
@@ -23,10 +23,10 @@ struct StagingBlock {
   std::byte* data = nullptr;
   std::size_t nbytes = 0;
   OwnerReference owner;
-  const Mapping* mapping = nullptr;  // it is part of, and which lives as long as the block
+  const Mapping* mapping = nullptr;  // that the block is part of; it lives as long as the block
 };
 
-// Of storages that share a block: small ones are packed more tightly than torch's allocator would.
+// Alignment of storages in a shared block; for small ones less than that of torch's allocator.
 constexpr std::size_t staging_alignment(std::size_t nbytes) { return nbytes < 64 ? 8 : 64; }
 
 // Safe for concurrent use; must outlive its blocks.
@@ -35,7 +35,7 @@ class StagingPool {
   struct Statistics {
     std::size_t mapped_nbytes = 0;  // address space
     std::size_t used_nbytes = 0;    // of it, in blocks
-    std::uint64_t n_mappings = 0;   // made so far
+    std::uint64_t n_mappings = 0;   // so far
   };
 
   StagingPool() = default;
@@ -43,27 +43,27 @@ class StagingPool {
   StagingPool& operator=(const StagingPool&) = delete;
   ~StagingPool() = default;
 
-  // The one of this process.  It survives static destruction.  A forked child begins with an empty
-  // one: the parent's memory is not there (else every page that the parent stages into afterwards
-  // would be copied first), and the blocks that the child has inherited must not be touched.
+  // The process's pool, which survives static destruction.  A forked child begins with an empty
+  // pool: it does not have the parent's memory, and must not touch the blocks that it has
+  // inherited.  (With that memory there, each page that the parent fills later would be copied.)
   static StagingPool& instance();
 
-  // Page-aligned blocks of (at least) these sizes, which are not 0.  Throws std::bad_alloc, and
-  // nothing is taken then.
+  // Takes page-aligned blocks of at least these sizes (not 0), or nothing and throws
+  // std::bad_alloc.
   std::vector<StagingBlock> acquire(const std::vector<std::size_t>& sizes);
-  // Gives back to the system the memory that is in no block.
+  // Returns the free memory to the system.
   void trim();
   Statistics statistics() const;
 
-  // A part of the memory that was in no block when it was listed.
+  // A part of the memory that was free when it was listed.
   struct FreePiece {
     std::shared_ptr<const Mapping> mapping;
     std::size_t begin = 0;
     std::size_t end = 0;
   };
-  // All of that memory, in pieces of a huge page.
+  // All free memory, in pieces of a huge page.
   std::vector<FreePiece> free_pieces() const;
-  // Makes a piece present, for a later block, unless a block has it by now.
+  // Makes a piece present for a later block, unless a block has taken it.
   void populate(const FreePiece& piece) const;
 
  private:
@@ -84,7 +84,7 @@ class StagingPool {
   Extents free_;
   std::size_t used_nbytes_ = 0;
   std::uint64_t n_mappings_ = 0;
-  std::uint64_t generation_ = 0;  // of the blocks: how many forks ago they were made
+  std::uint64_t generation_ = 0;  // forks so far: older blocks are the parent's
 };
 
 }  // namespace ptsave

@@ -14,11 +14,11 @@ namespace ptsave {
 namespace {
 
 constexpr std::size_t kLineNbytes = 64;
-// Strips copied side by side: more of memory's banks are busy than with one after another.
+// Strips are copied side by side, which keeps more of the memory's banks busy.
 constexpr std::size_t kStripNbytes = 4096;
 constexpr std::size_t kStrips = 4;
 constexpr std::size_t kGroupNbytes = kStrips * kStripNbytes;
-// Below this the copy may well be read from the cache.
+// A smaller copy may well be read from the cache afterwards.
 constexpr std::size_t kMinNbytes = std::size_t{256} << 10;
 
 // `target` is aligned to a line.
@@ -55,7 +55,7 @@ void stream_copy(std::byte* target, const std::byte* source, std::size_t nbytes)
   std::memcpy(target, source, at);
   for (; at + kGroupNbytes <= nbytes; at += kGroupNbytes) stream_group(target + at, source + at);
   for (; at + kLineNbytes <= nbytes; at += kLineNbytes) stream_line(target + at, source + at);
-  _mm_sfence();  // before anybody is told that the copy is there
+  _mm_sfence();  // before the copy is announced to other threads
   std::memcpy(target + at, source + at, nbytes - at);
 }
 #else

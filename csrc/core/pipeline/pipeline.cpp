@@ -14,10 +14,10 @@
 namespace ptsave {
 namespace {
 constexpr std::chrono::milliseconds kPollInterval{100};
-// Beside busy threads a sixtieth of the processors is left, so that nothing waits for ever.
+// Beside busy threads, this leaves a sixtieth of the processors, so that no thread starves.
 constexpr int kBackgroundNice = 19;
 
-// Lowers the priority of the calling thread, unless it is as low already.  Nobody depends on it.
+// Lowers the priority of the calling thread, unless it is low already.  A failure does not matter.
 void give_way() {
   const auto thread = static_cast<id_t>(::syscall(SYS_gettid));
   if (::getpriority(PRIO_PROCESS, thread) < kBackgroundNice) {
@@ -25,8 +25,7 @@ void give_way() {
   }
 }
 
-// Returns whether a thread's stack leaves address space to what the threads allocate, as it may not
-// under a limit (RLIMIT_AS).
+// Whether a thread's stack leaves address space for allocations, which RLIMIT_AS may limit.
 bool has_room_for_thread() {
   constexpr std::size_t kNbytes = std::size_t{24} << 20;  // a stack is 8 MiB
   void* memory = ::mmap(nullptr, kNbytes, PROT_READ | PROT_WRITE,
@@ -45,7 +44,7 @@ ChunkPipeline::ChunkPipeline(std::size_t n_chunks, std::size_t n_threads, Work w
 
 void ChunkPipeline::add_workers(std::size_t n_threads) noexcept {
   const std::lock_guard lock(mutex_);
-  // Once it is stopped, the owner joins the workers without the lock.
+  // After a stop, the owner joins the workers without the lock.
   if (!stopped_.load(std::memory_order_relaxed)) start_workers(n_threads);
 }
 
@@ -55,7 +54,7 @@ void ChunkPipeline::start_workers(std::size_t n_threads) noexcept {
     try {
       workers_.emplace_back([this] { run_worker(); });
     } catch (const std::system_error&) {
-      break;  // out of threads: those there are (or finish() itself) do the work
+      break;  // out of threads: the existing ones (or finish() itself) do the work
     } catch (const std::bad_alloc&) {
       break;  // ... or out of memory; not rethrown, as destroying a running thread terminates
     }
@@ -112,8 +111,7 @@ void ChunkPipeline::finish(const Poll& poll) {
 }
 
 void ChunkPipeline::wait_until(const std::function<bool()>& ready, const Poll& poll) {
-  // Without workers the chunks run here; more of them than needed, which the next wait will find
-  // done.
+  // Without workers all chunks run here, even chunks that only a later wait needs.
   while (runs_here_ && run_next_chunk()) poll();
   for (;;) {
     {

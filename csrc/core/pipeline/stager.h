@@ -1,5 +1,5 @@
-// Interfaces for payloads on their way from the memory of an accelerator into host memory, or back,
-// and into copies on the host.  core knows no more about accelerators; device/ implements them.
+// Interfaces for moving payloads between accelerators and host memory, and into copies on the host.
+// core knows no more about accelerators; device/ implements them.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct PayloadPiece {
   bool operator==(const PayloadPiece&) const = default;
 };
 
-// Pieces in host memory, one right behind the other.  Owns that memory.
+// Owns pieces in host memory, one directly behind the other.
 class StagedPieces {
  public:
   StagedPieces() = default;
@@ -30,8 +30,7 @@ class StagedPieces {
   virtual const std::byte* data() const = 0;
 };
 
-// Brings payloads of an archive that is being written into host memory.  Workers call it
-// concurrently.
+// Brings payloads of an archive that is being written into host memory.  Safe for concurrent use.
 class Stager {
  public:
   Stager() = default;
@@ -39,21 +38,21 @@ class Stager {
   Stager& operator=(const Stager&) = delete;
   virtual ~Stager() = default;
 
-  // Whether this is where the payload of a record has to come from.
+  // Whether the stager brings the record's payload.
   virtual bool stages(std::size_t record) const = 0;
-  // Address of a piece that is in host memory already; null if it has to be staged.
+  // The address of a piece that is already in host memory; null if it has to be staged.
   virtual const std::byte* in_memory(const PayloadPiece& /*piece*/) const { return nullptr; }
-  // The pieces, which are all that `chunk` has of such payloads, once they are there.  Called once
-  // for each chunk that has any.
+  // Brings the pieces, which are all staged pieces of `chunk`, and waits for them.  Called once for
+  // each chunk with such pieces.
   virtual std::unique_ptr<StagedPieces> stage(std::size_t chunk,
                                               std::span<const PayloadPiece> pieces) = 0;
 };
 
-// Payloads that are written while they are being copied: StagingCopy.  They are named by the memory
-// of their copies; other memory is itself.  Workers call it concurrently.
+// Payloads that are written while they are being copied: StagingCopy.  A payload is identified by
+// its copy's address; any other address is read as it is.  Safe for concurrent use.
 class ArrivingPayloads {
  public:
-  // Gets the bytes of a part, one piece after another, which are gone when it returns.
+  // Receives a part piece by piece; a piece is valid only during the call.
   using Use = std::function<void(std::span<const std::byte> bytes)>;
 
   ArrivingPayloads() = default;
@@ -61,9 +60,9 @@ class ArrivingPayloads {
   ArrivingPayloads& operator=(const ArrivingPayloads&) = delete;
   virtual ~ArrivingPayloads() = default;
 
-  // Hands out a part of a payload, each byte once.  Throws if the copy has failed.
+  // Passes a part of a payload to `use`, each byte once.  Throws if the copy has failed.
   virtual void read(const std::byte* copy, std::size_t nbytes, const Use& use) = 0;
-  // Copies a part that will be read, too.
+  // Copies a part, which may still be read.
   virtual void peek(const std::byte* copy, std::span<std::byte> out) = 0;
 };
 
@@ -78,11 +77,11 @@ class Lease {
   virtual std::byte* data() = 0;
 };
 
-// Takes payloads of an archive that is being read to targets in accelerators' memory.  Workers call
-// it concurrently.
+// Takes payloads of an archive that is being read to targets on accelerators.  Safe for concurrent
+// use.
 class Unstager {
  public:
-  // Bytes from `at` on in a lease, which belong `offset` bytes behind the beginning of a target.
+  // Bytes at position `at` of a lease, which belong at `offset` in a target.
   struct Piece {
     std::size_t target = 0;
     std::uint64_t offset = 0;
@@ -95,12 +94,11 @@ class Unstager {
   Unstager& operator=(const Unstager&) = delete;
   virtual ~Unstager() = default;
 
-  // Memory for `nbytes` bytes, at most those of a chunk.  Waits while all of the budget is under
-  // way.
+  // Memory for `nbytes` bytes, at most a chunk's.  Waits while the whole budget is in use.
   virtual std::unique_ptr<Lease> lease(std::size_t nbytes) = 0;
-  // Starts copying.
+  // Starts copying to the targets.
   virtual void send(std::unique_ptr<Lease> lease, std::span<const Piece> pieces) = 0;
-  // Waits for everything that was sent, then throws the first error.
+  // Waits for all copies, then throws the first error.
   virtual void drain() = 0;
 };
 

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::uint64_t kBlock = kCheckedBlockNbytes;
 constexpr std::uint64_t kWindow = RangeList::kWindowNbytes;
-// Of a window in the page cache: the processor's cache holds it until it is checked and copied.
+// Pieces of this size stay in the processor's cache until they are checked and copied.
 constexpr std::uint64_t kCachedPieceNbytes = std::uint64_t{256} << 10;
 // Below this a copy past the cache costs more than one through it.
 constexpr std::uint64_t kMinStreamNbytes = std::uint64_t{16} << 10;
@@ -70,7 +70,7 @@ void CheckedRead::cut(std::uint64_t max_gap) {
   }
 }
 
-// From the disk.
+// Reads a stretch from the disk.
 void CheckedRead::fetch(const Stretch& stretch, std::byte* buffer) const {
   const ByteSource& file = files_->sources()[stretch.file];
   if (page_nbytes() <= kBlock) {
@@ -117,7 +117,7 @@ void CheckedRead::deliver(const Stretch& stretch, const std::byte* buffer) {
   if (is_whole(stretch, buffer)) copy_out(stretch, buffer);
 }
 
-// Delivers what the page cache holds of a stretch before the first gap; returns what is left.
+// Delivers a stretch from the page cache up to the first missing byte; returns the rest.
 CheckedRead::Stretch CheckedRead::read_cached(Stretch rest, std::byte* buffer) {
   const ByteSource& file = files_->sources()[rest.file];
   if (!file.may_be_cached(rest.begin, rest.end - rest.begin)) return rest;
@@ -156,7 +156,7 @@ std::vector<DamagedBlock> CheckedRead::run(std::size_t n_threads, const Poll& po
                          [&](ChunkPipeline&, std::size_t i) { read(stretches_[i]); });
   pipeline.finish(poll);
   std::ranges::sort(damaged_);
-  // Of the iterators: clang 14 does not take the subrange of libstdc++ 12's std::ranges::unique.
+  // Not std::ranges::unique: clang 14 does not compile the subrange of libstdc++ 12.
   damaged_.erase(std::unique(damaged_.begin(), damaged_.end()), damaged_.end());
   return damaged_;
 }

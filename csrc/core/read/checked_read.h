@@ -1,5 +1,5 @@
-// Reads parts of files into memory that exists already, in whole blocks whose checksums a table
-// knows: what is copied out of them has been checked.
+// Reads parts of files into existing memory, in whole blocks that are checked against a table of
+// checksums before bytes are copied out.
 #pragma once
 
 #include <atomic>
@@ -24,21 +24,21 @@ struct DamagedBlock {
   auto operator<=>(const DamagedBlock&) const = default;
 };
 
-// One reading of many ranges, none with a target; those of a file may overlap, and then the bytes
-// that they share are read more than once.  One thread at a time, but for nbytes_read().
+// One read of many ranges without targets.  Ranges of a file may overlap; shared bytes may then be
+// read more than once.  Not safe for concurrent use, except nbytes_read().
 class CheckedRead {
  public:
-  // The checksums of a file's blocks, or none: nothing of it is checked.
+  // The checksums of a file's blocks; empty for a file that is not checked.
   using Table = std::span<const std::uint32_t>;
 
-  // Of more bytes than `max_gap` that nobody wants none is read, but for the rest of a block.
-  // Places and tables outlive the reading.  std::invalid_argument for a range of no file; IoError
-  // for one beyond the end of its file or of its table.
+  // Ranges at most `max_gap` apart are read together; larger gaps are skipped, up to whole blocks.
+  // Places and tables must outlive this object.  Throws std::invalid_argument for a bad file
+  // number, and IoError for a range beyond the end of its file or table.
   CheckedRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges,
               std::vector<Table> tables, std::uint64_t max_gap);
 
-  // Returns when all bytes are in their places, but for those read together with damaged blocks,
-  // which are returned in the order of files and offsets.  IoError.
+  // Returns the damaged blocks in the order of files and offsets, when all bytes are in their
+  // places, except bytes that were read together with a damaged block.  Throws IoError.
   std::vector<DamagedBlock> run(std::size_t n_threads, const Poll& poll);
   std::uint64_t nbytes_read() const { return nbytes_read_.load(std::memory_order_relaxed); }
 

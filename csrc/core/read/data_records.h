@@ -1,4 +1,4 @@
-// The records of an archive that hold storages, data/<key>, told from the others.
+// Separates the records of an archive that hold storages, data/<key>, from all others.
 #pragma once
 
 #include <cstddef>
@@ -18,10 +18,10 @@ class DataRecords {
   // Numbers of records, in the index's order.
   const std::vector<std::size_t>& storages() const { return storages_; }
   const std::vector<std::size_t>& others() const { return others_; }
-  // Whether storages can be verified: torch writes a zero for the CRC of every storage, or of none.
+  // Whether storages can be verified: torch writes either all storages' CRCs or zero for all.
   bool have_crcs() const;
-  // The record data/<key>; ArchiveIndex::kNotFound without one.  Fast for keys in the order of the
-  // records, as a pickle mostly has them.
+  // The record data/<key>, or ArchiveIndex::kNotFound.  Fast for keys in the records' order, as in
+  // most pickles.
   std::size_t find(std::string_view key);
 
  private:

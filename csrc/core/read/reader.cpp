@@ -14,7 +14,7 @@
 namespace ptsave {
 namespace {
 
-// The size that the directory claims for any other record is not bounded by the file's.
+// Refuses all other records, because the file's size does not bound the size they claim.
 void require_stored(const IndexedRecord& record) {
   if (record.stored() && !record.encrypted()) return;
   throw FormatError("PytorchStreamReader failed retrieving file meta-data for " + record.name +
@@ -27,7 +27,7 @@ ArchiveIndex read_index(const ByteSource& source) {
   std::vector<std::byte> tail(std::min(source.nbytes(), kMaxTailNbytes));
   source.read_at(source.nbytes() - tail.size(), tail.data(), tail.size());
   const CentralDirectory where = find_central_directory(tail, source.nbytes());
-  // Not a vector, which would fill it with zeros first.
+  // A vector would fill it with zeros first.
   const auto directory = std::make_unique_for_overwrite<std::byte[]>(where.nbytes);
   source.read_at(where.offset, directory.get(), where.nbytes);
   return parse_central_directory({directory.get(), static_cast<std::size_t>(where.nbytes)}, where);
@@ -42,7 +42,7 @@ ArchiveReader::~ArchiveReader() = default;
 
 void ArchiveReader::exchange(ByteSource source) {
   if (source.nbytes() != source_.nbytes()) throw std::invalid_argument("not the same archive");
-  transfer_.reset();  // which refers to the source
+  transfer_.reset();  // it refers to the source
   source_ = std::move(source);
 }
 
@@ -164,12 +164,11 @@ std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& d
       return damaged;
     } catch (const LayoutMismatch&) {
       if (exact_offsets) throw;
-      // Wrong copies that are under way must not arrive after the right ones, and leases that
-      // workers have left behind are needed again.
+      // Wrong copies must not arrive after the right ones, and the leases are needed again.
       if (unstager != nullptr) unstager->drain();
       transfer_.reset();
     } catch (...) {
-      transfer_->cancel();  // nothing is written to anybody's memory after this returns
+      transfer_->cancel();  // after this, no worker writes to the caller's memory
       throw;
     }
   }

@@ -10,10 +10,10 @@
 namespace ptsave {
 namespace {
 
-// Small neighbours share a segment of up to this size; a record of a quarter of it has its own.
+// Small neighbours share a segment of up to this size; one of a quarter of it has its own.
 constexpr std::size_t kSegmentNbytes = std::size_t{4} << 20;
 
-// Several segments, for a payload that lies in more than one.
+// Owns several segments, for a payload that spans more than one.
 class Segments final : public Owner {
  public:
   explicit Segments(std::vector<OwnerReference> segments) : segments_(std::move(segments)) {}

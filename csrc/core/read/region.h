@@ -1,10 +1,10 @@
-// Memory that mirrors the wanted part of an archive, and how its payloads own it.
+// Memory that mirrors the wanted part of an archive, and is owned by the payloads.
 //
 // The region is one anonymous mapping, cut into segments: a record of 1 MiB or more has its own,
-// smaller neighbours share one of up to 4 MiB.  A storage holds the segments that its payload
-// touches.  When the last storage of a segment goes, the segment's pages go back to the system at
-// once; the address range goes with the last storage of the region.  So a small tensor that
-// survives its checkpoint keeps at most a few MiB of memory.
+// and smaller neighbours share one of up to 4 MiB.  A storage owns the segments that its payload
+// touches.  When a segment's last storage is freed, its pages return to the system at once; the
+// address range is freed with the region's last storage.  So a small tensor that outlives its
+// checkpoint keeps at most a few MiB of memory.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +26,8 @@ struct LoadedPayload {
   OwnerReference owner;
 };
 
-// A part of a mirrored region whose memory goes back to the system as one, when the last owner lets
-// go.  Address space goes when the whole region does.
+// A part of a mirrored region whose memory returns to the system with its last owner.  Its address
+// space is freed with the whole region.
 class Segment final : public Owner {
  public:
   Segment(std::shared_ptr<Mapping> memory, std::size_t begin, std::size_t end)
@@ -41,24 +41,24 @@ class Segment final : public Owner {
   std::size_t end_;
 };
 
-// Beginnings of a region's segments, each of which ends where the next begins.  All at pages; a
-// page with records of two segments is a segment of its own, or each would keep the next.
+// The page-aligned beginnings of a region's segments; a segment ends where the next begins.  A page
+// with records of two segments is a segment of its own; otherwise each segment would keep the next.
 std::vector<std::size_t> segment_begins(std::span<const Slot> slots, std::size_t page);
 
-// The memory exists from the beginning; its pages come when they are filled.
+// The memory is mapped from the beginning; its pages come when they are filled.
 class Region final : public Placement {
  public:
   // With `verify`, CRCs are computed as payloads arrive.
   Region(std::shared_ptr<const TransferPlan> plan, bool verify, Use use);
 
   const TransferPlan& plan() const { return *plan_; }
-  // std::out_of_range if record `index` has no place here.
+  // Throws std::out_of_range if record `index` has no place here.
   LoadedPayload payload(std::size_t index) const;
-  // Gives the memory of a payload's whole pages back; they read as zero after.
+  // Returns a payload's whole pages to the system; they read as zero afterwards.
   void discard(std::size_t index) const;
-  // Whether memory from `place` on is the region's.
+  // Whether the memory at `place` belongs to the region.
   bool holds(const std::byte* place) const;
-  // Makes the pages of the region's memory from `place` on present.
+  // Makes the region's pages at `place` present.
   void make_present(const std::byte* place, std::size_t nbytes) const;
 
   void prepare(const Chunk& chunk) override;

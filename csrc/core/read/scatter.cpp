@@ -10,8 +10,8 @@
 namespace ptsave {
 namespace {
 
-// From this size on a payload is worth a system call of its own.  Smaller ones arrive together in a
-// buffer and are copied, which takes less time than the calls would.
+// A payload of at least this size is worth its own system call.  Smaller ones arrive together in a
+// buffer and are copied, which takes less time.
 constexpr std::size_t kMinWindowNbytes = std::size_t{32} << 10;
 
 }  // namespace
@@ -109,8 +109,7 @@ void Scatter::finish(const Chunk& chunk) {
   if (leases_[number]) unstager_->send(std::move(leases_[number]), pieces_of(chunk));
 }
 
-// A read into a page that is not present waits for the kernel to find and clear it, one small page
-// at a time.
+// Otherwise a read would wait while the kernel finds and clears missing pages one by one.
 void Scatter::make_present(const Chunk& chunk) {
   auto extent = std::ranges::upper_bound(extents_, chunk.begin, {}, &Extent::end);
   for (; extent != extents_.end() && extent->begin < chunk.end; ++extent) {
@@ -131,7 +130,7 @@ std::span<std::byte> Scatter::window(const Slot& slot, std::size_t at, std::size
   return {place_in(extent, at), available};
 }
 
-// Up to the next window: a large extent, of this slot or of one behind it.
+// Reads up to the next window: a large extent of this slot or a later one.
 std::size_t Scatter::detour(const Slot& slot, std::size_t at, std::size_t nbytes) const {
   const std::size_t end = at + nbytes;
   const auto ours = extents_from(slot, at);
@@ -147,7 +146,7 @@ std::size_t Scatter::detour(const Slot& slot, std::size_t at, std::size_t nbytes
 
 void Scatter::put_seam(const Slot& slot, std::size_t at, std::span<const std::byte> bytes) {
   const std::size_t end = at + bytes.size();
-  if (end <= slot.header) return;  // a data descriptor, or records that nobody wants
+  if (end <= slot.header) return;  // a data descriptor, or unwanted records
   const std::size_t skipped = slot.header > at ? slot.header - at : 0;
   const std::size_t place = header_begins_[slot_number(slot)] + (at + skipped - slot.header);
   std::memcpy(headers_.data() + place, bytes.data() + skipped, bytes.size() - skipped);

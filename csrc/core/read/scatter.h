@@ -1,5 +1,5 @@
-// Payloads that go to memory which exists already: the tensors of a model that is being restored,
-// on the host or on accelerators.
+// Puts payloads into existing memory: the tensors of a model that is being restored, on the host or
+// on accelerators.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@
 
 namespace ptsave {
 
-// A part of a record's payload and the memory it belongs in.  With a `target`, that is the target
-// of this number that an Unstager has, and `place` says no more than which memory it is.
+// A part of a record's payload and the memory it belongs in.  With `target`, the number of an
+// Unstager's target, `place` only identifies the memory.
 struct Destination {
   std::size_t record = 0;
   std::uint64_t offset = 0;
@@ -25,20 +25,20 @@ struct Destination {
   std::optional<std::size_t> target = std::nullopt;
 };
 
-// memory[k] as the place of the whole payload of records[k]; no destinations without memory.
-// std::invalid_argument if the sizes differ.
+// Makes memory[k] the place of the whole payload of records[k]; without memory, returns no
+// destinations.  Throws std::invalid_argument if the sizes differ.
 std::vector<Destination> whole_payloads(const ArchiveIndex& index,
                                         std::span<const std::size_t> records,
                                         std::span<const std::span<std::byte>> memory);
 
-// Bytes of a payload that no destination asks for are checksummed and dropped.  Besides the local
-// headers, nothing is kept.
+// Bytes of a payload without a destination are checksummed and dropped.  Only the local headers are
+// kept.
 class Scatter final : public Placement {
  public:
-  // Destinations are not empty and lie within their records' payloads; those of one record must not
-  // overlap within it: std::invalid_argument.  The memory must outlive this.  `fresh`, which may be
-  // null, is a region in which destinations may lie whose pages are not present yet; `unstager`,
-  // for destinations with targets, has to outlive this, too.
+  // Destinations are not empty and lie within their records' payloads.  Throws
+  // std::invalid_argument if destinations overlap in a record.  Their memory and `unstager`, which
+  // targets need, must outlive this object.  `fresh` may be null; it is a region that may hold
+  // destinations whose pages are not present yet.
   Scatter(std::shared_ptr<const TransferPlan> plan, const std::vector<Destination>& destinations,
           bool verify, std::shared_ptr<Region> fresh, Unstager* unstager);
 
@@ -61,7 +61,7 @@ class Scatter final : public Placement {
   };
 
   void make_present(const Chunk& chunk);
-  // Address for the byte at `at`, of an extent that holds it.
+  // The address of the byte at `at` in the extent that holds it.
   std::byte* place_in(const Extent& extent, std::size_t at) const;
   std::vector<Unstager::Piece> pieces_of(const Chunk& chunk) const;
   std::size_t slot_number(const Slot& slot) const;
@@ -76,8 +76,8 @@ class Scatter final : public Placement {
   std::vector<std::uint32_t> first_extents_;  // by slot, and one past the last
   std::vector<std::size_t> header_begins_;    // by slot, and one past the last
   std::vector<std::byte> headers_;
-  // By chunk: the bytes that go on to accelerators, until the chunk is complete, each as far from
-  // the beginning as it is in the chunk.
+  // By chunk: the bytes that go on to accelerators, at their positions in the chunk, until the
+  // chunk is complete.
   std::vector<std::unique_ptr<Lease>> leases_;
 };
 

@@ -14,7 +14,7 @@ constexpr std::size_t kBufferNbytes = kHugePageNbytes;  // holds a chunk
 
 }  // namespace
 
-// Takes a chunk's bytes as they arrive, front to back, and passes them on record by record.
+// Takes a chunk's bytes in order, and passes them on record by record.
 class Transfer::ChunkIntake {
  public:
   ChunkIntake(Transfer& transfer, std::size_t number)
@@ -27,17 +27,17 @@ class Transfer::ChunkIntake {
   std::size_t at() const { return at_; }
   std::size_t nbytes_left() const { return chunk_.end - at_; }
   bool complete() const { return at_ == chunk_.end; }
-  // The slot that the next byte belongs to, or comes before; behind the last one, that.
+  // The slot that the next byte belongs to or comes before; the last slot if there is none.
   const Slot& slot() const { return slots()[std::min(slot_, slots().size() - 1)]; }
 
-  // Notes that the next bytes are read straight to a payload's place.
+  // Records that the next bytes are read straight to a payload's place.
   void begin_payload() {
     if (slot_ < chunk_.end_slot && at_ >= slots()[slot_].payload) {
       transfer_.progress_[slot_].begun.store(true, std::memory_order_relaxed);
     }
   }
 
-  // The next `nbytes` bytes are at `from`, which is either their place or elsewhere.
+  // Takes the next `nbytes` bytes from `from`, which may already be their place.
   void add(const std::byte* from, std::size_t nbytes) {
     const std::size_t end = at_ + nbytes;
     for (; slot_ < chunk_.end_slot; ++slot_) {
@@ -50,7 +50,7 @@ class Transfer::ChunkIntake {
     at_ = end;
   }
 
-  // The chunk's last payload goes on in the next one.
+  // Records the last payload's piece, if that payload continues in the next chunk.
   void finish() {
     if (slot_ < chunk_.end_slot) record_piece(slots()[slot_]);
   }
@@ -64,7 +64,7 @@ class Transfer::ChunkIntake {
     const std::size_t nbytes = end - at_;
     transfer_.placement_->put_seam(slot, at_, {from, nbytes});
     at_ = end;
-    // A header that began in the chunk before may not have arrived; it is checked at the end.
+    // A header that began in the previous chunk may be incomplete; it is checked at the end.
     if (end == slot.payload && slot.header >= chunk_.begin) transfer_.check_header(slot_);
     return from + nbytes;
   }
@@ -126,7 +126,7 @@ void Transfer::read_chunk(std::size_t number) {
   if (const std::byte* memory = source_.memory()) {
     intake.add(memory + chunk.archive_offset, chunk.end - chunk.begin);
   } else {
-    // Cached bytes come from the page cache; at the first gap the rest comes from the disk.  Asking
+    // Read from the page cache up to the first missing byte, and the rest from the disk.  Asking
     // first keeps the kernel from reading ahead bytes that are about to be read directly.
     if (source_.may_be_cached(chunk.archive_offset, chunk.end - chunk.begin)) {
       read_cached(chunk, intake);
@@ -142,7 +142,7 @@ void Transfer::read_chunk(std::size_t number) {
   }
 }
 
-// Straight into place where that is worth a call, and through a buffer elsewhere.
+// Reads straight into place where that is worth a call, and else through a buffer.
 void Transfer::read_cached(const Chunk& chunk, ChunkIntake& intake) {
   read_pieces(intake, [&](std::byte* to, std::size_t nbytes) {
     return source_.read_cached(chunk.archive_position(intake.at()), to, nbytes);
@@ -158,7 +158,7 @@ void Transfer::read_buffered(const Chunk& chunk, ChunkIntake& intake) {
   });
 }
 
-// `read` says how many of the bytes asked for it has put there; it ends with the first gap.
+// `read` returns the number of bytes it has put there; a short read ends the loop.
 template <class Read>
 void Transfer::read_pieces(ChunkIntake& intake, const Read& read) {
   while (!intake.complete()) {
@@ -179,8 +179,8 @@ void Transfer::read_pieces(ChunkIntake& intake, const Read& read) {
   }
 }
 
-// Through a buffer: the disk writes faster into memory that is in use already than into fresh
-// pages, by more than the copy costs, which checksums on the way.
+// Reads through a buffer, because the disk writes faster into used memory than into fresh pages.
+// That saves more than the copy costs, and the copy computes the checksum.
 void Transfer::read_direct(const Chunk& chunk, ChunkIntake& intake) {
   const std::uint64_t offset = chunk.archive_position(intake.at());
   const std::size_t block = source_.block_nbytes();
@@ -189,7 +189,7 @@ void Transfer::read_direct(const Chunk& chunk, ChunkIntake& intake) {
   try {
     pool = &buffers();
   } catch (const std::bad_alloc&) {
-    return;  // the page cache needs none
+    return;  // read_buffered() reads large payloads without a buffer
   }
   const BufferPool::Lease buffer(*pool);
   const std::size_t nbytes = intake.nbytes_left();
@@ -201,7 +201,7 @@ void Transfer::read_direct(const Chunk& chunk, ChunkIntake& intake) {
 }
 
 BufferPool& Transfer::buffers() {
-  const std::lock_guard lock(buffers_mutex_);  // tried again where there was no memory
+  const std::lock_guard lock(buffers_mutex_);  // not call_once: retried after a lack of memory
   if (buffers_ == nullptr) {
     buffers_ = std::make_unique<BufferPool>(std::max<std::size_t>(n_threads_, 1), kBufferNbytes,
                                             Count::kUpTo);
@@ -232,7 +232,7 @@ bool Transfer::header_agrees(const Slot& slot) const {
     return payload_offset(placement_->header(slot), record, index_.root().size(),
                           promised + record.nbytes) == promised;
   } catch (const FormatError&) {
-    return false;  // reading with exact offsets raises the error
+    return false;  // the second read, with exact offsets, throws the error
   }
 }
 

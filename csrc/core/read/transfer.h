@@ -1,5 +1,5 @@
-// One load in progress: workers that read an archive chunk by chunk into the memory of a Placement,
-// and the checks that follow each piece while its bytes are in the cache.
+// One load in progress: workers read an archive chunk by chunk into a Placement, and check each
+// piece while its bytes are in the cache.
 #pragma once
 
 #include <atomic>
@@ -27,7 +27,7 @@ struct DamagedRecord {
   std::uint32_t actual_crc = 0;
 };
 
-// The central directory promised a payload where the local header puts none.  Reading again with
+// The central directory and a local header disagree about a payload's place.  Reading again with
 // exact_offsets resolves it.
 class LayoutMismatch : public std::runtime_error {
  public:
@@ -36,8 +36,7 @@ class LayoutMismatch : public std::runtime_error {
 
 class Transfer {
  public:
-  // Starts reading at once; `verify` says whether CRCs are compared.  `source` and `index` must
-  // outlive it.
+  // Starts reading at once; compares CRCs if `verify`.  `source` and `index` must outlive it.
   Transfer(const ByteSource& source, const ArchiveIndex& index,
            std::shared_ptr<const TransferPlan> plan, std::shared_ptr<Placement> placement,
            std::size_t n_threads, bool verify);
@@ -47,15 +46,15 @@ class Transfer {
   void wait(std::size_t index, const Poll& poll);
   std::vector<DamagedRecord> wait_all(const Poll& poll);
   void cancel() { pipeline_.reset(); }
-  // Records of whose payloads at least a part has been put, in file order.  After cancel() or
-  // wait_all(), also one that has thrown.
+  // Records whose payloads have been put at least in part, in file order.  Call it after cancel()
+  // or wait_all(), even if that threw.
   std::vector<std::size_t> begun() const;
 
   std::uint64_t nbytes_read() const { return nbytes_read_.load(std::memory_order_relaxed); }
   std::uint64_t nbytes_to_read() const { return plan_->nbytes_to_read; }
 
  private:
-  // `n_chunks_left` counts the chunks that hold a part of the record, local header included.
+  // `n_chunks_left` counts the unfinished chunks with a part of the record or its local header.
   struct Progress {
     std::atomic<std::uint32_t> n_chunks_left{0};
     std::atomic<bool> begun{false};
@@ -64,7 +63,7 @@ class Transfer {
     bool damaged = false;
     std::uint32_t actual_crc = 0;
   };
-  // CRCs of the pieces of records that a chunk's boundaries cut.
+  // CRCs of the pieces of records that cross a chunk's boundaries.
   struct CutCrcs {
     std::uint32_t entering = 0;
     std::uint32_t leaving = 0;

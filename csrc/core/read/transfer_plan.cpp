@@ -8,7 +8,7 @@
 namespace ptsave {
 namespace {
 
-// A gap between wanted records that is cheaper to read than to skip.
+// Gaps between wanted records up to this size are cheaper to read than to skip.
 constexpr std::uint64_t kMaxGapNbytes = std::uint64_t{64} << 10;
 
 // A contiguous part of the archive and its place in the mirror, both page-aligned.

@@ -1,8 +1,8 @@
-// Plans one transfer, as a pure function of the archive's index: the bytes of the archive to read,
-// cut into chunks, and the record that each of them belongs to.
+// Plans one transfer, as a pure function of the archive's index: the bytes to read, cut into
+// chunks, and the records they belong to.
 //
-// Positions are those in a *mirror*: the wanted parts of the archive, each beginning at a page,
-// one behind the other.  A position in the mirror and its position in the archive are congruent
+// Positions refer to a *mirror*: the wanted parts of the archive, one behind the other, each at the
+// beginning of a page.  A position in the mirror and its position in the archive are congruent
 // modulo the page size.
 #pragma once
 
@@ -18,7 +18,7 @@ namespace ptsave {
 // The largest chunk: no two threads fault in the same huge page.
 inline constexpr std::size_t kMaxChunkNbytes = kHugePageNbytes;
 
-// A record to be read: its number in the index and where its payload begins in the archive.
+// A record to read: its number in the index, and its payload's offset in the archive.
 struct WantedRecord {
   std::size_t index;
   std::uint64_t payload_offset;
@@ -32,8 +32,8 @@ struct Slot {
   std::size_t end = 0;
 };
 
-// One unit of reading, a part of the mirror.  Its slots are those whose headers or payloads lie in
-// it, wholly or in part.
+// One unit of reading, a part of the mirror, and the slots with headers or payloads at least partly
+// in it.
 struct Chunk {
   std::size_t begin = 0;
   std::size_t end = 0;
@@ -53,14 +53,14 @@ struct TransferPlan {
   std::size_t mirror_nbytes = 0;
   std::uint64_t nbytes_to_read = 0;  // payloads only
 
-  // std::out_of_range if record `index` is not wanted.
+  // Throws std::out_of_range if record `index` is not wanted.
   std::size_t slot_number(std::size_t index) const;
   const Slot& slot_of(std::size_t index) const { return slots[slot_number(index)]; }
   // The number of the chunk that holds position `at` of the mirror.
   std::size_t chunk_at(std::size_t at) const;
 };
 
-// In any order.  Empty records must not be among them.
+// `records` may have any order, but must not include empty ones.
 TransferPlan plan_transfer(const ArchiveIndex& index, std::vector<WantedRecord> records,
                            std::size_t page);
 

@@ -1,15 +1,15 @@
-// The kinds of CPU for which loops are compiled, and which of them this one is.  Internal to
-// moments.cpp and distances.cpp, whose loops one compiler vectorizes for each.
+// The kinds of CPU for which the compiler vectorizes loops, and the best kind for this CPU.
+// Internal to moments.cpp and distances.cpp.
 #pragma once
 
 #include <cstddef>
 
-// A function with these features gets the loops by inlining.
+// Loops are inlined into functions with these features.
 #define PTSAVE_INLINE __attribute__((always_inline)) inline
 
 #define PTSAVE_AVX2 "avx2,fma"
 #define PTSAVE_AVX512_FEATURES "avx512f,avx512vl,avx512bw,avx512dq,avx512cd," PTSAVE_AVX2
-#if defined(__clang__)  // has no such option for a function
+#if defined(__clang__)  // clang has no such option for a function
 #define PTSAVE_AVX512 PTSAVE_AVX512_FEATURES
 #else
 #define PTSAVE_AVX512 PTSAVE_AVX512_FEATURES ",prefer-vector-width=512"
@@ -28,7 +28,7 @@ inline bool avx512_supported() {
 }
 #endif
 
-// The last of some kernels that runs here; the first always does.
+// The last kernel that this CPU supports; the first is always supported.
 template <typename Kernel>
 const Kernel& best_of(const Kernel* kernels, std::size_t n) {
   std::size_t i = n - 1;

@@ -18,14 +18,14 @@ using namespace statistics_internal;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Chunks are merged in their order, whoever had them: always the same result.
+// Chunks are merged in order, so the result does not depend on the threads.
 constexpr std::size_t kChunkLength = std::size_t{1} << 18;
-// To start threads takes as long as some 100,000 elements.
+// Starting threads takes as long as some 100,000 elements.
 constexpr std::size_t kLengthOfThreads = std::size_t{1} << 20;
 
 // ------------------------------------------------------------------------------------- formats
 
-// How two formats are compared.
+// The type of number in which two formats are compared.
 enum class Numbers { kFloats, kDoubles, kIntegers, kComplex };
 
 bool is_complex(Element element) {
@@ -61,7 +61,7 @@ Numbers numbers_of(Element a, Element b) {
   return fits_float(a) && fits_float(b) ? Numbers::kFloats : Numbers::kDoubles;
 }
 
-// Of whole numbers, beside floats: as fine as there is.
+// The grid of a format; for whole numbers beside floats, the finest.
 Grid grid_of(Element element) {
   switch (element) {
     case Element::kFloat32:
@@ -89,7 +89,7 @@ Grid grid_of(Element element) {
   }
 }
 
-// The coarser of two, with the mantissa of the one that has fewer bits.
+// The coarser of two grids: the grid with fewer bits of mantissa.
 Grid coarser(Grid a, Grid b) {
   if (a.mantissa_nbits != b.mantissa_nbits) return a.mantissa_nbits < b.mantissa_nbits ? a : b;
   return a.min_exponent > b.min_exponent ? a : b;
@@ -97,12 +97,12 @@ Grid coarser(Grid a, Grid b) {
 
 // --------------------------------------------------------------------------- blocks of elements
 
-// How many bytes so many numbers take.
+// Bytes of `n` numbers.
 std::size_t nbytes_of(Element element, std::size_t n) {
   return element == Element::kFloat4E2M1Pair ? n / 2 : n * nbytes_of(element);
 }
 
-// A block: its first number's index, how many there are, and where.
+// A block: its first number's index, its length, and its place on both sides.
 struct Span {
   std::size_t begin;
   std::size_t n;
@@ -110,7 +110,7 @@ struct Span {
   const std::byte* b;
 };
 
-// Two rows of elements, and the way to compare them.
+// Two rows of elements, and how to compare them.
 struct Rows {
   Element element_a;
   Element element_b;
@@ -125,7 +125,7 @@ struct Rows {
   }
 };
 
-// Numbers of a block: where they are, if that is possible, or else converted.
+// The numbers of a block: used in place if possible, else converted.
 template <typename Number>
 class Block {
  public:
@@ -179,7 +179,7 @@ std::size_t count_nibbles(const std::byte* a, const std::byte* b, std::size_t nb
   return count;
 }
 
-// Of `n` numbers, with other bits.
+// Counts the numbers that differ in their bits.
 std::size_t count_different(Element element, const std::byte* a, const std::byte* b,
                             std::size_t n) {
   if (std::memcmp(a, b, nbytes_of(element, n)) == 0) return 0;
@@ -205,7 +205,7 @@ std::size_t first_different(Element element, const std::byte* a, const std::byte
   return 2 * i + (std::to_integer<unsigned>(a[i] ^ b[i]) % 16 == 0 ? 1 : 0);
 }
 
-// Adds numbers that differ; `first` returns the index of the first of them.
+// Adds numbers that differ; `first` returns the first one's index.
 template <typename First>
 void add_different(Difference& to, std::size_t count, const First& first) {
   if (count == 0) return;
@@ -213,7 +213,7 @@ void add_different(Difference& to, std::size_t count, const First& first) {
   to.n_different += count;
 }
 
-// The same of a block that begins at an index, and in which it is known which numbers differ.
+// Adds numbers that differ in a block that begins at index `begin`.
 template <typename Differs>
 void add_different(Difference& to, std::size_t count, std::size_t begin, const Differs& differs) {
   add_different(to, count, [&] {
@@ -223,7 +223,7 @@ void add_different(Difference& to, std::size_t count, std::size_t begin, const D
   });
 }
 
-// Adds a block of two formats, in which numbers differ that have other values.
+// Adds a block of two formats, whose numbers are compared by value.
 template <typename Differs>
 void add_values(Difference& to, std::size_t begin, std::size_t n, const Differs& differs) {
   std::size_t count = 0;
@@ -275,8 +275,9 @@ void count_ulps(Difference& to, const std::uint8_t* ulps, std::size_t n) {
   distances_kernel().count_ulps(ulps, n, to.ulps.data());
 }
 
-// The scale of numbers whose plain sum of squares this is.  Numbers that matter beside the largest
-// one have squares that are neither infinite nor rounded to few digits, also those of many blocks.
+// The scale for numbers with this unscaled sum of squares.  With it, the numbers that matter beside
+// the largest have squares that neither become infinite nor lose digits, even summed over many
+// blocks.
 int scale_of(double squares) {
   constexpr int kScale = 600;
   if (!(squares <= 0x1p960)) return kScale;
@@ -290,7 +291,7 @@ void copy_scaled(const double* data, std::size_t n, int scale, double* result) {
 
 double rescaled(double sum, int scale) { return scale == 0 ? sum : std::ldexp(sum, scale); }
 
-// The scale of two sums of squares together.  One that is zero fits to any.
+// The common scale of two sums of squares; a zero sum fits any scale.
 int common_scale(double squares, int scale, double more, int scale_of_more) {
   if (squares == 0) return scale_of_more;
   return more == 0 ? scale : std::max(scale, scale_of_more);
@@ -319,7 +320,7 @@ Products scaled_products_of(const double* a, const double* b, std::size_t n, int
   return {found.product, found.squares_a, found.squares_b, scale_a, scale_b};
 }
 
-// Of a block, or of both parts of complex numbers of one, of which plain sums are known.
+// The products of a block, or of a block's complex parts, whose unscaled sums are in `found`.
 template <typename Number>
 Products products_of(const Distances& found, const Number* a, const Number* b, std::size_t n) {
   if constexpr (std::is_same_v<Number, double>) {
@@ -334,7 +335,7 @@ Products products_of(const double* a, const double* b, std::size_t n) {
   return products_of(distances_of(a, b, n, {}, 0), a, b, n);
 }
 
-// Of the same numbers on both sides.
+// The products of numbers that are the same on both sides.
 template <typename Number>
 Products squares_of_same(const Number* data, std::size_t n) {
   const double squares = squares_of(data, n);
@@ -344,10 +345,10 @@ Products squares_of_same(const Number* data, std::size_t n) {
   return {squares, squares, squares};
 }
 
-// A quarter of the distance of two numbers, which may be larger than any double.
+// A quarter of the distance of two numbers, because the distance may exceed any double.
 double quarter_distance(double x, double y) { return std::abs(x / 4 - y / 4); }
 
-// Adds what of the pairs of a block is wrong where distances are larger than any double.
+// Adds n_outside and max_rel of a block in which distances exceed any double.
 void add_far(Difference& to, const Tolerance& tolerance, const double* a, const double* b,
              std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) {
@@ -365,7 +366,7 @@ void add_far(Difference& to, const Tolerance& tolerance, const double* a, const 
   }
 }
 
-// Adds pairs, but for their ULPs.
+// Adds pairs, except their ULPs.
 template <typename Number>
 void add_distances(Difference& to, const Tolerance& tolerance, const Number* a, const Number* b,
                    std::size_t n) {
@@ -396,7 +397,7 @@ void add_finite(Difference& to, const Rows& rows, const Number* a, const Number*
   count_ulps(to, ulps.data(), n);
 }
 
-// What is no number on a side.
+// Whether one side is NaN or infinite.
 struct Special {
   bool is_nan;
   bool is_inf;
@@ -409,7 +410,7 @@ void count_special(Difference& to, Special a, Special b) {
   to.n_inf_b += b.is_inf ? 1 : 0;
 }
 
-// Adds a pair of which at least one is no finite number; `same`: two infinities.
+// Adds a pair with a number that is not finite; `same`: two equal infinities.
 void add_special(Difference& to, Special a, Special b, bool same) {
   count_special(to, a, b);
   if ((a.is_nan && b.is_nan) || (!a.is_nan && !b.is_nan && same)) {
@@ -474,7 +475,7 @@ void add_squares(Difference& to, const Number* data, std::size_t n) {
   add(to.products, squares_of_same(data, n));
 }
 
-// Adds a block that has the same bytes on both sides.
+// Adds a block with the same bytes on both sides.
 template <typename Number>
 void add_same(Difference& to, const Number* data, std::size_t n) {
   to.ulps[0] += n;
@@ -508,7 +509,7 @@ void add_real_block(Difference& to, const Rows& rows, const Span& span, bool sam
 
 // --------------------------------------------------------------------------------- whole numbers
 
-// An integer of at most 64 bits, signed or not.
+// A signed or unsigned integer of at most 64 bits.
 struct Integer {
   bool is_negative;
   std::uint64_t magnitude;
@@ -523,7 +524,7 @@ struct Integer {
   }
 };
 
-// The distance of two integers: between signed and unsigned ones it may need a 65th bit.
+// The distance of two integers, which may need a 65th bit if one is signed and the other is not.
 struct IntegerDistance {
   std::uint64_t low;
   bool overflows;
@@ -558,7 +559,7 @@ void add_integers(Difference& to, const Rows& rows, Integer a, Integer b) {
                distance.overflows ? std::numeric_limits<std::uint64_t>::max() : distance.low);
 }
 
-// Adds whole numbers whose distances a Number holds, exactly.
+// Adds whole numbers whose distances a Number holds exactly.
 template <typename Number>
 void add_whole(Difference& to, const Rows& rows, std::size_t begin, const Number* a,
                const Number* b, std::size_t n, bool same) {
@@ -593,7 +594,7 @@ void add_whole_block(Difference& to, const Rows& rows, const Span& span, bool sa
   add_whole(to, rows, span.begin, a.numbers(), b.numbers(), span.n, false);
 }
 
-// 64-bit integers as doubles, if all of them are small enough to be exact, and so their distances.
+// 64-bit integers as doubles, if all are small enough for exact values and distances.
 class SmallIntegers {
  public:
   SmallIntegers(const std::int64_t* data, std::size_t n, bool is_unsigned) {
@@ -661,7 +662,7 @@ Special special(Complex x) {
 
 bool are_same(Complex a, Complex b) { return a.real == b.real && a.imaginary == b.imaginary; }
 
-// Of a block, those that are left of it.
+// Both parts of a block's finite complex numbers.
 class ComplexRow {
  public:
   void push(Complex x) {
@@ -669,14 +670,14 @@ class ComplexRow {
     numbers_[size_++] = x.imaginary;
   }
   const double* numbers() const { return numbers_.data(); }
-  std::size_t size() const { return size_; }  // of both parts
+  std::size_t size() const { return size_; }  // counts both parts
 
  private:
   std::array<double, 2 * kPairsLength> numbers_;
   std::size_t size_ = 0;
 };
 
-// Complex numbers of a block; real ones have no imaginary part.
+// The complex numbers of a block; real ones get a zero imaginary part.
 class ComplexBlock {
  public:
   ComplexBlock(Element element, const std::byte* data, std::size_t n) {

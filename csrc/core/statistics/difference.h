@@ -1,8 +1,8 @@
 // The difference of two tensors of one shape, element by element, in one pass over both.
 //
-// Two pieces that the nearest cache holds are compared byte by byte and, where that shows a
-// difference, as numbers: whole numbers exactly, all others in double precision.  The result
-// depends on the elements and the CPU alone, not on the number of threads.
+// Two pieces that fit the nearest cache are compared byte by byte.  If they differ, they are
+// compared as numbers: whole numbers exactly, all others in double precision.  The result depends
+// only on the elements and the CPU, not on the number of threads.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@
 
 namespace ptsave {
 
-// Numbers are near each other if |a - b| <= absolute + relative * |b|; a NaN is near any NaN.
+// Numbers are close if |a - b| <= absolute + relative * |b|; NaN is close to NaN.
 struct Tolerance {
   double relative = 0;
   double absolute = 0;
@@ -24,13 +24,13 @@ struct Tolerance {
   }
 };
 
-// Of units in the last place: 0, 1, 2, up to 4, up to 8, ..., up to 2^63; and other signs, or no
-// number on one side.
+// Buckets of units in the last place: 0, 1, 2, up to 4, up to 8, ..., up to 2^63.  The last bucket
+// is for different signs, or a number beside NaN or infinity.
 inline constexpr std::size_t kNUlpBuckets = 66;
 inline constexpr std::size_t kNoUlps = kNUlpBuckets - 1;
 
-// Sums over the pairs whose numbers both are finite.  Those of a are divided by 2^scale_a before,
-// those of b by 2^scale_b, or squares of doubles would be infinite or zero.
+// Sums over the pairs of finite numbers.  The numbers of a are first divided by 2^scale_a and those
+// of b by 2^scale_b, because squares of doubles may become infinite or zero.
 struct Products {
   double product = 0;
   double squares_a = 0;
@@ -40,36 +40,37 @@ struct Products {
 };
 
 struct Difference {
-  std::uint64_t n = 0;  // of elements of each side
-  // With other bits; of two formats, with another value.
+  std::uint64_t n = 0;  // elements on each side
+  // Elements that differ in their bits or, between two formats, in their values.
   std::uint64_t n_different = 0;
-  std::uint64_t first_different = 0;  // the index of the first of them; n if there is none
-  std::uint64_t n_outside = 0;        // the tolerance
-  // Of complex elements that have both, NaN counts.
+  std::uint64_t first_different = 0;  // the first one's index; n if none differs
+  std::uint64_t n_outside = 0;        // outside the tolerance
+  // A complex element with NaN and infinity counts as NaN.
   std::uint64_t n_nan_a = 0;
   std::uint64_t n_nan_b = 0;
   std::uint64_t n_inf_a = 0;
   std::uint64_t n_inf_b = 0;
-  // On one side alone.
+  // NaN on this side only.
   std::uint64_t n_nan_only_a = 0;
   std::uint64_t n_nan_only_b = 0;
-  // Where at least one is infinite, none is NaN, and they are not the same.
+  // Unequal pairs with an infinity and without NaN.
   std::uint64_t n_inf_mismatch = 0;
-  // Of pairs without NaN.  Infinite if an infinity meets anything else, and the relative one if
-  // the second number is zero and the first is not.
+  // Over pairs without NaN.  Both are infinite for an infinity beside another number; max_rel is
+  // infinite also for a number beside zero.
   double max_abs = 0;
   double max_rel = 0;
-  // The largest distance of whole numbers, exactly; the largest of these if it needs more bits.
+  // The exact largest distance of whole numbers; the largest std::uint64_t if it needs more bits.
   std::uint64_t max_abs_integer = 0;
   Products products;
-  // Counts of pairs, by their distance in the coarser of the two formats, to which both are
-  // rounded; of whole numbers it is the distance, of complex ones the larger of both parts.
+  // Counts of pairs by their distance in units of the coarser format, to which both numbers are
+  // rounded.  For whole numbers the unit is 1; for complex numbers the larger part's distance
+  // counts.
   std::array<std::uint64_t, kNUlpBuckets> ulps{};
 };
 
-// Of `n` elements of each side, which may be anywhere in memory, aligned or not, by up to
-// `n_threads` threads.  `poll` is called on this thread if it waits for others.  Throws
-// std::invalid_argument for pairs of float4 and another format: one has two numbers in an element.
+// Compares `n` elements of each side, aligned or not, by up to `n_threads` threads.  Calls `poll`
+// while waiting for threads.  Throws std::invalid_argument for float4, which has two numbers in an
+// element, beside another format.
 Difference difference_of(Element element_a, const void* a, Element element_b, const void* b,
                          std::size_t n, const Tolerance& tolerance = {}, std::size_t n_threads = 1,
                          const Poll& poll = {});

@@ -1,7 +1,7 @@
-// The loops of distances.h, as the compiler vectorizes them for each kind of CPU.
+// The loops of distances.h, vectorized by the compiler for each kind of CPU.
 //
-// CMakeLists.txt lets the compiler add in another order in this file, or no sum could be
-// vectorized, and take all numbers for finite.
+// In this file CMakeLists.txt lets the compiler change the order of additions, which vectorized
+// sums need, and assume that all numbers are finite.
 #include "core/statistics/distances.h"
 
 #include <algorithm>
@@ -32,7 +32,7 @@ template <typename Number>
 PTSAVE_INLINE Distances distances_of(const Number* a, const Number* b, std::size_t n,
                                      const Tolerance& tolerance, double ratio) {
   Distances result;
-  std::uint64_t n_outside = 0;  // as wide as the numbers, or it could not be vectorized with them
+  std::uint64_t n_outside = 0;  // as wide as the numbers, for vectorization
   std::uint64_t n_larger = 0;
   double largest = 0;
   double product = 0;
@@ -76,7 +76,7 @@ PTSAVE_INLINE double largest_ratio(const Number* a, const Number* b, std::size_t
 template <typename Number>
 using BitsOf = std::conditional_t<std::is_same_v<Number, float>, std::uint32_t, std::uint64_t>;
 
-// Rounds numbers to a grid: to the nearest, of two equally near ones to the even one.
+// Rounds numbers to the nearest position of a grid, and ties to even.
 template <typename Number>
 struct Positions {
   static constexpr bool kIsFloat = std::is_same_v<Number, float>;
@@ -86,11 +86,11 @@ struct Positions {
   static constexpr Bits kWithoutSign = static_cast<Bits>(~Bits{0}) >> 1;
 
   int shift;
-  Bits is_odd;        // 1 where numbers are rounded at all
+  Bits is_odd;        // 1 if numbers are rounded at all
   Bits nearly_half;   // of a step
   Bits first_normal;  // the bits of the smallest normal number
   Bits offset;
-  Number scale;  // makes the distance of small numbers a step of a mantissa
+  Number scale;  // makes the step of small numbers 1
 
   PTSAVE_INLINE explicit Positions(Grid grid) {
     shift = kMantissaNbits - grid.mantissa_nbits;
@@ -108,7 +108,7 @@ struct Positions {
   PTSAVE_INLINE Bits operator()(Bits bits) const {
     const Bits whole = bits & kWithoutSign;
     const Bits rounded = (whole + nearly_half + ((whole >> shift) & is_odd)) >> shift;
-    // The last bits of a sum with 2^mantissa_nbits are the other number, rounded.
+    // The last bits of a sum with 2^kMantissaNbits are the other addend, rounded.
     constexpr auto kOne = static_cast<Number>(Bits{1} << kMantissaNbits);
     const Bits sum = std::bit_cast<Bits>(std::bit_cast<Number>(whole) * scale + kOne);
     const Bits small = sum & ((Bits{1} << kMantissaNbits) - 1);
@@ -116,7 +116,7 @@ struct Positions {
   }
 };
 
-// The exponent of a float is the number of bits of an integer, if rounding does not change it.
+// A float's exponent gives the number of bits of an integer, if rounding does not change it.
 PTSAVE_INLINE std::uint32_t bucket_of(std::uint32_t distance) {
   const auto less = static_cast<std::int32_t>(distance) - 1;
   const auto number = static_cast<float>(less & ~(less >> 1));
@@ -140,14 +140,14 @@ PTSAVE_INLINE void ulps_of(const Number* a, const Number* b, std::size_t n, Grid
     const Bits other = position(y);
     const Bits distance = at > other ? at - other : other - at;
     const std::uint32_t bucket = bucket_of(distance);
-    // Zero has no sign here.  All of it is arithmetic, or gcc would not vectorize it.
+    // Zero has no sign here. gcc only vectorizes this as arithmetic.
     const Bits has_zero = (at == 0 ? 1U : 0U) | (other == 0 ? 1U : 0U);
     const Bits sign_differs = ((x ^ y) >> (8 * sizeof(Bits) - 1)) & ~has_zero & 1;
     result[i] = static_cast<std::uint8_t>(sign_differs != 0 ? std::uint32_t{kNoUlps} : bucket);
   }
 }
 
-// The exponent of a distance less one is its number of bits, less one.
+// The exponent of (distance - 1) is its number of bits, minus one.
 template <typename Number>
 PTSAVE_INLINE void ulps_of_integers(const Number* a, const Number* b, std::size_t n,
                                     std::uint8_t* result) {
@@ -166,13 +166,13 @@ PTSAVE_INLINE void ulps_of_integers(const Number* a, const Number* b, std::size_
 PTSAVE_INLINE std::uint32_t count_equal(const std::uint8_t* data, std::size_t n,
                                         std::uint8_t value) {
   static_assert(kPairsLength <= std::numeric_limits<std::uint16_t>::max());
-  std::uint16_t count = 0;  // narrow, for as many as possible in a register
+  std::uint16_t count = 0;  // narrow, so that many fit a register
   for (std::size_t i = 0; i < n; ++i)
     count = static_cast<std::uint16_t>(count + (data[i] == value ? 1 : 0));
   return count;
 }
 
-// Four tables, or equal numbers in a row would wait for each other.
+// Four tables, because with one table equal neighbours would wait for each other.
 PTSAVE_INLINE void count_each(const std::uint8_t* ulps, std::size_t n, std::uint64_t* counts) {
   std::uint32_t tables[4][kNUlpBuckets] = {};
   std::size_t i = 0;
@@ -200,10 +200,11 @@ PTSAVE_INLINE std::uint8_t smallest_of(const std::uint8_t* data, std::size_t n) 
   return smallest;
 }
 
-// Pairs of one block are in few buckets that follow each other, which take less time one by one.
+// The pairs of a block are usually in a few neighbouring buckets; counting these one by one takes
+// less time.
 PTSAVE_INLINE void count_ulps(const std::uint8_t* ulps, std::size_t n, std::uint64_t* counts) {
   constexpr int kNTries = 20;
-  constexpr int kNFirst = 6;  // have most of them, or others have too many
+  constexpr int kNFirst = 6;  // if these leave more than half, count_each() is faster
   std::uint32_t found[kNUlpBuckets] = {};
   found[kNoUlps] = count_equal(ulps, n, kNoUlps);
   std::size_t n_left = n - found[kNoUlps];

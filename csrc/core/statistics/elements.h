@@ -1,5 +1,5 @@
-// Makes numbers that loops take of a few thousand elements of any format, anywhere in memory.
-// Internal to statistics.cpp and difference.cpp.
+// Converts a few thousand elements of any format and alignment into numbers for loops.  Internal to
+// statistics.cpp and difference.cpp.
 #pragma once
 
 #include <array>
@@ -13,12 +13,12 @@
 
 namespace ptsave::statistics_internal {
 
-// The values of the elements of one byte.
+// The values of a format of one byte.
 const ByteValues& values_of(Element element);
 
 inline constexpr SmallFloat kFloat4E2M1{2, 1, 1, Specials::kNone};
 
-// Of a block of at most kBlockLength.
+// Converts a block of at most kBlockLength elements.
 template <typename From, typename To>
 void convert(const std::byte* data, std::size_t n, To* result) {
   for (std::size_t i = 0; i < n; ++i) {
@@ -48,10 +48,10 @@ inline void convert<BFloat16, float>(const std::byte* data, std::size_t n, float
   }
 }
 
-// Of at most kBlockLength numbers, of which a pair of float4 is two; `result` can hold them all.
+// Reads `n` numbers, at most kBlockLength, into `result`; a float4 pair holds two.
 void read(Element element, const std::byte* data, std::size_t n, float* result);
 void read(Element element, const std::byte* data, std::size_t n, double* result);
-// The bits of unsigned 64-bit integers, and the values of all others.
+// Reads the bits of unsigned 64-bit integers, and the values of all others.
 void read(Element element, const std::byte* data, std::size_t n, std::int64_t* result);
 
 inline NonFinite non_finite_in(const float* data, std::size_t n) {

@@ -1,7 +1,8 @@
-// The loops of moments.h, as the compiler vectorizes them for each kind of CPU.
+// The loops of moments.h, vectorized by the compiler for each kind of CPU.
 //
-// CMakeLists.txt lets the compiler add in another order in this file, or no sum could be
-// vectorized, and take all numbers for finite; so NaN and infinity are found by their bits.
+// In this file CMakeLists.txt lets the compiler change the order of additions, which vectorized
+// sums need, and assume that all numbers are finite.  Therefore NaN and infinity are found by their
+// bits.
 #include "core/statistics/moments.h"
 
 #include <algorithm>
@@ -14,8 +15,8 @@
 namespace ptsave::statistics_internal {
 namespace {
 
-// The sum of `term` of all numbers, in four chains: an addition waits for the one before in its
-// chain only.
+// The sum of `term` of all numbers, in four chains, because an addition waits for the previous one
+// in its chain.
 template <typename Number, typename Term>
 PTSAVE_INLINE double sum_of(const Number* data, std::size_t n, const Term& term) {
   const std::size_t quarter = n / 4;
@@ -33,7 +34,7 @@ PTSAVE_INLINE double sum_of(const Number* data, std::size_t n, const Term& term)
   return (a + b) + (c + d);
 }
 
-// A lambda would not be inlined into a function of other features.
+// A lambda would not be inlined into a function with other CPU features.
 struct Itself {
   template <typename Number>
   PTSAVE_INLINE double operator()(Number x) const {
@@ -78,7 +79,7 @@ PTSAVE_INLINE NonFinite non_finite(const Number* data, std::size_t n) {
   return {n_nan, n_both - n_nan};
 }
 
-// Without a multiplication of subnormal numbers, which some threads take for zero.
+// Avoids multiplying subnormal numbers, because some threads flush them to zero.
 PTSAVE_INLINE void from_half(const std::uint16_t* data, std::size_t n, float* result) {
   for (std::size_t i = 0; i < n; ++i) {
     const std::uint32_t half = data[i];

@@ -1,4 +1,4 @@
-// Moments of a few thousand numbers that the nearest cache holds.  Internal to statistics.cpp.
+// Moments of a few thousand numbers, which fit the nearest cache.  Internal to statistics.cpp.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace ptsave::statistics_internal {
 
-// Of a block, which is no longer than this.
+// The maximum length of a block.
 inline constexpr std::size_t kBlockLength = 4096;
 
 struct Moments {
@@ -17,17 +17,17 @@ struct Moments {
   double max = 0;
 };
 
-// How many are NaN, and how many are infinite.
+// Counts of NaN and of infinities.
 struct NonFinite {
   std::size_t n_nan = 0;
   std::size_t n_inf = 0;
 };
 
-// The loops over a block.  All of them are compiled once for each kind of CPU.
+// The loops over a block, compiled for each kind of CPU.
 struct MomentsKernel {
   const char* name;
   bool (*supported)();
-  // At least one number, all of them finite.
+  // Take at least one number, all finite.
   Moments (*of_floats)(const float* data, std::size_t n);
   Moments (*of_doubles)(const double* data, std::size_t n);
   NonFinite (*non_finite_floats)(const float* data, std::size_t n);

@@ -1,4 +1,4 @@
-// The numbers that the formats of one byte and less stand for.  Internal to statistics.cpp.
+// The values of formats of one byte or less.  Internal to statistics.cpp.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@ namespace ptsave::statistics_internal {
 
 using ByteValues = std::array<double, 256>;
 
-// Which bit patterns of a small float are no numbers.
+// The bit patterns of a small float that are no numbers.
 enum class Specials {
   kIeee,       // the largest exponent: infinity if the mantissa is 0, else NaN
   kLargest,    // the largest exponent and mantissa: NaN; no infinity

@@ -22,7 +22,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 constexpr std::size_t kPieceNbytes = std::size_t{32} << 10;
-// Pieces are merged into chunks and these in their order, whoever had them: always the same result.
+// Pieces and chunks are merged in order, so the result does not depend on the threads.
 constexpr std::size_t kChunkNbytes = kCachePieceNbytes;
 
 Statistics nothing() {
@@ -34,23 +34,23 @@ Statistics nothing() {
   return result;
 }
 
-// Of numbers of which nothing else is known.
+// The mean of some numbers, and the spread around it.
 struct Center {
   double mean = 0;
   double imaginary_mean = 0;
-  double squares = 0;  // as in Statistics
+  double squares = 0;  // see Statistics
   int scale = 0;
 };
 
-// The scale of numbers of which this is the largest absolute value: one that keeps their squares
-// away from infinity, and those that matter from zero.  The squares of zeros fit to any.
+// The scale for numbers with this largest absolute value.  It keeps their squares from becoming
+// infinite, and squares that matter from becoming zero.  The squares of zeros fit any scale.
 int scale_of(double largest) {
   constexpr int kScale = 600;
   if (largest > 0x1p480) return kScale;
   return largest < 0x1p-400 ? -kScale : 0;
 }
 
-// A mean of two, of which rounding cannot make something outside of them.
+// Clamps a mean of a and b to their range, which rounding may leave.
 double between(double a, double b, double mean) {
   return std::clamp(mean, std::min(a, b), std::max(a, b));
 }
@@ -113,7 +113,7 @@ double largest_of(const Moments& moments) {
   return std::max(std::abs(moments.min), std::abs(moments.max));
 }
 
-// Takes moments in units of a power of two.
+// Computes the center in units of 2^scale.
 Center scaled_center_of(const Moments& moments, const double* data, std::size_t n, int scale) {
   if (largest_of(moments) == 0) return {0, 0, 0, scale};
   const double factor = std::ldexp(1, -scale);
@@ -166,7 +166,7 @@ void add_numbers(Statistics& to, const Number* data, std::size_t n) {
 template <typename From, typename To>
 constexpr bool kIsReady = std::is_same_v<From, To>;
 
-// Calls `add` with blocks of numbers.
+// Converts elements and calls `add` with each block of numbers.
 template <typename From, typename To, typename Add>
 void for_each_block(const std::byte* data, std::size_t nbytes, std::size_t element_nbytes,
                     const Add& add) {
@@ -197,7 +197,7 @@ void add_reals(Statistics& to, const std::byte* data, std::size_t nbytes,
   });
 }
 
-// 64-bit integers: Flip inverts the highest bit of unsigned ones.
+// Adds 64-bit integers; Flip inverts the highest bit of unsigned ones.
 template <typename Integer, std::uint64_t Flip>
 void add_wide_integers(Statistics& to, const std::byte* data, std::size_t nbytes) {
   add_reals<Integer, double>(to, data, nbytes, sizeof(Integer));
@@ -264,7 +264,7 @@ void add_complex(Statistics& to, const std::byte* data, std::size_t nbytes,
 
 // ------------------------------------------------------------------------- elements of one byte
 
-// Four tables, or equal bytes in a row would wait for each other.
+// Four tables, because with one table equal neighbours would wait for each other.
 std::array<std::uint64_t, 256> count_bytes(const std::byte* data, std::size_t nbytes) {
   std::array<std::array<std::uint32_t, 256>, 4> counts{};
   std::size_t i = 0;
@@ -353,7 +353,8 @@ void add_elements(Statistics& to, Element element, const std::byte* data, std::s
 
 Statistics statistics_of_chunk(Element element, const std::byte* data, std::size_t nbytes) {
   Statistics result = nothing();
-  // A table of 256 values is better filled in one go.
+  // Elements of one byte are counted in larger pieces, because each piece evaluates a table of 256
+  // values.
   const std::size_t piece_nbytes = nbytes_of(element) == 1 ? kCachePieceNbytes : kPieceNbytes;
   for (std::size_t begin = 0; begin < nbytes; begin += piece_nbytes) {
     const std::size_t length = std::min(piece_nbytes, nbytes - begin);
@@ -398,7 +399,8 @@ double Statistics::standard_deviation() const {
   return std::ldexp(std::sqrt(squares / static_cast<double>(n_finite() - 1)), scale);
 }
 
-// A sum of squares is that of the distances from the mean, and the mean's: no digits are lost.
+// The sum of squares is the sum of squared distances from the mean, plus n times the mean's square:
+// no digits are lost.
 double Statistics::norm() const {
   const double factor = std::ldexp(1, -scale);
   const double real = mean * factor;

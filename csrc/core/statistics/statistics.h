@@ -1,11 +1,11 @@
 // Statistics of the elements of a tensor, and the CRC-32 of their bytes, in one pass over memory.
 //
-// A piece of 32 KiB is checksummed and then looked at while the nearest cache holds it.  Its mean
-// and its sum of squared deviations are taken in two passes over that cache, in double precision,
-// and pieces are merged by Chan's formulas ("Updating formulae and a pairwise algorithm for
-// computing sample variances", 1979): nothing large is ever subtracted from something large, so a
-// mean of 1e6 beside a deviation of 1e-3 loses no digits.  The result depends on the elements and
-// the CPU alone, not on the number of threads.
+// A piece of 32 KiB is checksummed and then examined while the nearest cache holds it.  Two passes
+// over it compute its mean and its sum of squared deviations, in double precision.  Pieces are
+// merged by Chan's formulas ("Updating formulae and a pairwise algorithm for computing sample
+// variances", 1979).  They never subtract large numbers from each other, so a mean of 1e6 beside a
+// deviation of 1e-3 loses no digits.  The result depends only on the elements and the CPU, not on
+// the number of threads.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ enum class Element {
   kUInt32,
   kInt16,
   kUInt16,
-  // One byte each, but for the last.
+  // One byte per element; two numbers in a byte for the last.
   kInt8,
   kUInt8,
   kBool,
@@ -42,9 +42,9 @@ enum class Element {
 
 std::size_t nbytes_of(Element element);
 
-// All of it, but for the counts and the checksum, is of the finite elements.
+// Statistics of the finite elements, except the counts and the checksum.
 struct Statistics {
-  std::uint64_t n = 0;  // of all elements
+  std::uint64_t n = 0;  // all elements
   std::uint64_t n_nan = 0;
   std::uint64_t n_inf = 0;
   std::uint64_t n_zero = 0;
@@ -52,11 +52,11 @@ struct Statistics {
   double imaginary_mean = 0;  // of complex elements
   double squares = 0;         // the sum of squared distances from the mean, divided by 4^scale,
   int scale = 0;              // which is 0 unless squares of doubles would be infinite or zero
-  // Without finite elements: infinity, and its negative.  Of complex elements: absolute values.
+  // Infinity and minus infinity without finite elements; absolute values of complex elements.
   double min = 0;
   double max = 0;
-  // Of 64-bit integers, which a double does not hold: exact.  Those of unsigned ones have their
-  // highest bit inverted, so that they order as signed ones.
+  // The exact minimum and maximum of 64-bit integers, which a double cannot hold.  Unsigned ones
+  // have their highest bit inverted, so that they compare like signed ones.
   std::int64_t min_integer = 0;
   std::int64_t max_integer = 0;
   std::uint32_t crc = 0;
@@ -67,22 +67,22 @@ struct Statistics {
   double norm() const;
 };
 
-// Of `nbytes` bytes of elements, which may be anywhere in memory, aligned or not.
+// The statistics of `nbytes` bytes of elements, aligned or not.
 Statistics statistics_of(Element element, const void* data, std::size_t nbytes);
 
-// The same, chunk by chunk, with a copy of the bytes beside it: a chunk is copied past the cache,
-// and looked at while the cache has it.  Chunks are merged in their order, so the result is that of
-// statistics_of(), bit for bit, whoever took which.
+// The same, chunk by chunk, while copying the bytes: each chunk is copied past the cache, and
+// examined while the cache holds it.  Chunks are merged in order, so the result equals that of
+// statistics_of() bit for bit, whichever threads take them.
 class ChunkedStatistics {
  public:
-  // `copy` gets the bytes; null for none.
+  // `copy` receives the bytes; null for no copy.
   ChunkedStatistics(Element element, const std::byte* data, std::size_t nbytes,
                     std::byte* copy = nullptr);
 
   std::size_t n_chunks() const { return parts_.size(); }
-  // Each chunk once.  Safe for concurrent use, for different chunks.
+  // Call once for each chunk; safe for concurrent use with different chunks.
   void take(std::size_t chunk);
-  // Once all chunks are taken.
+  // Call when all chunks have been taken.
   Statistics result() const;
 
  private:

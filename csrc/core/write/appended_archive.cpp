@@ -140,7 +140,7 @@ void AppendedArchive::write(const ArchiveLayout& layout, const Payloads& payload
   const std::uint64_t begin = records_.end();
   const std::uint64_t origin =
       direct ? align_down(begin, out.direct_io_alignment().block_nbytes()) : begin;
-  // Direct writes that make a file longer wait for each other.
+  // Direct writes that extend a file wait for each other.
   if (direct) out.preallocate(layout.central_directory_offset());
   std::string front(begin - origin, '\0');
   out.read_at(origin, front.data(), front.size());
@@ -155,7 +155,7 @@ void AppendedArchive::write(const ArchiveLayout& layout, const Payloads& payload
       write_to_file(body, out, origin, options, progress_, poll);
     }
   } catch (...) {
-    // The disk may be full of it, and holes are no records.  The first error counts.
+    // Remove the failed batch, which may have filled the disk.  The first error counts.
     static_cast<void>(::ftruncate(out.fd(), static_cast<off_t>(begin)));
     throw;
   }
@@ -174,7 +174,7 @@ void AppendedArchive::close(std::string_view pickle, bool compute_crcs, bool dur
   const std::string rest = records_.closing_bytes(pickle, compute_crcs);
   File& out = file().file();
   out.write_at(records_.end(), rest.data(), rest.size());
-  out.truncate(records_.end() + rest.size());  // a batch that failed may have gone further
+  out.truncate(records_.end() + rest.size());  // a failed batch may have left more
   file().commit(durable);
   discard();
 }

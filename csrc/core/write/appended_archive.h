@@ -1,9 +1,9 @@
-// An archive to which records are appended while nobody knows how many there will be.
+// An archive that grows by batches of records until close().
 //
-// It is written to a temporary file.  A batch of records goes out as a whole, in parallel, and the
-// next one begins where it ends; only a batch that failed is overwritten by the next.  The central
-// directory is kept in memory and comes last, with the records that depend on all others.  So the
-// temporary file is at any time a whole number of records, behind which there may be anything.
+// It is written to a temporary file.  A batch of records is written as a whole, in parallel, and
+// the next batch begins at its end; only a failed batch is overwritten.  The central directory
+// stays in memory and is written last, with the records that depend on all others.  So the
+// temporary file always holds a whole number of records, with arbitrary bytes behind them.
 #pragma once
 
 #include <sys/types.h>
@@ -23,27 +23,26 @@
 
 namespace ptsave {
 
-// The records written so far, as the central directory has them.
+// The central directory of the records written so far.
 class WrittenRecords {
  public:
-  // `root` is the archive's folder, `alignment` that of payloads.
+  // `root` is the archive's folder; payloads are aligned to `alignment`.
   WrittenRecords(std::string root, std::uint64_t alignment)
       : root_(std::move(root)), alignment_(alignment) {}
 
-  // Places records behind those written.  Throws as plan() does, but does not know the names of
-  // the records before.
+  // Places records behind the written ones.  Throws as plan() does, but misses names of earlier
+  // batches.
   ArchiveLayout place(std::span<const RecordSpec> records) const;
-  // All records of a layout, whose CRCs are known.
+  // Adds all records of a layout with their CRCs.
   void add(const ArchiveLayout& layout, std::span<const std::uint32_t> crcs);
-  // A record that was found in a file.
+  // Adds a record that was found in a file.
   void add(std::string_view name, std::uint64_t header_offset, std::uint64_t nbytes,
            std::uint32_t crc, std::uint64_t end);
 
   std::uint64_t end() const { return end_; }
   std::uint64_t size() const { return n_records_; }
 
-  // The rest of the file, from end() on: data.pkl, byteorder, version, the serialization id and the
-  // central directory.
+  // The rest of the file, from end() on: data.pkl, byteorder, version, serialization id, directory.
   std::string closing_bytes(std::string_view pickle, bool compute_crcs) const;
 
  private:
@@ -60,7 +59,7 @@ class WrittenRecords {
   std::string directory_;
 };
 
-// One thread at a time, but for nbytes_written().
+// Not safe for concurrent use, except nbytes_written().
 class AppendedArchive {
  public:
   struct Target {
@@ -68,32 +67,32 @@ class AppendedArchive {
     std::string display;  // its name in errors
   };
 
-  // Creates the temporary file.  IoError.
+  // Creates the temporary file.  Throws IoError.
   AppendedArchive(const Target& target, const std::string& root, std::uint64_t alignment);
   AppendedArchive(const AppendedArchive&) = delete;
   AppendedArchive& operator=(const AppendedArchive&) = delete;
   // Removes the temporary file, unless it was published or kept, or belongs to a parent process.
   ~AppendedArchive();
 
-  // Appends a batch; `direct`: past the page cache where the file system allows that.  After an
-  // error the archive is as before.  IoError, std::length_error.
+  // Appends a batch; `direct` writes it past the page cache if the file system allows that.  Throws
+  // IoError and std::length_error, and leaves the archive as it was.
   void append(std::span<const RecordSpec> records, const Payloads& payloads, bool direct,
               WriteOptions options, const Poll& poll);
-  // Reads bytes of a batch that was written.
+  // Reads bytes of a written batch.
   std::string read(std::uint64_t payload_offset, std::uint64_t nbytes) const;
-  // Where the payload of a record of the last batch begins.
+  // The payload's offset of a record of the last batch.
   std::uint64_t payload_offset(std::size_t record) const { return last_batch_.at(record); }
   void sync();
   // Writes the rest of the file and publishes it.
   void close(std::string_view pickle, bool compute_crcs, bool durable);
-  // Lets go of the temporary file: it stays with the records that it has.
+  // Closes the temporary file and keeps it, with its records.
   void keep();
-  // Removes it.
+  // Removes the temporary file.
   void discard();
   // The name of the temporary file in its directory.
   std::string temporary_name() const;
 
-  // The end of the last batch; and of bytes of the current one that are written.
+  // The end of the last complete batch, and the bytes of the current batch written so far.
   std::uint64_t nbytes() const { return records_.end(); }
   std::uint64_t nbytes_written() const { return progress_.load(std::memory_order_relaxed); }
 

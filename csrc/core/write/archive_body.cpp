@@ -50,7 +50,7 @@ std::uint32_t RecordCrcs::record_crc(ChunkPipeline& pipeline, std::size_t chunk,
   for (std::size_t c = first; c < last; ++c) wait_for(pipeline, c, kComplete);
   wait_for(pipeline, last, kEntering);
   const std::uint32_t crc = combine(record, first, last);
-  // Two chunks see a descriptor that their boundary cuts; one of them records the CRC.
+  // A chunk boundary may cut the descriptor; only one of both chunks records the CRC.
   if (chunk_at(record.payload_end()) == chunk) whole_[i] = crc;
   return crc;
 }
@@ -78,7 +78,7 @@ void RecordCrcs::wait_for(ChunkPipeline& pipeline, std::size_t chunk, State stat
   if (!ready()) pipeline.wait_in_worker(ready);
 }
 
-// The staged payloads of one chunk, each where the one before ends.
+// The staged payloads of one chunk, one directly behind the other.
 class RecordsBody::StagedCursor {
  public:
   StagedCursor(const ArchiveLayout& layout, Stager* stager, std::size_t chunk, ByteRange range) {
@@ -89,7 +89,7 @@ class RecordsBody::StagedCursor {
     at_ = staged_->data();
   }
 
-  // The next piece, if it is of this record; else nothing.
+  // Returns the next piece if it belongs to this record, else nothing.
   std::span<const std::byte> next(std::size_t record) {
     if (done_ == pieces_.size() || pieces_[done_].record != record) return {};
     const std::size_t nbytes = pieces_[done_++].nbytes;

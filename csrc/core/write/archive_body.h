@@ -1,9 +1,9 @@
-// The bytes of an archive that is being written, chunk by chunk: headers, payloads (checksummed on
-// the way), descriptors and, at the end, the tail that depends on every CRC.
+// Produces the bytes of an archive chunk by chunk: headers, payloads (checksummed on the way),
+// descriptors, and the tail that depends on every CRC.
 //
-// A chunk that ends a record needs the CRC of the whole record for the data descriptor.  The chunks
-// before it are done or being worked on, so its worker waits for their CRCs (not for their writes):
-// every byte of the file is produced once and nothing is patched afterwards.
+// A chunk that ends a record needs the whole record's CRC for the data descriptor.  All earlier
+// chunks are done or in progress, so its worker can wait for their CRCs (not for their writes).
+// Every byte of the file is produced once, and no byte is patched afterwards.
 #pragma once
 
 #include <atomic>
@@ -23,31 +23,31 @@
 
 namespace ptsave {
 
-// Address of the payload of record i of a layout; null for a hole (bytes that are left unwritten,
-// and have CRC 0: torch's skip_data).  Called for each piece of a payload, but never for one that a
-// Stager brings, for an empty one, or for the last record, `.data/serialization_id`, which is
-// computed.  Called by the workers; with no workers on the waiting thread and in ascending order,
-// so that it may then make one payload at a time.
+// Returns the address of record i's payload; null for a hole (unwritten bytes with CRC 0: torch's
+// skip_data).  Called for each piece of a payload, except empty ones, ones that a Stager brings,
+// and the last record, `.data/serialization_id`, which is computed.  Workers call it concurrently.
+// Without workers the waiting thread calls it in ascending order, so it may make one payload a
+// call.
 using Payloads = std::function<const std::byte*(std::size_t i)>;
 
-// The records' CRCs while chunks are being worked on in any order.  Safe for concurrent use.
+// Collects the records' CRCs from chunks in any order.  Safe for concurrent use.
 //
-// A chunk boundary cuts at most one record, so a chunk holds at most two partial CRCs: of the
-// record that enters it from before, and of the one that leaves it at its end.
+// A chunk boundary cuts at most one record, so a chunk has at most two partial CRCs: `entering` for
+// a record that began in an earlier chunk, and `leaving` for a record that ends in a later one.
 class RecordCrcs {
  public:
   // The first chunk begins at `origin`.
   RecordCrcs(const ArchiveLayout& layout, std::uint64_t origin, std::size_t n_chunks,
              std::size_t chunk_nbytes);
 
-  // The CRC of the part of record i that lies in `chunk`.
+  // Records the CRC of record i's part in `chunk`.
   void add_piece(ChunkPipeline& pipeline, std::size_t chunk, std::size_t i, std::uint32_t crc);
-  // All of `chunk` has been checksummed.
+  // Records that all of `chunk` has been checksummed.
   void complete(ChunkPipeline& pipeline, std::size_t chunk);
-  // The CRC of record i, for the worker of `chunk`, which has passed the record's payload.  Waits
-  // for earlier chunks where the record began in one.
+  // Returns record i's CRC to the worker of `chunk`, which has passed the record's payload.  Waits
+  // for the earlier chunks that hold a part of the record.
   std::uint32_t record_crc(ChunkPipeline& pipeline, std::size_t chunk, std::size_t i);
-  // Every record's CRC, once all chunks are complete.
+  // Every record's CRC; valid when all chunks are complete.
   std::span<std::uint32_t> all() { return whole_; }
 
  private:
@@ -64,7 +64,7 @@ class RecordCrcs {
   void wait_for(ChunkPipeline& pipeline, std::size_t chunk, State state) const;
 
   std::size_t chunk_at(std::uint64_t offset) const { return (offset - origin_) / chunk_nbytes_; }
-  // Where the payload of a record ends in its last chunk.
+  // The end of a record's payload, relative to its last chunk.
   std::uint64_t end_in_last_chunk(const RecordLayout& record, std::size_t last) const {
     return record.payload_end() - origin_ - last * chunk_nbytes_;
   }
@@ -76,19 +76,18 @@ class RecordCrcs {
   std::vector<Pieces> pieces_;
 };
 
-// The first records of a layout, from a position of the file on: the positions of a body are
-// relative to that.
+// The first records of a layout, from a position in the file on, which is position 0 of the body.
 class RecordsBody : public FileBody {
  public:
-  // The part [begin, end) of the file, in which the first `n_records` records are.
+  // The part [begin, end) of the file, which holds the first `n_records` records.
   struct Part {
     std::uint64_t begin = 0;
     std::uint64_t end = 0;
     std::size_t n_records = 0;
   };
 
-  // `front` are bytes of the part in front of the first record.  `stager` may be null: then all
-  // payloads are in host memory.
+  // `front` are bytes in front of the first record.  `stager` may be null for payloads in host
+  // memory.
   RecordsBody(const ArchiveLayout& layout, const Part& part, std::string front,
               const Payloads& payloads, Stager* stager, bool compute_crcs,
               std::size_t chunk_nbytes);
@@ -96,7 +95,7 @@ class RecordsBody : public FileBody {
   void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) override;
   std::string tail() override { return {}; }
   std::span<const std::uint32_t> crcs() override { return crcs_.all(); }
-  // Payloads in host memory are read through this.
+  // Reads payloads in host memory through `arriving`.
   void follow(ArrivingPayloads* arriving) { arriving_ = arriving; }
 
  protected:
@@ -134,12 +133,12 @@ class ArchiveBody final : public RecordsBody {
               bool compute_crcs, std::size_t chunk_nbytes);
 
   void prepare_tail() override;
-  // From the last record (the serialization id) on.
+  // The bytes from the last record (the serialization id) on.
   std::string tail() override;
 
  private:
   std::uint64_t names_hash_ = 0;
-  std::string tail_;  // empty until it is prepared
+  std::string tail_;  // empty before prepare_tail()
 };
 
 }  // namespace ptsave

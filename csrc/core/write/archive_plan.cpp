@@ -30,7 +30,7 @@ ArchivePlan::ArchivePlan(const std::string& root, PlannedRecords records, std::u
       layout_(plan(root, records_.specs_, alignment)),
       staging_(std::move(staging)),
       payloads_([this](std::size_t record) { return payload(record); }) {
-  records_.specs_ = {};  // the layout has them
+  records_.specs_ = {};  // the layout has all of them
 }
 
 std::vector<DamagedPayload> ArchivePlan::damaged() const {

@@ -1,4 +1,4 @@
-// The plan of an archive: its records in order, their layout, and where their payloads are.
+// The plan of an archive: its records in order, their layout, and the places of their payloads.
 #pragma once
 
 #include <cstddef>
@@ -19,23 +19,23 @@
 
 namespace ptsave {
 
-// Records that are to be written, in order.
+// The records to write, in order.
 class PlannedRecords {
  public:
-  // Makes a payload when its turn comes and returns its address; it stays until the next one is
-  // made.  May throw.
+  // Makes a payload when it is needed and returns its address, which is valid until the next
+  // payload is made.  May throw.
   using Maker = std::function<const std::byte*()>;
 
-  // A payload in memory, which must stay there until the plan is released; null for a hole.
+  // Adds a payload that stays in memory until the plan is released; null for a hole.
   void add(std::string&& name, std::uint64_t nbytes, const std::byte* data) {
     has_holes_ |= data == nullptr && nbytes > 0;
     specs_.push_back({std::move(name), nbytes});
     addresses_.push_back(data);
   }
   void add_made(std::string&& name, std::uint64_t nbytes, Maker make);
-  // One that the plan's PayloadStaging brings.
+  // Adds a payload that the plan's PayloadStaging brings.
   void add_staged(std::string&& name, std::uint64_t nbytes);
-  // Lives until the plan is released.
+  // Keeps `owner` alive until the plan is released.
   void keep(std::shared_ptr<const void> owner) { owners_.push_back(std::move(owner)); }
 
   std::size_t size() const { return specs_.size(); }
@@ -53,13 +53,13 @@ class PlannedRecords {
 
 class ArchivePlan final : public FilePlan {
  public:
-  // A record's payload that is a part of a source.
+  // A record whose payload is a part of a source.
   struct NamedSource {
     std::string record;
     SourcePayload payload;
   };
 
-  // `staging`, for records that were added as staged, may be null.
+  // `staging` brings staged records; null if there are none.
   ArchivePlan(const std::string& root, PlannedRecords records, std::uint64_t alignment,
               std::unique_ptr<PayloadStaging> staging = nullptr);
 
@@ -72,25 +72,25 @@ class ArchivePlan final : public FilePlan {
   }
   std::vector<DamagedPayload> damaged() const override;
 
-  // These records' payloads come from parts of sources.  std::invalid_argument if payloads are
-  // staged already, or for a record that is not there.
+  // Takes these records' payloads from sources.  Throws std::invalid_argument if payloads are
+  // already staged, or for an unknown record.
   void read_from(SharedSources sources, std::span<const NamedSource> payloads);
-  // Payloads on accelerators will be written as the current streams of this thread leave them now,
-  // in chunks of this size.
+  // Fixes the accelerators' payloads to their values after the work now on this thread's current
+  // streams; they are staged in chunks of this size.
   void begin_staging(std::size_t chunk_nbytes);
-  // Copies all of them to the host: the plan does not need the accelerators' memory after.
+  // Copies these payloads to the host; afterwards the plan does not need the accelerators' memory.
   void stage(std::size_t n_threads, const Poll& poll);
 
-  // Lets go of all payloads.  A write is std::invalid_argument after.
+  // Releases all payloads; a later write throws std::invalid_argument.
   void release();
-  // The same in a forked child, which leaks its copies of accelerators' objects: freeing
-  // page-locked memory calls the driver, which is the parent's.
+  // The same in a forked child, which leaks its copies of accelerators' objects, because freeing
+  // page-locked memory would call the parent's driver.
   void abandon();
 
-  // Into an open file, which stays the caller's, from `offset` on.
+  // Writes into an open file, which stays the caller's, from `offset` on.
   void write_descriptor(int fd, std::uint64_t offset, const std::string& name, bool durable,
                         const WriteOptions& options, const Poll& poll);
-  // std::invalid_argument if the memory is not of nbytes().
+  // Throws std::invalid_argument if the target's size is not nbytes().
   void write_memory(std::span<std::byte> target, const WriteOptions& options, const Poll& poll);
 
  protected:

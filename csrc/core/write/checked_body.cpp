@@ -11,10 +11,10 @@ namespace {
 
 constexpr std::uint64_t kBlock = kCheckedBlockNbytes;
 
-// Cuts bytes into blocks and notes their checksums.
+// Cuts bytes into blocks and records their checksums.
 class CheckedSink {
  public:
-  // `offset` is that of a block.
+  // `offset` is a block's.
   CheckedSink(ChunkSink& sink, std::uint64_t offset, std::vector<std::uint32_t>& crcs)
       : sink_(sink), at_(offset), crcs_(crcs) {}
 
@@ -96,7 +96,7 @@ void CheckedBody::produce(ChunkPipeline& /*pipeline*/, std::size_t chunk, ChunkS
   out.put_zeros_until(range.end);
 }
 
-// All machines that this is built for are little-endian.
+// All supported machines are little-endian.
 std::string CheckedBody::tail() {
   return {reinterpret_cast<const char*>(crcs_.data()), crcs_.size() * sizeof(std::uint32_t)};
 }

@@ -1,5 +1,5 @@
-// A file of pieces at places of their own, with a table of checksums of its blocks at the end: any
-// part of it can be read and checked by itself.
+// A file of pieces at given offsets, with a table of its blocks' checksums at the end, so that any
+// part can be read and checked alone.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace ptsave {
 
-// Bytes at a position in the file; without `data` they are the stager's, under the piece's number.
+// Bytes at a position in the file; without `data`, the stager brings them by the piece's number.
 struct PlacedPiece {
   std::uint64_t offset = 0;
   std::uint64_t nbytes = 0;
@@ -23,11 +23,11 @@ struct PlacedPiece {
   std::uint64_t end() const { return offset + nbytes; }
 };
 
-// The blocks of the file, zeros where no piece is; the tail is the table.
+// The blocks of the file, with zeros between pieces; the tail is the table.
 class CheckedBody final : public FileBody {
  public:
-  // Pieces in the order of their offsets, without overlaps; they and the stager, which may be null,
-  // outlive the body.  Chunks are whole blocks.
+  // Pieces are in the order of their offsets, without overlaps; chunks are whole blocks.  Pieces
+  // and stager, which may be null, must outlive the body.
   CheckedBody(std::span<const PlacedPiece> pieces, Stager* stager, std::size_t chunk_nbytes);
 
   // Size of the blocks that hold all pieces.
@@ -35,7 +35,7 @@ class CheckedBody final : public FileBody {
 
   void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) override;
   std::string tail() override;
-  // Those of the blocks.
+  // The CRCs of the blocks.
   std::span<const std::uint32_t> crcs() override { return crcs_; }
 
  private:

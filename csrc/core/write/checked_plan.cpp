@@ -27,7 +27,7 @@ std::unique_ptr<Stager> CheckedPlan::begin_write(WriteOptions& options) {
       std::max(align_down(options.chunk_nbytes, kCheckedBlockNbytes), kCheckedBlockNbytes);
   std::unique_ptr<Stager> stager = staging_ ? staging_->begin_write(options) : nullptr;
   options.compute_crcs = true;
-  // In place of what the staging would compare: the checksums are of blocks, not of pieces.
+  // Replaces the staging's comparison, because these are checksums of blocks, not of pieces.
   options.check_crcs = [this](std::span<const std::uint32_t> crcs) {
     block_crcs_.assign(crcs.begin(), crcs.end());
   };

@@ -1,5 +1,4 @@
-// The plan of a file of placed pieces with checksums of its blocks: one rank's of a distributed
-// checkpoint.
+// The plan of one rank's file in a distributed checkpoint: placed pieces and blocks' checksums.
 #pragma once
 
 #include <cstddef>
@@ -15,14 +14,14 @@ namespace ptsave {
 
 class CheckedPlan final : public FilePlan {
  public:
-  // `staging`, which may be null, brings the pieces without data.  The others' bytes stay where
-  // they are as long as the plan.  std::invalid_argument for pieces out of order.
+  // `staging`, which may be null, brings the pieces without data; all other pieces must outlive the
+  // plan.  Throws std::invalid_argument for pieces out of order.
   CheckedPlan(std::vector<PlacedPiece> pieces, std::unique_ptr<PayloadStaging> staging);
 
   std::uint64_t nbytes() const override;
   bool is_pinned() const override { return staging_ != nullptr && staging_->is_pinned(); }
   std::vector<DamagedPayload> damaged() const override { return {}; }
-  // Of the last write, in the order of the blocks.
+  // The CRCs of the last write's blocks, in order.
   std::span<const std::uint32_t> block_crcs() const { return block_crcs_; }
 
  protected:

@@ -1,5 +1,4 @@
-// A file that is being written, chunk by chunk: a FileBody produces the bytes, a ChunkSink takes
-// them.
+// Writes a file chunk by chunk: a FileBody produces the bytes, and a ChunkSink takes them.
 #pragma once
 
 #include <algorithm>
@@ -29,16 +28,16 @@ inline ByteRange intersect(ByteRange a, ByteRange b) {
 class ChunkSink {
  public:
   virtual ~ChunkSink() = default;
-  // A piece of a payload; returns `crc` continued over it, or anything if checksums are off. `data`
-  // stays valid until the chunk is done.
+  // Takes a piece of a payload, which stays valid until the chunk is done.  Returns `crc` continued
+  // over it, or any value if checksums are off.
   virtual std::uint32_t put_payload(const std::byte* data, std::size_t nbytes,
                                     std::uint32_t crc) = 0;
-  // `data` is gone after the call.
+  // Takes bytes that are valid only during the call.
   virtual void put_seam(const std::byte* data, std::size_t nbytes) = 0;
   virtual void put_hole(std::uint64_t nbytes) = 0;
 };
 
-// All of a file but its tail, which is small and known when all else is.
+// A file except its small tail, which is known when all else has been produced.
 class FileBody {
  public:
   FileBody(std::uint64_t nbytes, std::size_t chunk_nbytes)
@@ -60,12 +59,11 @@ class FileBody {
   // Hands the bytes of `chunk` to `sink`.  Call once for each chunk; safe for concurrent use on
   // different chunks of one pipeline.
   virtual void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) = 0;
-  // Makes the parts of the tail that need no chunk, on a thread that would only wait while others
-  // produce them.  Optional.
+  // Makes the tail's parts that need no chunk, on a thread that would only wait.  Optional.
   virtual void prepare_tail() {}
-  // The rest of the file, once every chunk is produced.
+  // The rest of the file; called when every chunk has been produced.
   virtual std::string tail() = 0;
-  // Every payload's CRC, once tail() was called.
+  // Every payload's CRC; called after tail().
   virtual std::span<const std::uint32_t> crcs() = 0;
 
  private:

@@ -16,11 +16,10 @@
 
 namespace ptsave {
 
-// Each write produces the file anew, so one that failed may be tried again elsewhere.  One write at
-// a time.
+// Each write produces the whole file, so it may be retried elsewhere.  One write at a time.
 class FilePlan {
  public:
-  // A file that appears whole or not at all; `display` is its name in errors.
+  // A file that appears complete or not at all; `display` is its name in errors.
   struct Replacement {
     std::string path;
     std::string display;
@@ -33,43 +32,42 @@ class FilePlan {
   virtual ~FilePlan() = default;
 
   virtual std::uint64_t nbytes() const = 0;
-  // Whether payloads are left out.
+  // Whether payloads are left out as holes.
   virtual bool has_holes() const { return false; }
-  // Whether payloads are made one at a time; then no threads help.
+  // Whether payloads are made one at a time, without worker threads.
   virtual bool is_sequential() const { return false; }
-  // Whether payloads come through page-locked memory: from accelerators.
+  // Whether payloads come from accelerators, through page-locked memory.
   virtual bool is_pinned() const = 0;
-  // The payloads of the last write that did not have the CRC expected of them: it has thrown
-  // FormatError.
+  // The payloads with a wrong CRC, if the last write threw FormatError.
   virtual std::vector<DamagedPayload> damaged() const = 0;
 
-  // Replaces a file, or creates it.  IoError, FormatError.
+  // Replaces or creates a file.  Throws IoError, FormatError.
   void write_file(const Replacement& target, const WriteOptions& options, const Poll& poll);
-  // Lets the next write, of a file that appears whole, read payloads while they are copied.
+  // Lets the next write_file() read payloads while they are being copied.
   void follow(ArrivingPayloads& payloads) { arriving_ = &payloads; }
-  // Overwrites a file where it is, or creates it; by way of the empty file `scratch`, a descriptor,
-  // if payloads are read from that very file.
+  // Overwrites a file in place, or creates it.  If payloads come from that same file, the bytes go
+  // through `scratch`, the descriptor of an empty file.
   void write_in_place(const std::string& path, std::optional<int> scratch, bool durable,
                       const WriteOptions& options, const Poll& poll);
-  // Hands the file on piece by piece, on this thread.
+  // Passes the file to `sink` piece by piece, on this thread.
   void write_stream(const StreamSink& sink, const WriteOptions& options);
-  // Bytes of the file that the last write has written so far.  Safe for concurrent use.
+  // Bytes that the last write has written so far.  Safe for concurrent use.
   std::uint64_t nbytes_written() const { return progress_.load(); }
 
  protected:
-  // Completes the options of a write.  Returns the stager in them, if it lives only so long.
+  // Completes the options of a write.  Returns their stager if it lives only for this write.
   virtual std::unique_ptr<Stager> begin_write(WriteOptions& options) = 0;
-  // The file's body in chunks of a size; `options` are those of the write.
+  // Makes the file's body for one write.
   virtual std::unique_ptr<FileBody> make_body(const WriteOptions& options,
                                               std::size_t chunk_nbytes) const = 0;
 
-  // Lets go of what the write of a file that appears whole has left.
+  // Releases the arriving payloads, and the complete file of a failed rename.
   void release_arriving() {
     arriving_ = nullptr;
     complete_.reset();
   }
 
-  // Calls write(options), options being those of this write.
+  // Calls write(options) with the completed options of this write.
   template <typename Write>
   void run(WriteOptions options, const Write& write) {
     progress_ = 0;
@@ -84,7 +82,7 @@ class FilePlan {
 
   Progress progress_{0};
   ArrivingPayloads* arriving_ = nullptr;
-  // A file of arriving payloads, of which there is no second copy, that could not be renamed.
+  // A complete file of arriving payloads whose rename failed: these payloads cannot be read again.
   std::optional<File> complete_;
 };
 

@@ -1,4 +1,4 @@
-// A file that is a header and then payloads, one right behind the other, as safetensors files are.
+// A file of a header and payloads, one directly behind the other, like a safetensors file.
 #pragma once
 
 #include <cstddef>
@@ -14,18 +14,18 @@ namespace ptsave {
 
 class PackedBody final : public FileBody {
  public:
-  // `stager` brings all payloads, of these sizes.  The first two must outlive the body.
+  // `stager` brings all payloads, of these sizes.  Header, sizes and stager must outlive the body.
   PackedBody(const std::string& header, std::span<const std::uint64_t> payload_nbytes,
              Stager& stager, bool compute_crcs, std::size_t chunk_nbytes);
 
   void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) override;
   std::string tail() override;
   std::span<const std::uint32_t> crcs() override { return crcs_; }
-  // All payloads, which must be in host memory, are read through this.
+  // Reads all payloads, which must be in host memory, through `arriving`.
   void follow(ArrivingPayloads* arriving) { arriving_ = arriving; }
 
  private:
-  // The part of a payload that lies in a chunk.
+  // The CRC of a payload's part in a chunk.
   struct PieceCrc {
     std::size_t payload;
     std::uint64_t nbytes;

@@ -1,4 +1,4 @@
-// The plan of a file that is a header and then payloads, as safetensors files are.
+// The plan of a file of a header and payloads, like a safetensors file.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace ptsave {
 
 class PackedPlan final : public FilePlan {
  public:
-  // `payloads` brings all of them, of these sizes.
+  // `payloads` brings all payloads, of these sizes.
   PackedPlan(std::string header, std::vector<std::uint64_t> payload_nbytes,
              std::unique_ptr<PayloadStaging> payloads);
 

@@ -1,4 +1,4 @@
-// Where those payloads of a file that is being written come from which are not in host memory.
+// Brings the payloads of a file that are not in host memory while it is written.
 #pragma once
 
 #include <memory>
@@ -17,17 +17,16 @@ class PayloadStaging {
   PayloadStaging& operator=(const PayloadStaging&) = delete;
   virtual ~PayloadStaging() = default;
 
-  // Makes the stager of one write and sets it in `options`, whose threads it may limit and whose
-  // checksums it may compare.  This object must outlive it.
+  // Makes the stager of one write and sets it in `options`; may also limit the threads there and
+  // set a check of the CRCs.  This object must outlive the stager.
   virtual std::unique_ptr<Stager> begin_write(WriteOptions& options) = 0;
-  // Hands everything over to a stager that keeps it as it is now.  Null for payloads that nobody
-  // changes.
+  // Returns a stager that keeps the payloads' present values; null for payloads that never change.
   virtual std::unique_ptr<Stager> hand_over() { return nullptr; }
-  // Whether it needs page-locked memory.
+  // Whether the stager needs page-locked memory.
   virtual bool is_pinned() const = 0;
-  // The payloads of the last write that did not have the CRC expected of them.
+  // The payloads of the last write with a wrong CRC.
   virtual std::vector<DamagedPayload> damaged() const { return {}; }
-  // In a forked child: leaks whatever its parent's drivers would be called to free.
+  // In a forked child, leaks objects that the parent's driver would have to free.
   virtual void abandon() {}
 };
 

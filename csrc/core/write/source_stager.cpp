@@ -18,7 +18,7 @@ class SourceStager::Pieces final : public StagedPieces {
   BufferPool::Lease buffer_;
 };
 
-// A piece that is in memory already, where it stays.
+// A piece that is used from where it is in memory.
 class SourceStager::PieceInMemory final : public StagedPieces {
  public:
   explicit PieceInMemory(const std::byte* data) : data_(data) {}
@@ -30,7 +30,7 @@ class SourceStager::PieceInMemory final : public StagedPieces {
 
 namespace {
 
-// Adds the ranges that bytes of a payload are.
+// Adds the ranges of files that hold a piece of a payload.
 void add_ranges(const SourcePayload& payload, const PayloadPiece& piece, std::byte* place,
                 std::vector<FileRange>& ranges) {
   if (payload.parts.empty()) {
@@ -83,7 +83,7 @@ const std::byte* SourceStager::in_memory(const PayloadPiece& piece) const {
   const ByteSource& source = sources_[payload.source];
   const std::uint64_t begin = payload.offset + piece.offset;
   const bool is_inside = begin <= source.nbytes() && piece.nbytes <= source.nbytes() - begin;
-  if (source.memory() == nullptr || !is_inside) return nullptr;  // reading it raises the error
+  if (source.memory() == nullptr || !is_inside) return nullptr;  // reading it throws the error
   return source.memory() + begin;
 }
 

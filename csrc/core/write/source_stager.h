@@ -1,4 +1,4 @@
-// Payloads that are parts of other files; of each, only the piece of a chunk is in memory.
+// Stages payloads that are parts of other files, one chunk's pieces at a time.
 #pragma once
 
 #include <cstddef>
@@ -14,38 +14,38 @@
 
 namespace ptsave {
 
-// Where the bytes of a payload come from, from one position in it up to the next part.
+// The source of a payload's bytes from position `begin` up to the next part.
 struct SourcePart {
   std::uint64_t begin = 0;  // in the payload
   std::size_t source = 0;
   std::uint64_t offset = 0;
 };
 
-// The beginning of a payload in a source; its size is in the layout.
+// The place of a payload in its source; its size is in the layout.
 struct SourcePayload {
   static constexpr std::size_t kNoSource = ~std::size_t{0};
 
   std::size_t source = kNoSource;
   std::uint64_t offset = 0;
   std::optional<std::uint32_t> crc = std::nullopt;  // the expected one
-  // If there are any, they are all of it, in order, the first at 0; `source` is that of one.
-  // Its initializer is for gcc, which warns of braces that leave out members without one.
+  // The whole payload's parts in order, the first at 0, or none; `source` is then the source of one
+  // of them.  The initializer silences gcc's warning about a missing member in braces.
   std::vector<SourcePart> parts = {};  // NOLINT(readability-redundant-member-init)
 };
 
-// Reads pieces from the page cache, or past it, into a bounded number of buffers; a chunk that is a
-// single piece of memory is written from there.
+// Reads pieces through the page cache, or past it, into a bounded number of buffers.  A chunk with
+// a single piece that is in memory is written from there.
 class SourceStager final : public Stager {
  public:
-  // Up to `max_count` chunks are in memory at a time, which more workers than that must not need,
-  // with up to `max_nbytes` bytes of such payloads in each.
+  // Up to `max_count` chunks are in memory at a time, with up to `max_nbytes` staged bytes each.
+  // There must not be more workers than `max_count`.
   struct Buffers {
     std::size_t max_nbytes = 0;
     std::size_t max_count = 0;
   };
 
-  // `sources` and `payloads`, one for each record, must outlive it; those without a source come
-  // from elsewhere.
+  // `sources` and `payloads`, one for each record, must outlive this object.  Payloads without a
+  // source come from elsewhere.
   SourceStager(std::span<const ByteSource> sources, std::span<const SourcePayload> payloads,
                Buffers buffers);
 
@@ -66,13 +66,13 @@ class SourceStager final : public Stager {
   BufferPool windows_;  // of direct reads
 };
 
-// A payload whose bytes are not those that they should be.
+// A payload with a wrong CRC.
 struct DamagedPayload {
   std::size_t record = 0;
-  std::uint32_t crc = 0;  // of the bytes that were read
+  std::uint32_t crc = 0;  // of the bytes read
 };
 
-// Compares the CRCs of written payloads with the sources'.  `crcs` may be of more records than
+// Compares the CRCs of written payloads with the expected ones.  `crcs` may have more records than
 // `payloads`.
 std::vector<DamagedPayload> damaged_payloads(std::span<const SourcePayload> payloads,
                                              std::span<const std::uint32_t> crcs);

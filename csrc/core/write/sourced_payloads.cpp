@@ -12,11 +12,11 @@
 namespace ptsave {
 
 std::unique_ptr<Stager> SourcedPayloads::begin_write(WriteOptions& options) {
-  // Chunks may be made larger to suit a disk.
+  // Chunks may grow to whole blocks of a disk.
   const std::size_t nbytes = max_staged_nbytes(align_up(options.chunk_nbytes, kHugePageNbytes));
-  // Each thread holds two buffers: 8 threads in place of 2 took a tenth less time, and 40 MiB more.
+  // Each thread holds two buffers: 8 threads instead of 2 took a tenth less time and 40 MiB more.
   options.n_direct_threads = std::min(options.n_direct_threads, options.n_threads + 1);
-  // A buffer for each thread: one that waited for a buffer could hold up those that have one.
+  // A buffer for each thread: one that waited for a buffer could block the threads that have one.
   const auto count = std::max<std::size_t>({options.n_threads, options.n_direct_threads, 1});
   auto stager =
       std::make_unique<SourceStager>(*sources_, payloads_, SourceStager::Buffers{nbytes, count});

@@ -1,4 +1,4 @@
-// Payloads of a file that is being written which are parts of other files, or of memory.
+// Payloads that are parts of other files or of memory.
 #pragma once
 
 #include <memory>
@@ -16,11 +16,11 @@ using SharedSources = std::shared_ptr<const std::vector<ByteSource>>;
 
 class SourcedPayloads final : public PayloadStaging {
  public:
-  // One payload for each record; those without a source come from elsewhere.
+  // One payload for each record; payloads without a source come from elsewhere.
   SourcedPayloads(SharedSources sources, std::vector<SourcePayload> payloads)
       : sources_(std::move(sources)), payloads_(std::move(payloads)) {}
 
-  // The write throws FormatError before it is complete if a CRC is not the one expected.
+  // For a wrong CRC, the write throws FormatError before it is complete.
   std::unique_ptr<Stager> begin_write(WriteOptions& options) override;
   bool is_pinned() const override { return false; }
   std::vector<DamagedPayload> damaged() const override { return damaged_; }

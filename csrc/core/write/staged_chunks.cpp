@@ -7,9 +7,9 @@
 namespace ptsave {
 namespace {
 
-constexpr std::uint64_t kFrontNbytes = 8;  // descriptor_lookalike() looks at these
+constexpr std::uint64_t kFrontNbytes = 8;  // the bytes that descriptor_lookalike() needs
 
-// The bytes of pieces that somebody else keeps.
+// Pieces whose memory StagedAhead owns.
 class KeptPieces final : public StagedPieces {
  public:
   explicit KeptPieces(const std::byte* data) : data_(data) {}

@@ -1,5 +1,5 @@
 // The pieces of payloads that a chunk of an archive needs from an accelerator, and StagedAhead,
-// which brings all of them to the host before anything is written.
+// which brings all of them to the host before the write.
 #pragma once
 
 #include <cstddef>
@@ -13,17 +13,16 @@
 
 namespace ptsave {
 
-// The pieces to stage for the bytes [begin, end) of the archive, in file order.  A piece that
-// begins a payload has at least the 8 bytes that it takes to see a lookalike of a descriptor, even
-// if the chunk ends before.
+// The pieces to stage for the bytes [begin, end) of the archive, in file order.  A payload's first
+// piece has the 8 bytes that descriptor_lookalike() needs, even if the chunk ends earlier.
 std::vector<PayloadPiece> staged_pieces(const ArchiveLayout& layout, const Stager& stager,
                                         std::uint64_t begin, std::uint64_t end);
 
-// Upper bound of the bytes in staged_pieces() of a chunk.
+// The maximum number of bytes in staged_pieces() of a chunk.
 std::size_t max_staged_nbytes(std::size_t chunk_nbytes);
 
-// Stages everything first, so that the tensors may change while the archive is written.
-// The staged bytes stay until the object goes: a write that fails may be tried again.
+// Stages everything first, so that the tensors may change while the archive is written.  Keeps the
+// staged bytes, so that a failed write may be retried.
 class StagedAhead final : public Stager {
  public:
   // `layout` must outlive it.
@@ -31,11 +30,11 @@ class StagedAhead final : public Stager {
               std::size_t chunk_nbytes);
   ~StagedAhead() override;
 
-  // Stages all chunks, on n_threads threads; lets go of the storages afterwards.
+  // Stages all chunks on n_threads threads, and then releases the storages.
   void run(std::size_t n_threads, const Poll& poll);
 
   bool stages(std::size_t record) const override { return is_staged_[record]; }
-  // std::logic_error for chunks of another size than those that were staged.
+  // Throws std::logic_error for chunks of another size than the staged ones.
   std::unique_ptr<StagedPieces> stage(std::size_t chunk,
                                       std::span<const PayloadPiece> pieces) override;
 
@@ -46,7 +45,7 @@ class StagedAhead final : public Stager {
   std::unique_ptr<Stager> stager_;
   const std::size_t chunk_nbytes_;
   std::vector<bool> is_staged_;                        // by record
-  std::vector<std::unique_ptr<StagedPieces>> chunks_;  // null where there is nothing to stage
+  std::vector<std::unique_ptr<StagedPieces>> chunks_;  // null for chunks without staged pieces
 };
 
 }  // namespace ptsave

@@ -17,7 +17,7 @@ namespace {
 constexpr std::uint64_t kUnitNbytes = kHugePageNbytes;
 constexpr std::chrono::milliseconds kLookAround{100};
 constexpr std::chrono::milliseconds kLookAgain{20};
-// The writer fetches buffers of its own first: with 32 MiB the copy still held it up.
+// The writer's head start for allocating buffers: with 32 MiB the copy still delayed it.
 constexpr std::uint64_t kHeadStartNbytes = std::uint64_t{128} << 20;
 
 }  // namespace
@@ -56,7 +56,7 @@ void StagingCopy::run(std::size_t n_threads, const Poll& poll, const WhenSlow& w
     pipeline.finish(poll);
     wait_for_writer(poll);
   } catch (...) {
-    fail();  // before the pipeline waits for its threads: they may wait for the writer
+    fail();  // before the pipeline joins its threads, which may wait for the writer
     throw;
   }
 }
@@ -68,7 +68,7 @@ void StagingCopy::race_with_writer(std::size_t n_threads) {
   turn_.notify_all();
 }
 
-// Whether the copy is faster than the writer, which has a head start.  The caller holds the lock.
+// Whether the copy is faster than the writer with its head start.  The caller holds the lock.
 bool StagingCopy::is_worthwhile() const {
   if (n_racing_ == 0) return true;
   using Seconds = std::chrono::duration<double>;
@@ -86,7 +86,7 @@ void StagingCopy::copy_unit(std::size_t unit, MemoryGauge& gauge) {
     const auto is_superfluous = [&] {
       return is_closed_ || state_ != State::kCopying || originals_end_ >= end;
     };
-    // Not behind a unit that is copied: the writer needs all units from there on.
+    // Do not wait behind a claimed unit: the writer needs copies of all units from there on.
     while (!is_worthwhile() && !is_superfluous() && copies_begin_ >= end) {
       turn_.wait_for(lock, kLookAgain);
     }
@@ -121,7 +121,7 @@ void StagingCopy::copy_unit(std::size_t unit, MemoryGauge& gauge) {
   copied(true);
 }
 
-// Neighbours lie in one block, with less than a page between them.
+// Neighbours in one mapping, less than a page apart, are populated together.
 void StagingCopy::make_present(std::uint64_t begin, std::uint64_t end) const {
   const std::byte* from = nullptr;
   const std::byte* to = nullptr;

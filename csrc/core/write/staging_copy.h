@@ -1,10 +1,9 @@
-// Copies payloads into staging memory, from the last one to the first, while a writer may take them
-// in file order, which saves time where fresh memory is expensive.  As long as the writer is
-// faster, nothing more is copied: such pages take processors, and the host, ten times as long as
-// the bytes that the writer takes meanwhile.
+// Copies payloads into staging memory, from the last to the first, while a writer may take them in
+// file order.  This saves time if fresh memory is expensive.  While the writer is faster, the copy
+// pauses: expensive pages cost ten times as long as the writer takes for the same bytes.
 //
-// Every byte is claimed once: by the copy, or by the writer, which then reads the original.  run()
-// returns when no original is needed any more.
+// Every byte is claimed once: by the copy, or by the writer, which then reads the original. run()
+// returns when the originals are no longer needed.
 #pragma once
 
 #include <atomic>
@@ -28,28 +27,25 @@ namespace ptsave {
 
 class StagingCopy final : public ArrivingPayloads {
  public:
-  // The bytes of the original of a part, which must have its size.
+  // Returns the address of a part's original.
   using Source = std::function<const std::byte*(std::size_t part)>;
-  // Returns whether a writer takes bytes from now on.
+  // Returns whether a writer begins to take bytes.
   using WhenSlow = std::function<bool()>;
 
   explicit StagingCopy(Source source) : source_(std::move(source)) {}
 
-  // Adds the place of a copy, in the order of the file.  `memory` is the mapping that it is part
-  // of.
+  // Adds the place of a copy inside the mapping `memory`, in the file's order.
   void add(std::byte* copy, std::uint64_t nbytes, const Mapping& memory);
 
-  // Copies the bytes that no writer takes.  Calls `when_slow` once, on this thread, as soon as
-  // staging memory turns out to cost more than a disk; a writer may call read() from then on.  Once
-  // it has thrown, no original is read any more and read() throws: a write that is using one ends
-  // first.
+  // Copies the bytes that no writer takes.  Calls `when_slow` once, on this thread, when staging
+  // memory turns out to cost more than a disk; from then on a writer may call read().  If run()
+  // throws, it first waits for reads of originals to end, and later calls of read() throw.
   void run(std::size_t n_threads, const Poll& poll, const WhenSlow& when_slow);
   std::uint64_t nbytes_copied() const { return nbytes_copied_.load(std::memory_order_relaxed); }
 
   void read(const std::byte* copy, std::size_t nbytes, const Use& use) override;
   void peek(const std::byte* copy, std::span<std::byte> out) override;
-  // The writer reads no more, whether it has read all or not.  After that the memory of copies is
-  // not used.
+  // Ends the writer's reads, complete or not.  Afterwards the copies' memory is not used.
   void close();
 
  private:
@@ -60,7 +56,7 @@ class StagingCopy final : public ArrivingPayloads {
     std::uint64_t end;
     const Mapping* memory;
   };
-  // A range of the sequence, and where its bytes are now.
+  // The current place of some bytes of the sequence.
   struct Found {
     std::span<const std::byte> bytes;
     bool is_original;
@@ -86,16 +82,16 @@ class StagingCopy final : public ArrivingPayloads {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::condition_variable turn_;         // of threads that are to copy
-  std::vector<std::size_t> by_address_;  // parts, once a writer needs them
+  std::condition_variable turn_;         // for threads that wait to copy
+  std::vector<std::size_t> by_address_;  // parts; filled when a writer needs them
   std::vector<bool> copied_;             // by unit
-  std::uint64_t originals_end_ = 0;      // the writer has claimed all bytes before
-  std::uint64_t copies_begin_ = 0;       // the copy has claimed all bytes from here on
+  std::uint64_t originals_end_ = 0;      // the writer has claimed all bytes before this
+  std::uint64_t copies_begin_ = 0;       // the copy has claimed all bytes from this on
   std::uint64_t nbytes_read_ = 0;        // of the originals
   std::size_t n_reading_ = 0;
   std::size_t n_copying_ = 0;
   std::chrono::nanoseconds time_copying_{0};  // of all threads
-  std::size_t n_racing_ = 0;  // threads of the copy, from the question for a writer on
+  std::size_t n_racing_ = 0;                  // the copy's threads, once it has asked for a writer
   Clock::time_point race_begin_;
   enum class State : std::uint8_t { kCopying, kComplete, kFailed } state_ = State::kCopying;
   bool is_closed_ = false;

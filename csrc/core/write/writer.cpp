@@ -22,15 +22,15 @@
 namespace ptsave {
 namespace {
 
-// Bytes are written when so many of them are gathered, while the processor's cache still holds
-// them. Threads that write to one file wait for each other less often than with smaller ones.
+// Bytes are gathered up to this size and written while the processor's cache still holds them.
+// With smaller writes, threads that write to one file wait for each other more often.
 constexpr std::size_t kGatheredNbytes = std::size_t{1} << 20;
-// Bytes that are copied and then checksummed: they stay in the first level of the cache between.
+// Bytes are copied and checksummed in pieces of this size, which stay in the first-level cache.
 constexpr std::size_t kCheckedNbytes = std::size_t{16} << 10;
-// Payload pieces from this size on may be written from where they are.
+// Payload pieces of at least this size may be written from their own memory.
 constexpr std::size_t kMinUngatheredNbytes = std::size_t{64} << 10;
 
-// Copies a piece of a payload, and returns its CRC continued over it if that is wanted.
+// Copies a piece of a payload; with compute_crcs, returns the CRC continued over it.
 std::uint32_t copy_payload(std::byte* out, const std::byte* data, std::size_t nbytes,
                            std::uint32_t crc, bool compute_crcs) {
   if (compute_crcs) return crc32_copy(crc, out, data, nbytes);
@@ -60,11 +60,10 @@ class MemoryChunk final : public ChunkSink {
   bool compute_crcs_;
 };
 
-// Gathers a chunk in a buffer that mirrors its blocks, except for blocks that lie within a payload
-// and are where the device takes them from.
+// Gathers a chunk in a mirroring buffer, except blocks that the device can take from a payload.
 class BlockChunk final : public ChunkSink {
  public:
-  // `offset`, the chunk's in the file, is that of a block.
+  // `offset`, the chunk's position in the file, begins a block.
   BlockChunk(std::byte* buffer, std::uint64_t offset, const DirectIoAlignment& alignment,
              bool compute_crcs)
       : buffer_(buffer),
@@ -95,7 +94,7 @@ class BlockChunk final : public ChunkSink {
     std::memset(mirror(), 0, nbytes);
     add(mirror(), nbytes);
   }
-  // The chunk's first `nbytes` bytes; those after them are in the buffer.
+  // The chunk's first `nbytes` bytes; the bytes behind them are in the buffer.
   std::vector<iovec> pieces(std::size_t nbytes) {
     std::vector<iovec> pieces;
     for (iovec piece : pieces_) {
@@ -134,13 +133,13 @@ class BlockChunk final : public ChunkSink {
   std::vector<iovec> pieces_;
 };
 
-// Whether a payload is gathered although nobody computes its checksum.  Threads that write to one
-// file wait for each other while the kernel copies, which takes longer from memory than from the
-// processor's cache; a thread that is alone would only copy twice.
+// Whether payloads are gathered even without a checksum.  Threads that write to one file wait for
+// each other while the kernel copies, and it copies faster from the processor's cache than from
+// memory.  A single thread would only copy twice.
 enum class Gather : std::uint8_t { kAll, kWhatNeedsIt };
 
-// Hands a chunk on in large pieces, by way of a buffer: the checksum is that of the copy, so it is
-// right even if somebody changes the payload meanwhile.
+// Passes a chunk on in large pieces through a buffer.  The checksum is computed from the copy, so
+// it is right even if another thread changes the payload meanwhile.
 class GatheringChunk final : public ChunkSink {
  public:
   GatheringChunk(const StreamSink& sink, bool compute_crcs, Gather gather,
@@ -197,7 +196,7 @@ class GatheringChunk final : public ChunkSink {
   std::size_t n_gathered_ = 0;
 };
 
-// The size of buffers for a body's GatheringChunks.
+// The buffer size for a body's GatheringChunks.
 std::size_t gathered_nbytes(const FileBody& body) {
   const std::uint64_t nbytes = std::min<std::uint64_t>(body.nbytes(), body.chunk_nbytes());
   return std::clamp<std::uint64_t>(nbytes, 1, kGatheredNbytes);
@@ -224,8 +223,7 @@ void write_cached(FileBody& body, ChunkPipeline& pipeline, std::size_t i, File& 
   chunk.flush();
 }
 
-// Writes chunks past the page cache, by a description of the file of its own.  Safe for concurrent
-// use.
+// Writes chunks past the page cache by its own open file.  Safe for concurrent use.
 class DirectWriter {
  public:
   DirectWriter(FileBody& body, const File& file, std::uint64_t base_offset,
@@ -236,15 +234,15 @@ class DirectWriter {
         options_(options),
         n_buffers_(n_buffers),
         alignment_(options.direct_nbytes ? file.direct_io_alignment() : DirectIoAlignment{}),
-        // Only whole blocks can be written directly; the rest of the body goes with the tail.
+        // Only whole blocks can be written directly; the rest of the body is written with the tail.
         aligned_end_(align_down(body.nbytes(), alignment_.block_nbytes())),
         direct_(alignment_.supported() ? file.open_direct_writer() : Descriptor(), file.path()),
         is_possible_(direct_.fd() >= 0) {}
 
-  // False where the file system has no direct writes or has refused one, or memory is short.
+  // False if the file system has no direct writes or has refused one, or if memory is short.
   bool is_possible() const { return is_possible_.load(std::memory_order_relaxed); }
 
-  // Comes before the first write().
+  // Must be called before the first write().
   void take_buffers() {
     try {
       buffers_ = &(options_.buffers != nullptr ? *options_.buffers : own_)
@@ -260,7 +258,7 @@ class DirectWriter {
     const std::uint64_t offset = base_offset_ + range.begin;
     const std::size_t nbytes = std::min(range.end, aligned_end_) - range.begin;
     std::function<void(const File&)> write;
-    // What a stager has brought is gone when the chunk is produced.
+    // Staged bytes are freed when the chunk has been produced.
     const bool comes_later = options_.stager != nullptr || options_.arriving != nullptr;
     if (options_.payloads_are_still && !comes_later) {
       BlockChunk chunk(buffer.data(), offset, alignment_, options_.compute_crcs);
@@ -279,12 +277,11 @@ class DirectWriter {
     if (nbytes > 0) write_aligned(write);
   }
 
-  // The bytes of the body behind its last whole block, if they were in a chunk written here.
+  // The bytes behind the body's last whole block, if write() has seen them.
   const std::string& rest() const { return rest_; }
 
  private:
-  // A kernel that refuses (EINVAL) although it promised direct I/O gets the rest of the file
-  // through the page cache.
+  // If the kernel refuses promised direct I/O (EINVAL), the rest goes through the page cache.
   void write_aligned(const std::function<void(const File&)>& write) {
     try {
       write(direct_);
@@ -309,7 +306,7 @@ class DirectWriter {
   BufferPool* buffers_ = nullptr;
 };
 
-// Runs `write_chunk` over the body's chunks.  One chunk is written faster than a thread starts.
+// Runs `write_chunk` over the body's chunks, without threads for a single chunk.
 void run_chunks(FileBody& body, std::size_t n_threads, Priority priority, Progress& progress,
                 const Poll& poll, const ChunkPipeline::Work& write_chunk) {
   const auto work = [&](ChunkPipeline& self, std::size_t chunk) {
@@ -382,7 +379,7 @@ void write_to_file(FileBody& body, File& file, std::uint64_t base_offset,
   const std::uint64_t n_first = options.direct_nbytes.value_or(0);
   const std::size_t n_cached_threads = n_first > 0 ? options.n_direct_threads : options.n_threads;
   const std::size_t n_direct_threads = std::max(options.n_direct_threads, n_cached_threads);
-  // A buffer for each worker: one that waited for a buffer could hold up the workers that have one.
+  // A buffer for each worker: one that waited for a buffer could block the workers that have one.
   BufferPool gathered(std::min(std::max<std::size_t>(n_direct_threads, 1), body.n_chunks()),
                       gathered_nbytes(body), Count::kUpTo);
   const std::size_t n_threads = std::min(n_cached_threads, gathered.count());

@@ -1,5 +1,5 @@
-// Modules, and attributes by name, asked for with the interned str that Python's own code uses: any
-// other str would take a place in the interpreter's cache of looked up methods.  The GIL is held.
+// Imports modules and looks up attributes.  Names are the interned str objects that Python's own
+// code uses, because any other would fill the interpreter's method cache.  Needs the GIL.
 #pragma once
 
 #include <Python.h>
@@ -28,7 +28,7 @@ inline Object attribute(const Object& object, const char* name) {
   return attribute(object.get(), name);
 }
 
-// Nothing if there is no such attribute.
+// The attribute, or nothing if the object does not have it.
 inline Object attribute_or_nothing(PyObject* object, const char* name) {
   Object found = Object::steal(PyObject_GetAttr(object, interned(name).get()));
   if (found) return found;
@@ -37,7 +37,7 @@ inline Object attribute_or_nothing(PyObject* object, const char* name) {
   return found;
 }
 
-// Whether it is a function of the module's source, not one that was put in its place.
+// Whether the object is a function from the module's source, not a replacement.
 inline bool is_function_of(PyObject* object, const Object& module) {
   return PyFunction_Check(object) != 0 &&
          PyFunction_GET_GLOBALS(object) == PyModule_GetDict(module.get());

@@ -1,5 +1,4 @@
-// Owned references to Python objects, and how the C API's errors travel through C++.  The GIL is
-// held wherever these are used.
+// Owned references to Python objects, and the exception for errors of the C API.  Needs the GIL.
 #pragma once
 
 #include <Python.h>
@@ -8,7 +7,7 @@
 
 namespace ptsave {
 
-// A call into Python failed: its exception is set, and the binding hands it on unchanged.
+// A call into Python failed and has set its exception, which the binding passes on unchanged.
 struct PythonError {};
 
 // One strong reference, or none.
@@ -25,7 +24,7 @@ class Object {
 
   // Takes over a new reference.
   static Object steal(PyObject* object) { return Object(object); }
-  // Takes over a new reference that a C API call returned; PythonError if it is null.
+  // Takes over a new reference from a C API call; throws PythonError if it is null.
   static Object checked(PyObject* object) {
     if (object == nullptr) throw PythonError{};
     return Object(object);
@@ -42,7 +41,7 @@ class Object {
   PyObject* object_ = nullptr;
 };
 
-// For C API calls that return -1 on failure.
+// Checks the result of a C API call that returns -1 on failure.
 inline int checked(int result) {
   if (result < 0) throw PythonError{};
   return result;

@@ -1,7 +1,6 @@
-// The opcodes of pickle protocol 2, as far as something here writes or reads them, and reading them
-// off a pickle.
+// The opcodes of pickle protocol 2 that ptsave writes or reads, and a cursor over a pickle.
 //
-// Pure; nothing here allocates.
+// Pure; does not allocate.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +11,7 @@
 
 namespace ptsave {
 
-// By the names of Python's pickle module.
+// Named as in Python's pickle module.
 namespace opcode {
 
 inline constexpr unsigned char kMark = '(';
@@ -53,12 +52,12 @@ inline constexpr unsigned char kLong1 = 0x8a;
 inline constexpr unsigned char kLong4 = 0x8b;
 inline constexpr unsigned char kEmptySet = 0x8f;
 
-// For tuples of 1, 2 and 3 values; longer ones have a mark and kTuple.
+// For tuples of 1, 2 and 3 values; longer tuples use a mark and kTuple.
 inline constexpr std::array kTuples = {kTuple1, kTuple2, kTuple3};
 
 }  // namespace opcode
 
-// Little-endian, as all integers of a pickle; `bytes` has at most eight.
+// Reads a little-endian integer of at most eight bytes, like all integers of a pickle.
 inline std::uint64_t little_endian(std::string_view bytes) {
   std::uint64_t value = 0;
   for (std::size_t i = bytes.size(); i-- > 0;) {
@@ -67,7 +66,7 @@ inline std::uint64_t little_endian(std::string_view bytes) {
   return value;
 }
 
-// A place in a pickle.  Like a Python file, it returns fewer bytes than asked near the end.
+// A position in a pickle.  Like a Python file, it returns fewer bytes at the end.
 class PickleCursor {
  public:
   explicit PickleCursor(std::string_view pickle) : pickle_(pickle) {}
@@ -76,7 +75,7 @@ class PickleCursor {
   std::size_t position() const { return position_; }
   bool at_end() const { return position_ == pickle_.size(); }
 
-  // Neither at the end.
+  // Not to be called at the end.
   unsigned char peek() const { return static_cast<unsigned char>(pickle_[position_]); }
   unsigned char byte() { return static_cast<unsigned char>(pickle_[position_++]); }
 
@@ -88,7 +87,7 @@ class PickleCursor {
     return {pickle_.data() + begin, position_ - begin};
   }
 
-  // With the newline, if there is one.
+  // Takes a line with its newline, if there is one.
   std::string_view line() {
     const std::size_t newline = pickle_.find('\n', position_);
     return take(newline == std::string_view::npos ? newline : newline + 1 - position_);

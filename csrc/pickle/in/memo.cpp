@@ -7,11 +7,11 @@
 namespace ptsave {
 namespace {
 
-// Steps over the operand of an opcode.  False for an opcode that torch's machine does not know and
-// for STOP: nothing after it is run.
+// Skips an opcode's operand.  False for STOP and for an opcode that torch's machine does not know,
+// because nothing after it is run.
 //
-// Each case has its own constant, so that the place of the next opcode can be predicted; taken from
-// a table, it would be known only after two loads.
+// Each case has its own constant, so that the processor can predict the place of the next opcode.
+// With a table, the place would be known only after two loads.
 bool skip_operand(PickleCursor& cursor, unsigned char op) {
   switch (op) {
     case opcode::kMark:

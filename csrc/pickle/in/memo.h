@@ -1,5 +1,4 @@
-// Values of the restricted machine, on its stack and in its memo.  The GIL is held wherever these
-// are used.
+// Values of the restricted machine, on its stack and in its memo.  Needs the GIL.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +13,8 @@
 
 namespace ptsave {
 
-// A Python object, or a storage that is not one yet (and mostly never becomes one): the number it
-// has among those of a load.  One machine word, because stacks and memos are full of them.
+// A Python object, or the number of a load's storage that has no Python object yet (and mostly
+// never gets one).  It is one machine word, because stacks and memos are full of values.
 class Value {
  public:
   Value() = default;
@@ -50,22 +49,22 @@ class Value {
   std::uintptr_t bits_ = 0;
 };
 
-// The memo of one pickle.  It keeps only entries that the pickle reads somewhere: picklers write an
-// entry for nearly every object and read few of them.
+// The memo of one pickle.  It keeps only entries that the pickle reads, because picklers write an
+// entry for nearly every object and read few.
 class Memo {
  public:
-  // Looks through the pickle, which must stay where it is.
+  // Finds the entries that the pickle reads.
   explicit Memo(std::string_view pickle);
 
-  // Whether the pickle reads entry `i`; other entries need not be kept.
+  // Whether the pickle reads entry `i`, so that it must be kept.
   bool is_read(std::uint32_t i) const {
     return i < read_.size() ? static_cast<bool>(read_[i]) : i >= n_near_ && far_read_.contains(i);
   }
 
-  // Not for entries that are not read.
+  // Only for entries that are read.
   void put(std::uint32_t i, const Value& value);
 
-  // Null if nothing was put there.
+  // The value of an entry; null if nothing was put there.
   const Value* get(std::uint32_t i) const {
     if (i < near_.size()) return near_[i] ? &near_[i] : nullptr;
     return get_far(i);
@@ -75,7 +74,7 @@ class Memo {
   void note_read(std::uint32_t i);
   const Value* get_far(std::uint32_t i) const;
 
-  // Indices up to the pickle's size are near: the pickle pays for the memory they take.
+  // Indices below the pickle's size are near: their memory is in proportion to the pickle.
   std::size_t n_near_;
   std::vector<bool> read_;
   std::unordered_set<std::uint32_t> far_read_;

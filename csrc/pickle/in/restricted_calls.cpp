@@ -1,4 +1,4 @@
-// The steps that run code.  The fast ones are those that torch.save writes for plain tensors.
+// The restricted machine's steps that run code. torch.save writes the fast ones for plain tensors.
 #include <torch/csrc/Size.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -10,14 +10,15 @@
 
 namespace ptsave {
 
-// The MARK of a tensor's arguments: torch.save writes the same steps for every plain tensor.
+// At the MARK of a tensor's arguments, tries all of its steps at once: torch.save writes the same
+// steps for every plain tensor.
 void RestrictedMachine::mark() {
   const bool is_tensor = stack_.depth() > 0 && stack_.last(1).front().get() == globals_.tensor_v2();
   if (!is_tensor || !rebuild_at_once()) stack_.mark();
 }
 
-// Takes all steps up to the REDUCE that makes the tensor, if they are the usual ones.  Otherwise
-// nothing has happened but that its storage may be known already.
+// Takes all steps up to the REDUCE that makes the tensor, if they are the usual ones.  Otherwise it
+// only may have registered the storage.
 bool RestrictedMachine::rebuild_at_once() {
   if (!globals_.rebuilds_are_torchs()) return false;
   PickleCursor ahead = cursor_;
@@ -52,8 +53,8 @@ bool RestrictedMachine::rebuild_over(const c10::Storage& storage, c10::ScalarTyp
   return true;
 }
 
-// Called to make a tuple of the last n values.  If nothing but the next opcode can use it, and that
-// one can take the values from the stack, the tuple is not made.
+// Tries to avoid making a tuple of the last n values: if only the next opcode can use it, executes
+// that opcode with the values on the stack.
 bool RestrictedMachine::consume_tuple(std::size_t n) {
   PickleCursor ahead = cursor_;
   const auto next = [&ahead] { return ahead.at_end() ? opcode::kStop : ahead.byte(); };
@@ -121,7 +122,7 @@ void RestrictedMachine::global() {
   const std::string_view name = cursor_.line();
   const std::string_view both = lines.take(cursor_.position() - start);
   if (!module.ends_with('\n') || !name.ends_with('\n')) {
-    torch_.run(std::string("c").append(both));  // fails: torch takes the last letter for a newline
+    torch_.run(std::string("c").append(both));  // fails: torch takes the last letter as a newline
     fail(PyExc_EOFError, "");
   }
   stack_.push(globals_.resolve(both));
@@ -167,7 +168,7 @@ Object RestrictedMachine::call_by_torch(PyObject* function, PyObject* arguments,
   return result;
 }
 
-// Refuses to make a bytearray larger than the pickle: a number is all that it takes.
+// Refuses a bytearray larger than the pickle, which a few bytes (a number) could request.
 void RestrictedMachine::check_size(PyObject* arguments) const {
   if (PyTuple_GET_SIZE(arguments) != 1 || !PyLong_Check(PyTuple_GET_ITEM(arguments, 0))) return;
   int overflow = 0;

@@ -22,8 +22,8 @@
 
 namespace ptsave {
 
-// Takes the fast steps itself and leaves every other one to torch's machine.  One for each load;
-// the GIL is held wherever it is used.
+// Takes the fast steps itself and leaves all others to torch's machine.  One per load.  Needs the
+// GIL.
 class RestrictedMachine {
  public:
   RestrictedMachine(std::string_view pickle, PyObject* persistent_load, PyObject* encoding,
@@ -44,13 +44,13 @@ class RestrictedMachine {
   static constexpr Steps steps();
   static const Steps kSteps;
 
-  // The cause of an exception: if it is the pickle, the place in the pickle is noted.
+  // The cause of an exception; if it is the pickle, the exception gets the offset in the pickle.
   enum class Blame : std::uint8_t { kPickle, kPickleUnlessRuntimeError, kNobody };
 
   void note_offset() const;
   void let_others_run();
 
-  // ---- the stack; a value that leaves it towards Python must be an object
+  // ---- the stack; a value must be an object before it is passed to Python
 
   void push_borrowed(PyObject* object) { stack_.push(Object::borrow(object)); }
   Object pop_object();
@@ -106,7 +106,7 @@ class RestrictedMachine {
   // ---- everything that runs code
 
   bool rebuild_at_once();
-  // Puts the tensor of the steps, which end where `ahead` is, on the stack; false if torch must.
+  // Pushes the tensor of `steps`, which end at `ahead`; false if torch must make it.
   bool rebuild_over(const c10::Storage& storage, c10::ScalarType dtype, const TensorSteps& steps,
                     const PickleCursor& ahead);
   bool consume_tuple(std::size_t n);

@@ -26,7 +26,7 @@ std::optional<std::string_view> text_of(PyObject* object) {
   return std::string_view(text, static_cast<std::size_t>(size));
 }
 
-// The number that torch has given a storage, if this is how it writes it.
+// The number in a key, if the key is written as torch writes it.
 std::optional<std::uint32_t> number_of(std::string_view key) {
   if (key.empty() || (key.front() == '0' && key.size() > 1)) return std::nullopt;
   std::uint32_t number = 0;
@@ -82,12 +82,12 @@ std::optional<EmptyStorage> StorageReferences::make_empty(PyObject* word, PyObje
   return EmptyStorage{.storage = *storage, .type = type};
 }
 
-// A storage that is referred to for the first time.
+// Adds a storage at its first reference.
 std::optional<std::size_t> StorageReferences::add(std::uint32_t& state, const StorageType& type,
                                                   std::string_view key, std::string_view location,
                                                   std::int64_t numel) {
-  // An empty storage is another one at each reference, which no number tells from others: torch
-  // does not count it as loaded.
+  // Each reference to an empty storage makes a new one, because torch does not record it as loaded.
+  // So it cannot have one number.
   if (numel <= 0) return std::nullopt;
   std::uint64_t nbytes = 0;
   if (__builtin_mul_overflow(static_cast<std::uint64_t>(numel), c10::elementSize(type.dtype),
@@ -107,7 +107,7 @@ std::optional<std::size_t> StorageReferences::add(std::uint32_t& state, const St
   return storages_.size() - 1;
 }
 
-// There are few.
+// A linear search is enough: there are few locations.
 const std::string& StorageReferences::kept_location(std::string_view location) {
   const auto known = std::ranges::find(locations_, location);
   return known != locations_.end() ? *known : locations_.emplace_back(location);
@@ -136,7 +136,7 @@ void StorageReferences::leave_to_torch(PyObject* id) {
   if (!key) return;
   std::uint32_t& state = state_of(*key);
   if (state >= kFirst) {
-    as_object(state - kFirst);  // torch must know about the first reference
+    as_object(state - kFirst);  // torch must see the first reference
   } else {
     state = kLeftToTorch;
   }
@@ -153,8 +153,8 @@ bool StorageReferences::is_well_formed(PyObject* id) const {
 }
 
 std::uint32_t& StorageReferences::state_of(std::string_view key) {
-  // Keys come mostly in order; a number far ahead must not take memory up to there, nor may its
-  // state be looked for in two places.
+  // Keys mostly come in order.  A number far ahead must not take memory up to there, and each key's
+  // state must be in one place only.
   const std::optional<std::uint32_t> number = number_of(key);
   if (number && *number < states_.size()) return states_[*number];
   if (!number || *number > states_.size() + kMaxGap || !other_states_.empty()) {

@@ -1,5 +1,4 @@
-// The storages that a pickle refers to, by persistent ids.  The GIL is held wherever these are
-// used.
+// The storages that a pickle refers to by persistent ids.  Needs the GIL.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -25,51 +24,49 @@ struct StorageType {
   c10::ScalarType dtype;
 };
 
-// A storage that nothing in Python knows yet.
+// A storage without a Python object so far.
 struct PlainStorage {
   const c10::Storage* storage;  // the source's
   const StorageType* type;      // of the first reference
   std::string key;
-  const std::string* location;  // as well
-  Object typed;                 // the result of torch's persistent_load, once it was necessary
+  const std::string* location;  // of the first reference
+  Object typed;                 // the result of torch's persistent_load, if it was needed
 };
 
-// A storage of no bytes, which has no other reference.
+// A storage of 0 bytes with a single reference.
 struct EmptyStorage {
   c10::Storage storage;
   const StorageType* type;
 };
 
-// torch keeps one storage for each key: the first reference decides about its type.  So for each
-// key either all references are resolved here, or all by torch's persistent_load.
+// torch keeps one storage for each key, and the first reference decides its type.  So either all of
+// a key's references are resolved here, or all by torch's persistent_load.
 class StorageReferences {
  public:
-  // With null `source`, everything is torch's.
+  // With null `source`, torch resolves everything.
   StorageReferences(StorageSource* source, const TorchMachine& torch);
 
-  // The number of the storage that an id means, if it is an ordinary one: ("storage", a storage
-  // type, key, a location that the source knows, numel).  Nothing if torch's persistent_load must
-  // decide.
+  // The number of an ordinary id's storage: ("storage", a storage type, key, a location that the
+  // source knows, numel).  Nothing if torch's persistent_load must resolve the id.
   std::optional<std::size_t> find(std::span<PyObject* const> id);
-  // The same for the parts of an id that is no object.  Only the first reference's `numel` matters.
+  // The same for the parts of an id without object.  Only the first reference's `numel` matters.
   std::optional<std::size_t> find(PyObject* word, PyObject* storage_type, std::string_view key,
                                   std::string_view location, std::optional<std::int64_t> numel);
 
-  // A new storage for the parts of an id whose numel is 0, and which nothing else refers to: torch
-  // makes another empty storage at each reference.  Nothing if torch's persistent_load must decide.
+  // A new storage for the parts of an id with numel 0, because torch makes a new empty storage at
+  // each reference.  Nothing if torch's persistent_load must resolve the id.
   std::optional<EmptyStorage> make_empty(PyObject* word, PyObject* storage_type,
                                          std::string_view key, std::string_view location);
 
   const PlainStorage& operator[](std::size_t index) const { return storages_[index]; }
 
-  // The storage as the object that torch's persistent_load makes: one, however often it is asked
-  // for.
+  // The storage as the object of torch's persistent_load, which is called once for each storage.
   Object as_object(std::size_t index);
 
-  // Tells that torch's persistent_load is about to be called with this id.
+  // Must be called before torch's persistent_load is called with this id.
   void leave_to_torch(PyObject* id);
 
-  // Whether an id has the types that torch's persistent_load takes for granted.
+  // Whether an id has the types that torch's persistent_load assumes.
   bool is_well_formed(PyObject* id) const;
 
  private:
@@ -79,7 +76,7 @@ class StorageReferences {
 
   // The state of a key: unseen, left to torch, or the number of a storage.
   std::uint32_t& state_of(std::string_view key);
-  // Nothing if it is no storage type.
+  // Null if the object is no storage type.
   const StorageType* known_type(PyObject* object);
   std::optional<std::size_t> add(std::uint32_t& state, const StorageType& type,
                                  std::string_view key, std::string_view location,
@@ -93,7 +90,7 @@ class StorageReferences {
   Object storage_type_;     // torch.serialization.StorageType
   Object untyped_storage_;  // torch.UntypedStorage
   std::deque<StorageType> types_;
-  Object storage_word_;  // the last object that said "storage": mostly it comes again
+  Object storage_word_;  // the last str "storage": usually always the same object
   std::deque<std::string> locations_;
   std::deque<PlainStorage> storages_;
   std::vector<std::uint32_t> states_;  // of keys "0", "1", ... as torch numbers storages

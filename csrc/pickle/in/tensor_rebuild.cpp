@@ -19,7 +19,7 @@ namespace ptsave {
 namespace {
 
 std::optional<std::int64_t> natural_number(PyObject* object) {
-  if (!PyLong_CheckExact(object)) return std::nullopt;  // torch accepts True in some places only
+  if (!PyLong_CheckExact(object)) return std::nullopt;  // torch accepts True only in some places
   int overflow = 0;
   const long long n = PyLong_AsLongLongAndOverflow(object, &overflow);
   if (overflow != 0 || n < 0) return std::nullopt;
@@ -36,7 +36,7 @@ bool read_counts(PyObject* sequence, Dimensions& counts) {
   return true;
 }
 
-// Nothing if a number is missing, negative or too large.
+// Reads a geometry; nothing if a number is missing, negative or too large.
 std::optional<Geometry> geometry_of(PyObject* offset, PyObject* sizes, PyObject* strides) {
   Geometry geometry;
   const std::optional<std::int64_t> start = natural_number(offset);
@@ -48,10 +48,10 @@ std::optional<Geometry> geometry_of(PyObject* offset, PyObject* sizes, PyObject*
   return geometry;
 }
 
-// Whether all elements lie within a storage of `nbytes`, and their number is one at all.
+// Whether all elements lie within a storage of `nbytes`, without overflow.
 bool fits(const Geometry& geometry, c10::ScalarType dtype, std::size_t nbytes) {
   std::int64_t numel = 1;
-  std::int64_t end = 0;  // of the last element, from the first
+  std::int64_t end = 0;  // the last element's position, relative to the first
   bool overflows = false;
   for (std::size_t i = 0; i < geometry.sizes.size(); ++i) {
     const std::int64_t size = geometry.sizes[i];
@@ -60,13 +60,13 @@ bool fits(const Geometry& geometry, c10::ScalarType dtype, std::size_t nbytes) {
     overflows |= __builtin_mul_overflow(size - 1, geometry.strides[i], &step);
     overflows |= __builtin_add_overflow(end, step, &end);
   }
-  end /= elements_per_byte(dtype);  // torch packs them without gaps, and counts the offset in bytes
+  end /= elements_per_byte(dtype);  // torch packs them without gaps, but counts the offset in bytes
   overflows |= __builtin_add_overflow(end, geometry.offset, &end);
   if (overflows) return false;
   return numel == 0 || static_cast<std::uint64_t>(end) < nbytes / c10::elementSize(dtype);
 }
 
-// Types whose tensors torch.empty() makes without further ado: no quantizer, no warning.
+// Types whose tensors torch.empty() makes without a quantizer and without a warning.
 bool is_plain_dtype(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::ScalarType::Byte:
@@ -99,7 +99,7 @@ bool can_require_grad(c10::ScalarType dtype) {
   return c10::isFloatingType(dtype) || c10::isComplexType(dtype);
 }
 
-// Whether making a tensor is nothing but that: no mode sees it, and it is no inference tensor.
+// Whether a tensor is made without side effects: no mode, no inference tensor.
 bool nothing_intervenes() {
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   return keys.included_ == c10::default_included_set &&
@@ -108,7 +108,7 @@ bool nothing_intervenes() {
          at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// Takes torch's own steps, because backends outside of torch may have tensor types of their own.
+// Makes a tensor by torch's own steps, because external backends may have their own tensor types.
 at::Tensor make_tensor_of_backend(const PlainTensor& plain) {
   const auto options = at::TensorOptions(plain.dtype).device(plain.storage.device());
   at::Tensor tensor = at::empty({0}, options);
@@ -130,7 +130,7 @@ at::Tensor make_tensor(const PlainTensor& plain) {
   return tensor;
 }
 
-// The arguments of the three functions that make tensors.
+// The arguments of torch's three functions that make tensors.
 struct TensorArguments {
   std::span<const Value> all;
   Rebuild function;
@@ -162,7 +162,7 @@ bool is_quantized_dtype(PyObject* object) {
          c10::isQIntType(reinterpret_cast<THPDtype*>(object)->scalar_type);
 }
 
-// `arguments` begin with a storage, the offset, size and stride.
+// `arguments` begin with storage, offset, size and stride.
 void check_geometry(PyObject* arguments, c10::ScalarType dtype) {
   const Object untyped =
       attribute(Object::borrow(PyTuple_GET_ITEM(arguments, 0)), "_untyped_storage");
@@ -176,7 +176,7 @@ void check_geometry(PyObject* arguments, c10::ScalarType dtype) {
   }
 }
 
-// The type of tensor that a function makes; null if it can be told from neither argument.
+// The dtype of the tensor that a function makes; null if the arguments do not show it.
 Object dtype_argument(Rebuild function, PyObject* arguments) {
   constexpr Py_ssize_t kDtype = 6;
   if (function == Rebuild::kTensorV3) {
@@ -184,7 +184,7 @@ Object dtype_argument(Rebuild function, PyObject* arguments) {
     return Object::borrow(PyTuple_GET_ITEM(arguments, kDtype));
   }
   const Object storage = Object::borrow(PyTuple_GET_ITEM(arguments, 0));
-  // A tensor has the attributes that torch asks a storage for here.
+  // Refuse a tensor here: it has the attributes that torch expects of a storage.
   if (THPVariable_Check(storage.get())) refuse_quantized();
   if (PyObject_HasAttrString(storage.get(), "_untyped_storage") == 0) return {};
   return attribute(storage, "dtype");
@@ -249,7 +249,7 @@ Object TensorRebuilder::rebuild_tensor(Rebuild function, std::span<const Value> 
   if (given.have_flags()) {
     requires_grad = given.requires_grad() == Py_True;
     if (!requires_grad && given.requires_grad() != Py_False) return {};
-    // torch's third function makes a tensor that requires grad before it fills it.
+    // _rebuild_tensor_v3 sets requires_grad before it fills the tensor.
     if (requires_grad && function == Rebuild::kTensorV3) return {};
     if (!PyODict_CheckExact(given.hooks())) return {};
   }
@@ -300,7 +300,7 @@ Object unpacked(PyObject* arguments) {
 }
 
 void check_quantized(const Globals& globals, Rebuild function, Object arguments) {
-  // (function, type, its arguments, state), nested as deep as somebody likes.
+  // (function, type, its arguments, state), nested to any depth.
   while (function == Rebuild::kFromType) {
     if (!PyTuple_Check(arguments.get()) || PyTuple_GET_SIZE(arguments.get()) < 3) return;
     function = globals.rebuild_of(PyTuple_GET_ITEM(arguments.get(), 0));

@@ -17,23 +17,23 @@ namespace ptsave {
 
 using Dimensions = c10::SmallVector<std::int64_t, 5>;
 
-// Offset, sizes and strides of a tensor in its storage; none of the numbers is negative.
+// Offset, sizes and strides of a tensor in its storage, none negative.
 struct Geometry {
   std::int64_t offset = 0;
   Dimensions sizes;
   Dimensions strides;
 };
 
-// A tensor that is nothing but its storage, geometry and flag.
+// A tensor that consists only of storage, dtype, geometry, flag and hooks.
 struct PlainTensor {
   const c10::Storage& storage;
   c10::ScalarType dtype;
   const Geometry& geometry;
   bool requires_grad = false;
-  PyObject* hooks = nullptr;  // a collections.OrderedDict, or null: then it gets none
+  PyObject* hooks = nullptr;  // a collections.OrderedDict, or null for none
 };
 
-// Sets the `_backward_hooks` of tensors.  The GIL is held wherever this is used.
+// Sets the `_backward_hooks` of tensors.  Needs the GIL.
 class HooksSetter {
  public:
   HooksSetter();
@@ -41,19 +41,19 @@ class HooksSetter {
 
  private:
   Object name_;
-  // torch.Tensor's descriptor of that name, as long as it is torch's own: setting an attribute
+  // torch.Tensor's own descriptor of that name, or null if it was replaced.  Setting an attribute
   // would look it up for each tensor.
   Object descriptor_;
   PyGetSetDef* direct_ = nullptr;
 };
 
-// The GIL is held wherever this is used.
+// Rebuilds tensors without calling torch's functions.  Needs the GIL.
 class TensorRebuilder {
  public:
   explicit TensorRebuilder(const StorageReferences& storages);
 
-  // The object that torch's function makes of the arguments, or nothing if it is not certain that
-  // it makes one, or that it would be no other: then the function itself must be called.
+  // The object that torch's function makes from the arguments.  Nothing if it is not certain that
+  // this is the same object; the function itself must then be called.
   Object rebuild(Rebuild function, std::span<const Value> arguments) const;
   Object rebuild(const PlainTensor& tensor) const;
 
@@ -67,15 +67,14 @@ class TensorRebuilder {
   HooksSetter hooks_setter_;
 };
 
-// The tuple that a call makes of `arguments`; none if they are not iterable, which the call will
-// say.
+// The tuple that a call makes from `arguments`; nothing if they are not iterable (the call fails).
 Object unpacked(PyObject* arguments);
 
-// Refuses to make a quantized tensor that reaches beyond its storage: torch does not look.
-// `arguments` are those of a function other than kNone.
+// Refuses a quantized tensor that reaches beyond its storage, which torch does not check.
+// `function` is not kNone.
 void check_quantized(const Globals& globals, Rebuild function, Object arguments);
 
-// Refuses to give a quantized tensor another storage, for the same reason.
+// Refuses another storage for a quantized tensor, for the same reason.
 void check_set_state(PyObject* object);
 
 }  // namespace ptsave

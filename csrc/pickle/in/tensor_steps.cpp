@@ -3,7 +3,7 @@
 namespace ptsave {
 namespace {
 
-// Reads the expected opcodes; every function returns false, or null, for any other.
+// Reads expected opcodes; every function returns false for any other opcode.
 class Recognizer {
  public:
   Recognizer(const PickleCursor& cursor, const Memo& memo) : cursor_(cursor), memo_(memo) {}
@@ -16,7 +16,7 @@ class Recognizer {
     return true;
   }
 
-  // An object that the memo has.
+  // Reads an object from the memo.
   bool memoized(PyObject*& object) {
     std::uint64_t i = 0;
     if (opcode(opcode::kBinGet)) {
@@ -30,7 +30,7 @@ class Recognizer {
     return true;
   }
 
-  // The last object is put nowhere, or into a memo entry that nobody reads.
+  // Whether the last object is not memoized, or only in an entry that is never read.
   bool not_kept() {
     std::uint64_t i = 0;
     if (opcode(opcode::kBinPut)) {
@@ -65,7 +65,7 @@ class Recognizer {
     return opcode(marked ? opcode::kTuple : opcode::kTuples[n - 1]) && not_kept();
   }
 
-  // A storage's number, without leading zeros.
+  // Reads a storage's number, without leading zeros.
   bool key(std::string_view& text) {
     if (!short_text(text) || (text.front() == '0' && text.size() > 1)) return false;
     for (const char c : text) {
@@ -74,7 +74,7 @@ class Recognizer {
     return not_kept();
   }
 
-  // One str that all have, as "cpu", or one for each, as "cuda:0".
+  // Reads a location: the same str for all storages ("cpu"), or a new str for each ("cuda:0").
   bool location(std::string_view& text) {
     if (cursor_.at_end() || cursor_.peek() != opcode::kBinUnicode) return memoized_text(text);
     if (!short_text(text)) return false;

@@ -30,8 +30,7 @@ constexpr std::array kRebuildFunctions = {
     RebuildFunction{"torch._tensor", "_rebuild_from_type_v2", Rebuild::kFromType},
 };
 
-// Whether the functions, and the ones behind them, are those of torch's source: with one of them
-// replaced, they do something else.
+// Whether the rebuild functions, and the functions that they call, are torch's own, not replaced.
 bool internals_are_torchs() {
   const Object utils = import_module("torch._utils");
   for (const char* name : {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3",

@@ -1,7 +1,7 @@
 // torch's own restricted unpickler, for single steps, and the functions of torch that the fast
 // steps recognize.  A step is a pickle of a few bytes ("h\0h\1R." for REDUCE) with the operands in
-// its memo, so its policy, its calls and its errors are torch's by construction, of the installed
-// version.  The GIL is held wherever these are used.
+// its memo.  So its policy, calls and errors are always those of the installed torch.  Needs the
+// GIL.
 #pragma once
 
 #include <Python.h>
@@ -17,8 +17,8 @@
 
 namespace ptsave {
 
-// Python's cyclic garbage collector, paused.  A load makes nothing but objects that stay, and the
-// collector would look at all of them again and again.
+// Pauses Python's cyclic garbage collector, because all objects of a load stay, and the collector
+// would examine them again and again.
 class CollectorPause {
  public:
   CollectorPause() { pause(); }
@@ -27,7 +27,7 @@ class CollectorPause {
   ~CollectorPause() { resume(); }
 
   void pause() { was_enabled_ = PyGC_Disable() != 0; }
-  // Leaves it as it was before pause().
+  // Restores the state before pause().
   void resume() {
     if (was_enabled_) PyGC_Enable();
     was_enabled_ = false;
@@ -37,8 +37,8 @@ class CollectorPause {
   bool was_enabled_ = false;
 };
 
-// While other Python code runs, that is: it finds the collector as it would without a load, and can
-// switch it on and off.
+// Ends the pause while other Python code runs, which then finds the collector as without a load,
+// and may switch it on and off.
 class CollectorResumed {
  public:
   explicit CollectorResumed(CollectorPause& pause) : pause_(pause) { pause_.resume(); }
@@ -50,14 +50,14 @@ class CollectorResumed {
   CollectorPause& pause_;
 };
 
-// Runs small pickles on torch._weights_only_unpickler.Unpickler, or a subclass that allows more.
+// Runs small pickles on torch._weights_only_unpickler.Unpickler or a subclass that allows more.
 class TorchMachine {
  public:
   // `unpickler_type` is that subclass, or null.
   TorchMachine(PyObject* persistent_load, PyObject* encoding, PyObject* unpickler_type,
                CollectorPause& pause);
 
-  // Returns the object that `program` leaves on the stack; its memo begins with these values.
+  // Returns the object that `program` leaves on the stack; `memo` is its initial memo.
   Object run(std::string_view program, std::initializer_list<PyObject*> memo = {}) const;
   Object run(std::string_view program, const Object& memo) const;
 
@@ -83,7 +83,7 @@ enum class Rebuild : std::uint8_t {
   kFromType,   // _rebuild_from_type_v2, which calls another function
 };
 
-// The globals of one pickle: each is asked for once.
+// The globals of one pickle; each is looked up once.
 class Globals {
  public:
   explicit Globals(const TorchMachine& torch) : torch_(torch) {}
@@ -91,13 +91,13 @@ class Globals {
   // `lines` are the operands of GLOBAL, with their newlines.  They must outlive this object.
   Object resolve(std::string_view lines);
 
-  // Whether it is one of those that torch allows by default, and was resolved here.
+  // Whether the object was resolved here and is allowed by torch by default.
   bool is_default(PyObject* object) const;
-  // Identifies a resolved global as one of torch's functions.
+  // The kind of a resolved global, if it is one of torch's rebuild functions.
   Rebuild rebuild_of(PyObject* function) const;
-  // The one that makes nearly all tensors, once it was resolved.
+  // _rebuild_tensor_v2, which makes nearly all tensors; null before it is resolved.
   PyObject* tensor_v2() const { return tensor_v2_; }
-  // Whether nothing that those functions use was replaced.
+  // Whether none of the functions behind the rebuild functions was replaced.
   bool rebuilds_are_torchs() const { return rebuilds_are_torchs_; }
 
  private:
@@ -106,7 +106,7 @@ class Globals {
 
   const TorchMachine& torch_;
   std::unordered_map<std::string_view, Object> resolved_;
-  std::vector<PyObject*> defaults_;  // kept by resolved_, as are the next ones
+  std::vector<PyObject*> defaults_;  // kept alive by resolved_, like the next ones
   std::vector<std::pair<PyObject*, Rebuild>> rebuilds_;
   PyObject* tensor_v2_ = nullptr;
   bool rebuilds_are_torchs_ = false;

@@ -7,7 +7,7 @@
 namespace ptsave {
 namespace {
 
-// The C stack of 8 MiB that threads have overflows at 60,000 to 100,000 levels.
+// A thread's C stack of 8 MiB overflows at 60,000 to 100,000 levels.
 constexpr std::uint32_t kMaxTupleDepth = 10'000;
 constexpr std::uint32_t kMaxTuples = 10'000'000;  // a second; a few shared tuples can make 2^100
 
@@ -35,7 +35,7 @@ void TupleNesting::note(PyObject* tuple) {
     nestings_.insert_or_assign(tuple, nesting);
     any_is_dangerous_ |= nesting.is_dangerous();
   } else if (!nestings_.empty()) {
-    nestings_.erase(tuple);  // of a tuple that was at this address
+    nestings_.erase(tuple);  // an earlier tuple at this address
   }
 }
 

@@ -1,5 +1,5 @@
-// Tracks how deep tuples are nested, because Python hashes them recursively, without a look at the
-// C stack, and a part as often as it occurs.
+// Tracks how deep tuples are nested.  Python hashes tuples recursively without checking the C
+// stack, and hashes a shared part as often as it occurs.
 #pragma once
 
 #include <Python.h>
@@ -9,28 +9,28 @@
 
 namespace ptsave {
 
-// The GIL is held wherever this is used.
+// Needs the GIL.
 class TupleNesting {
  public:
-  // To be told of every tuple that is made.
+  // Must be called for every new tuple.
   void note(PyObject* tuple);
 
-  // Fails if hashing this object would be dangerous.
+  // Fails if hashing this key would be dangerous.
   void check_key(PyObject* key) const;
 
-  // Fails if there is any tuple that is dangerous to hash: for calls that may do anything.
+  // Fails if any tuple is dangerous to hash; for calls that may hash anything.
   void check_call() const;
 
  private:
   struct Nesting {
     std::uint32_t depth = 1;
-    std::uint32_t n_tuples = 1;  // that are hashed with it, itself included
+    std::uint32_t n_tuples = 1;  // hashed with it, itself included
     bool is_dangerous() const;
   };
 
   Nesting nesting_of(PyObject* tuple) const;
 
-  std::unordered_map<PyObject*, Nesting> nestings_;  // of tuples with tuples in them
+  std::unordered_map<PyObject*, Nesting> nestings_;  // for tuples that contain tuples
   bool any_is_dangerous_ = false;
 };
 

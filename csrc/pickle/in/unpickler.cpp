@@ -10,11 +10,10 @@
 namespace ptsave {
 namespace {
 
-// Bytes of the pickle that run before signals are handled and other threads may run: some
-// milliseconds.
+// After these bytes of the pickle (milliseconds), signals are handled and other threads may run.
 constexpr std::size_t kBytesInARow = std::size_t{128} << 10;
 
-// An exception that takes no attributes goes without.
+// Does nothing for an exception that takes no attributes.
 void set_offset(PyObject* exception, PyObject* offset) {
   if (offset == nullptr || PyObject_SetAttrString(exception, "pickle_offset", offset) < 0) {
     PyErr_Clear();
@@ -160,7 +159,7 @@ void RestrictedMachine::text() {
 
 void RestrictedMachine::short_string() { stack_.push(run_counted(cursor_.take(operand_byte()))); }
 
-// The current opcode, whose operand is at most 255 counted bytes, on torch's machine.
+// Runs the current opcode, with an operand of at most 255 counted bytes, on torch's machine.
 Object RestrictedMachine::run_counted(std::string_view bytes) const {
   std::string program{static_cast<char>(opcode_), static_cast<char>(bytes.size())};
   return torch_.run(program.append(bytes).append("."));
@@ -237,7 +236,7 @@ void RestrictedMachine::appends() {
   stack_.drop(n);
 }
 
-// False if `target` is of a type whose items torch must set.
+// Stores items in a dict; false if `target` is of a type for which torch must do it.
 bool RestrictedMachine::store_items(PyObject* target, std::size_t n) {
   const bool is_dict = PyDict_CheckExact(target);
   if (!is_dict && !PyODict_CheckExact(target)) return false;
@@ -274,7 +273,7 @@ void RestrictedMachine::set_items() {
   make_objects(stack_.last(n + 1));
   PyObject* const target = stack_.last(n + 1).front().get();
   if (!store_items(target, n)) {
-    torch_.run(std::string_view("h\0(u.", 5), {target});  // refuses it, unless it is a Counter, ...
+    torch_.run(std::string_view("h\0(u.", 5), {target});  // refuses all but a Counter, ...
     for (std::size_t i = 0; i < n; i += 2) {
       if (i + 1 == n) fail(PyExc_IndexError, "list index out of range");
       tuple_nesting_.check_key(stack_.last(n)[i].get());

@@ -1,4 +1,4 @@
-// Unpickles an object: the restricted machine behind weights_only=True.
+// Unpickles an object for weights_only=True.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -18,27 +18,28 @@ class StorageSource {
   StorageSource& operator=(const StorageSource&) = delete;
   virtual ~StorageSource() = default;
 
-  // The storage of the record data/<key>, if there is one of exactly `nbytes` bytes and storages
-  // from `location` have a known place: the same for the same key, and possibly still being filled.
-  // It is the source's, until the pickle has been run.  Of 0 bytes it is a new one each time, to be
-  // copied before the next call.  Otherwise null: torch's own rule then finds the place, or raises
-  // the error.
+  // The storage of the record data/<key>, if the record has exactly `nbytes` bytes and the place of
+  // `location` is known.  Otherwise null: torch's own rule then finds the place, or raises the
+  // error.  The same key always gives the same storage, which may still be filling.  The source
+  // owns it until the pickle has been run.  A storage of 0 bytes is a new one each time, valid
+  // until the next call.
   virtual const c10::Storage* storage_of(std::string_view key, std::uint64_t nbytes,
                                          std::string_view location) = 0;
 };
 
 // Rebuilds the same object as torch's restricted unpickler (torch._weights_only_unpickler), under
-// that module's policy as it is at the call.
+// that module's current policy.
 //
-// `persistent_load` is torch's, and is called for references that `storages` does not have; with
-// null `storages` for every one.  `encoding` is a str, as torch passes it on.  The steps that are
-// torch's are taken by an `unpickler_type`, a subclass of torch's that allows more, if it is not
-// null.  PythonError: the error of that unpickler.  The GIL is held throughout.
+// `persistent_load` is torch's; it resolves the references that `storages`, which may be null, does
+// not.  `encoding` is a str, as for torch.  A non-null `unpickler_type` is a subclass of torch's
+// unpickler that allows more, and takes torch's steps.  Throws PythonError as that does.  Needs the
+// GIL.
 //
-// Where torch's machine fails without having meant to (IndexError, EOFError, ...), the error is
-// also an UnpicklingError and says where in data.pkl.  Refused although torch accepts them:
-// quantized tensors that reach beyond their storage (torch crashes later), tuples nested so that
-// hashing them overflows the C stack or never ends, and a bytearray(n) larger than the pickle.
+// If torch's machine fails by accident (IndexError, EOFError, ...), the error is also an
+// UnpicklingError and gives the offset in data.pkl.  Three things are refused although torch
+// accepts them.  They are quantized tensors that reach beyond their storage (torch crashes later),
+// tuples whose hashing overflows the C stack or never ends, and a bytearray(n) larger than the
+// pickle.
 Object unpickle_weights_only(std::string_view pickle, PyObject* persistent_load, PyObject* encoding,
                              StorageSource* storages, PyObject* unpickler_type = nullptr);
 

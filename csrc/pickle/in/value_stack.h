@@ -18,12 +18,11 @@ namespace ptsave {
   throw PythonError{};
 }
 
-// torch's machine has one Python list for each mark and looks into the last one only; so here
-// nothing reaches below the topmost mark, and a missing value is reported in the words of a list.
-// The GIL is held wherever this is used.
+// torch's machine has one Python list for each mark and only uses the last list.  So no access
+// reaches below the topmost mark, and a missing value raises a list's error.  Needs the GIL.
 class ValueStack {
  public:
-  // Values above the topmost mark.
+  // The number of values above the topmost mark.
   std::size_t depth() const { return values_.size() - base_; }
 
   void push(Value value) { values_.push_back(std::move(value)); }
@@ -42,7 +41,7 @@ class ValueStack {
     if (depth() < n) fail(PyExc_IndexError, "list index out of range");
   }
 
-  // The topmost values, of which there must be so many.
+  // The topmost `n` values, which must exist.
   std::span<Value> last(std::size_t n) { return std::span(values_).last(n); }
   void drop(std::size_t n) { values_.resize(values_.size() - n); }
 
@@ -50,7 +49,7 @@ class ValueStack {
     marks_.push_back(base_);
     base_ = values_.size();
   }
-  // Removes the topmost mark; returns the number of values above it.
+  // Removes the topmost mark, and returns the number of values above it.
   std::size_t pop_mark() {
     if (marks_.empty()) fail(PyExc_IndexError, "pop from empty list");
     const std::size_t n = depth();
@@ -61,8 +60,8 @@ class ValueStack {
 
  private:
   std::vector<Value> values_;
-  std::vector<std::size_t> marks_;  // values of base_ outside each mark
-  std::size_t base_ = 0;            // how many values lie below the topmost mark
+  std::vector<std::size_t> marks_;  // base_ outside each mark
+  std::size_t base_ = 0;            // the number of values below the topmost mark
 };
 
 }  // namespace ptsave

@@ -21,8 +21,7 @@ namespace {
 
 bool is_true(const Object& object) { return checked(PyObject_IsTrue(object.get())) != 0; }
 
-// Whether a function is the one that its module defines under that name, not one that was put in
-// its place.
+// Whether a function is the module's own definition of that name, not a replacement.
 bool is_defined(const Object& owner, const char* name, const Object& module, const char* qualname) {
   const Object function = attribute(owner, name);
   if (!is_function_of(function.get(), module)) return false;
@@ -38,8 +37,8 @@ bool are_built_in(PyTypeObject* type, const std::vector<Object>& names) {
   });
 }
 
-// Members of a tensor that torch.Tensor.__reduce_ex__ and torch.nn.Parameter.__reduce_ex__ use.
-// Made once: to intern each of them takes longer than to look it up.
+// The members of a tensor that torch.Tensor.__reduce_ex__ and torch.nn.Parameter.__reduce_ex__ use.
+// Made once, because interning a name takes longer than looking it up.
 std::vector<Object> tensor_members(bool has_getstate) {
   std::vector<Object> names;
   for (const char* const name : {"size", "stride", "storage_offset", "device", "dtype", "layout",
@@ -54,7 +53,7 @@ std::vector<Object> tensor_members(bool has_getstate) {
 }  // namespace
 
 const PickleEnvironment& PickleEnvironment::get() {
-  // Not a static object: its initialization would wait for another thread's while holding the GIL.
+  // Not a static object: initializing it would wait for another thread while holding the GIL.
   static const PickleEnvironment* environment = nullptr;
   if (environment == nullptr) {
     const auto* const made = new PickleEnvironment;
@@ -103,7 +102,7 @@ bool PickleEnvironment::has_default_modes() const {
          !is_true(attribute(tls, "materialize_fake_tensors"));
 }
 
-// A default device is a mode, too, but only where tensors are made.
+// A default device is a mode, too, but it only affects new tensors.
 bool PickleEnvironment::has_default_function_modes() const {
   using Modes = at::impl::PythonTorchFunctionTLS;
   const std::int64_t n = Modes::stack_len();

@@ -1,7 +1,6 @@
-// Objects of torch and Python that the pickler refers to, and a check that both still behave as it
-// assumes.
+// Objects of torch and Python for the pickler, and a check that both behave as it assumes.
 //
-// One instance for the process, made at the first use and never freed.  Needs the GIL.
+// One instance per process, made at first use and never freed.  Needs the GIL.
 #pragma once
 
 #include <Python.h>
@@ -17,38 +16,38 @@ class PickleEnvironment {
  public:
   static const PickleEnvironment& get();
 
-  // Whether torch and Python behave as out of the box: no mode is active that could see a tensor's
-  // methods being called, none of those methods has been replaced, and no reducer is registered for
-  // a type that the pickler reduces by itself.
+  // Whether torch and Python have their default behaviour.  No active mode may see calls of a
+  // tensor's methods, and none of these methods may be replaced.  No reducer may be registered for
+  // a type that the pickler reduces itself.
   bool is_default() const;
 
-  // torch.storage's class for the typed storages of a dtype, or nothing if the dtype has none; then
-  // its tensors are saved with an untyped storage.  HandOver: torch cannot save such a tensor.
+  // torch's class for a dtype's typed storages; nothing if the dtype's tensors are saved with an
+  // untyped storage.  Throws HandOver if torch cannot save such a tensor.
   std::optional<Object> typed_storage_class(PyObject* dtype) const;
 
-  // The location from which torch.load restores this storage, such as "cuda:0": the answer of the
-  // first package registered with torch.serialization that has one.  HandOver: packages other than
-  // torch's would be asked.
+  // The location that torch saves for this storage, such as "cuda:0": the first answer of the
+  // packages registered with torch.serialization.  Throws HandOver if it would have to ask a
+  // package that is not torch's.
   Object location_of(PyObject* untyped_storage) const;
 
-  // As they are now: people replace them.
+  // Look up the current attributes, because users replace them.
   Object rebuild_function(const char* name) const;
   Object untyped_storage() const;
 
-  // A new dict: whether the tensor is a conjugate, or negated, without its bytes being so.
+  // A new dict that says whether the tensor is a lazy conjugate or a lazy negation.
   Object tensor_metadata(PyObject* tensor) const;
 
   PyTypeObject* typed_storage_type() const { return type(typed_storage_); }
   PyTypeObject* ordered_dict_type() const { return type(ordered_dict_); }
   PyTypeObject* size_type() const { return type(size_); }
-  // The very objects that string constants in the sources of torch and Python are.
+  // The same objects as the string constants in the sources of torch and Python.
   PyObject* word_storage() const { return word_storage_.get(); }
   PyObject* word_latin1() const { return word_latin1_.get(); }
   PyObject* codecs_encode() const { return codecs_encode_.get(); }
   PyObject* module_names() const { return module_names_.get(); }
   PyObject* global_names() const { return global_names_.get(); }
 
-  // Whether __getstate__ of an object that inherits object's has something to save.
+  // Whether object.__getstate__ of this object returns a state to save.
   bool has_state(PyObject* object) const;
 
  private:
@@ -77,8 +76,8 @@ class PickleEnvironment {
   Object dispatch_table_;
   Object extension_registry_;
   Object pickle_complex_;
-  Object module_names_;  // of Python 2, by those of Python 3
-  Object global_names_;  // pairs of module and name of Python 2, by those of Python 3
+  Object module_names_;  // Python 2's names by Python 3's names
+  Object global_names_;  // Python 2's (module, name) pairs by Python 3's
   Object codecs_encode_;
   Object word_storage_;
   Object word_latin1_;

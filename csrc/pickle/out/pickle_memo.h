@@ -1,6 +1,6 @@
-// The memo: objects that a pickle has written already, by identity.
+// The memo: the objects that a pickle has already written, by identity.
 //
-// Holds every object that it can find again, so that no address is used twice.  Needs the GIL.
+// Keeps its objects alive, so that no address is reused.  Needs the GIL.
 #pragma once
 
 #include <Python.h>
@@ -15,7 +15,7 @@
 
 namespace ptsave {
 
-// Address -> number.  Open addressing: a lookup is one cache miss, and nothing is ever removed.
+// Maps addresses to numbers by open addressing: a lookup is one cache miss.  Nothing is removed.
 class AddressTable {
  public:
   AddressTable() : AddressTable(0) {}
@@ -27,7 +27,7 @@ class AddressTable {
     return slot.address == nullptr ? std::nullopt : std::optional(slot.number);
   }
 
-  // The number that `address`, which is not null, has already, or else gets now.
+  // The number of `address`, which is not null; gives it `number` if it has none.
   std::uint32_t find_or_add(const void* address, std::uint32_t number) {
     if (size_ * 3 >= slots_.size() * 2) grow();
     Slot& slot = slots_[slot_of(slots_, address)];
@@ -44,7 +44,7 @@ class AddressTable {
     std::uint32_t number = 0;
   };
 
-  static constexpr std::size_t kInitialSize = 256;  // a power of two, as all sizes
+  static constexpr std::size_t kInitialSize = 256;  // a power of two, like all sizes
 
   static std::size_t slot_of(const std::vector<Slot>& slots, const void* address) {
     // Addresses are multiples of 16, many of a page's size: all bits must count.
@@ -83,7 +83,7 @@ class PickleMemo {
 
   std::optional<std::uint32_t> find(PyObject* object) const { return table_.find(object); }
 
-  // The number of an object that is not in the memo.
+  // Adds an object that is not in the memo, and returns its number.
   std::uint32_t add(PyObject* object) {
     objects_.push_back(object);
     Py_INCREF(object);
@@ -91,8 +91,8 @@ class PickleMemo {
     return size_++;
   }
 
-  // The number of an object that Python's pickler would have made for itself: nothing else can
-  // refer to it, so it need not exist.
+  // Takes a number for an object that Python's pickler would have made internally.  No other
+  // reference to it can exist, so the object itself is not made.
   std::uint32_t add_unreachable() { return size_++; }
 
  private:

@@ -8,7 +8,7 @@
 namespace ptsave {
 namespace {
 
-// The attribute of a class, function or torch object that is a str; nothing may run to find it.
+// A str attribute of a class, function or torch object.
 Object text_attribute(PyObject* object, const char* name) {
   Object text = attribute_or_nothing(object, name);
   if (!text || PyUnicode_CheckExact(text.get()) == 0) throw HandOver{};
@@ -21,7 +21,7 @@ std::string_view ascii(PyObject* text) {
           static_cast<std::size_t>(PyUnicode_GET_LENGTH(text))};
 }
 
-// Whether the module's attribute of that name is the object.
+// Whether the object is the module's attribute of that name.
 bool is_found(PyObject* object, PyObject* module_name, PyObject* name) {
   const Object module = Object::steal(PyImport_GetModule(module_name));
   if (!module || PyModule_CheckExact(module.get()) == 0) {

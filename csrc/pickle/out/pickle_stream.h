@@ -1,7 +1,6 @@
-// The pickle being written: opcodes, memo, globals and reduced objects, the same for objects of any
-// kind.
+// The pickle being written: opcodes, memo, globals and reduced objects, for objects of any kind.
 //
-// Lives as long as one save.  Not thread-safe; needs the GIL.
+// Lives for one save.  Not thread-safe; needs the GIL.
 #pragma once
 
 #include <Python.h>
@@ -18,19 +17,17 @@
 
 namespace ptsave {
 
-// Thrown where only Python's pickler can write the object, or raise the right error.
+// Thrown if only Python's pickler can write the object or raise the right error.
 struct HandOver {};
 
-// An object that one pickle refers to again and again: once it is written, its number is known
-// without a look into the memo.
+// An object that one pickle refers to many times, with its number, which saves the memo's lookup.
 struct Recurring {
   Object object;
   std::optional<std::uint32_t> number = std::nullopt;
 };
 
-// Whether the pickle can meet an object once more.  If the only reference to it is the one that it
-// was met through, it cannot, and need not be looked for in the memo, nor be put there: only its
-// number is taken.
+// Whether the pickle can meet an object again.  If an object has only one reference, kOnce, it is
+// neither looked up in the memo nor put there: it only takes a number.
 enum class Reach : std::uint8_t { kOnce, kAgain };
 
 class PickleStream {
@@ -40,9 +37,9 @@ class PickleStream {
   PickleWriter& out() { return out_; }
 
   std::optional<std::uint32_t> find(PyObject* object) const { return memo_.find(object); }
-  // If the object has been written, refers to it; otherwise returns false.
+  // Refers to the object if it has been written; otherwise returns false.
   bool get(PyObject* object);
-  // The object has just been written.
+  // Memoizes the object that has just been written.
   void put(PyObject* object, Reach reach = Reach::kAgain) {
     if (reach == Reach::kOnce) {
       put_unreachable();
@@ -50,30 +47,30 @@ class PickleStream {
       out_.put(checked_memo().add(object));
     }
   }
-  // One that is made for this pickle only has just been written; returns its number.
+  // Takes a number for a just written object that is made only for this pickle; returns the number.
   std::uint32_t put_unreachable() {
     const std::uint32_t number = checked_memo().add_unreachable();
     out_.put(number);
     return number;
   }
 
-  // A str that has not been written yet.
+  // Writes a str that has not been written yet.
   void text(PyObject* text, Reach reach) {
     characters(text);
     put(text, reach);
   }
-  // Its characters, as a str that is not in the memo.
+  // Writes a str's characters without memoizing it.
   void characters(PyObject* text);
   void text(Recurring& text);
 
-  // A class or a function that has not been written yet, by its name.
+  // Writes a class or a function by its name; it has not been written yet.
   void global(PyObject* object);
   void global(Recurring& object);
-  // An object of torch's that __reduce__ gives a name to, and nothing else.
+  // Writes an object of torch whose __reduce__ returns just a name.
   void reduced_to_name(PyObject* object);
   void reduced_to_name(Recurring& object);
 
-  // An empty OrderedDict, which is not in the memo yet.
+  // Writes an empty OrderedDict without memoizing it.
   void new_ordered_dict() {
     global(ordered_dict_class_);
     out_.opcode(opcode::kEmptyTuple);
@@ -91,7 +88,7 @@ class PickleStream {
     return memo_;
   }
 
-  // `write` writes an object that is not in the memo, and puts it there.
+  // Refers to a recurring object, or else calls `write`, which writes and memoizes it.
   template <typename Write>
   void recurring(Recurring& recurring, const Write& write) {
     if (recurring.number) return out_.get(*recurring.number);

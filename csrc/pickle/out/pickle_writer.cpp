@@ -26,7 +26,7 @@ void PickleWriter::large_integer(std::int64_t value) {
              value <= std::numeric_limits<std::int32_t>::max()) {
     with_operand(opcode::kBinInt, static_cast<std::int32_t>(value));
   } else {
-    // Bytes that only repeat the sign are left out.
+    // Leave out bytes that only repeat the sign.
     std::size_t n = sizeof value;
     const auto upper_bits = [&](std::size_t n_bits) { return value >> n_bits; };
     while (upper_bits(8 * (n - 1) - 1) == 0 || upper_bits(8 * (n - 1) - 1) == -1) --n;

@@ -14,9 +14,9 @@
 
 namespace ptsave {
 
-// Writes into a bytes object that grows, so that nothing is copied in the end.
+// Writes into a growing bytes object, so that no copy is needed in the end.
 //
-// Not thread-safe; needs the GIL.  PythonError: no memory.
+// Not thread-safe; needs the GIL.  Throws PythonError without memory.
 class PickleWriter {
  public:
   PickleWriter();
@@ -33,14 +33,14 @@ class PickleWriter {
       large_integer(value);
     }
   }
-  // An int outside of int64: the least number of bytes of its two's complement, little-endian.
+  // Writes an int outside int64, given as the fewest bytes of its two's complement, little-endian.
   void long_integer(std::string_view bytes);
   void real(double value);
   void text(std::string_view utf8) {
     with_operand(opcode::kBinUnicode, static_cast<std::uint32_t>(utf8.size()));
     append(utf8);
   }
-  // The opcode that makes a tuple of the topmost n > 0 values; for n > 3 of those above the mark.
+  // Makes a tuple of the topmost n > 0 values; for n > 3, of the values above the mark.
   void tuple(std::size_t n) { opcode(n > 3 ? opcode::kTuple : opcode::kTuples[n - 1]); }
   void put(std::uint32_t number) { memo(opcode::kBinPut, opcode::kLongBinPut, number); }
   void get(std::uint32_t number) { memo(opcode::kBinGet, opcode::kLongBinGet, number); }
@@ -50,7 +50,7 @@ class PickleWriter {
     next_ += bytes.size();
   }
 
-  // The bytes object; the writer must not be used afterwards.
+  // Returns the bytes object; the writer must not be used afterwards.
   Object finish();
 
  private:
@@ -64,7 +64,7 @@ class PickleWriter {
     }
   }
 
-  // Only little-endian machines are built for.
+  // Assumes a little-endian machine.
   template <typename Operand>
   void with_operand(unsigned char op, Operand operand) {
     reserve(1 + sizeof operand);

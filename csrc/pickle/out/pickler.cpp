@@ -1,9 +1,10 @@
-// Follows CPython's Modules/_pickle.c step by step, because its choices are in the bytes: the
-// moment at which an object is memoised, the batches of items (lists, dicts and iterators differ),
-// the form of a recursive tuple.  Of a tensor it follows torch's persistent_id and __reduce_ex__,
-// down to the identity of interned strings ('storage', 'cpu', the key of a storage).  Objects that
-// those would make and nothing else could refer to are not made, only counted; an object with a
-// single reference, from the container in which it was met, needs no memo entry.
+// Follows CPython's Modules/_pickle.c step by step, because its choices show in the bytes.
+// Examples are the moment at which an object is memoised, the batches of items (lists, dicts and
+// iterators differ), and the form of a recursive tuple.  For tensors it follows torch's
+// persistent_id and __reduce_ex__, down to the identity of interned strings ('storage', 'cpu', a
+// storage's key).  Temporary objects that Python or torch would make, and that have no other
+// references, are only counted.  An object with a single reference, from its container, needs no
+// memo entry.
 #include "pickle/out/pickler.h"
 
 #include <c10/util/Exception.h>
@@ -27,24 +28,24 @@ namespace ptsave {
 namespace {
 
 constexpr int kBatchSize = 1000;
-// Deeper objects are left to Python's pickler, so that the C stack cannot overflow here.
+// Python's pickler writes deeper objects, so that the C stack cannot overflow here.
 constexpr int kMaxDepth = 400;
-// Levels of the recursion limit that Python's pickler uses: two for a container, and at its deepest
-// the calls of a tensor's __reduce_ex__ and all that it calls.
+// Levels of the recursion limit that Python's pickler uses: for a container, and for a tensor's
+// __reduce_ex__ with its deepest calls.
 constexpr int kLevelsForContainer = 2;
 constexpr int kLevelsForReduce = 16;
 
-// Reach of an object with one reference from the container in which it was met, and `known`
-// references in all, as far as one can know here.
+// The reach of an object with one reference from its container.  `known` is the total number of
+// references that the caller can explain.
 Reach reach_with(Py_ssize_t known, PyObject* object) {
 #ifdef Py_GIL_DISABLED
-  return Reach::kAgain;  // references counted by other threads are not seen
+  return Reach::kAgain;  // other threads' references are not visible
 #else
   return Py_REFCNT(object) == known ? Reach::kOnce : Reach::kAgain;
 #endif
 }
 
-// The __dict__s of a class's instances have their keys in common, with one reference for all.
+// The __dict__s of a class's instances share their keys, with one reference for all.
 bool may_share_keys(PyObject* dict) {
   return reinterpret_cast<PyDictObject*>(dict)->ma_values != nullptr;
 }
@@ -56,7 +57,7 @@ Object next_of(PyObject* iterator) {
   return item;
 }
 
-// The attributes of an OrderedDict, if it has any.  HandOver: one might be used in pickling it.
+// The attributes of an OrderedDict, or nothing.  Throws HandOver if pickling might use one.
 Object instance_state(PyObject* object) {
   PyObject** const attributes = _PyObject_GetDictPtr(object);
   if (attributes == nullptr || *attributes == nullptr || PyDict_Size(*attributes) == 0) return {};
@@ -210,8 +211,7 @@ void Pickler::save_int(PyObject* object) {
   const Object bytes =
       Object::checked(PyObject_Call(to_bytes.get(), arguments.get(), keywords.get()));
   std::string_view digits(PyBytes_AS_STRING(bytes.get()), static_cast<std::size_t>(n));
-  // One byte more than needed if it only repeats the sign of a negative number; that of a positive
-  // number is needed.
+  // The last byte is superfluous if it only repeats a negative number's sign.
   const bool repeats_sign = digits.ends_with('\xff') && (digits[digits.size() - 2] & 0x80) != 0;
   if (overflow < 0 && repeats_sign) digits.remove_suffix(1);
   out_.long_integer(digits);
@@ -256,7 +256,7 @@ void Pickler::save_tuple(PyObject* tuple, Reach reach) {
   if (size > 3) out_.opcode(opcode::kMark);
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* const item = PyTuple_GET_ITEM(tuple, i);
-    // A tuple that contains itself is written twice, and objects that only it holds as well.
+    // A tuple that contains itself is written twice, and so are objects that only it holds.
     save(item, reach == Reach::kOnce ? reach_with(1, item) : Reach::kAgain);
   }
   if (reach == Reach::kAgain) {
@@ -268,7 +268,7 @@ void Pickler::save_tuple(PyObject* tuple, Reach reach) {
   stream_.put(tuple, reach);
 }
 
-// A tuple that contains itself has been written on the way: the parts are thrown away.
+// Discards the parts of a tuple that contains itself, because it was written with one of them.
 void Pickler::replace_tuple(Py_ssize_t size, std::uint32_t number) {
   if (size > 3) {
     out_.opcode(opcode::kPopMark);
@@ -319,7 +319,7 @@ void Pickler::save_ordered_dict(PyObject* dict) {
   out_.opcode(opcode::kBuild);
 }
 
-// Items of an iterator; their batches end otherwise than a dict's.
+// Writes an iterator's items, whose batches end differently from a dict's.
 void Pickler::save_items(PyObject* iterator) {
   Object pair = next_of(iterator);
   while (pair) {
@@ -358,7 +358,7 @@ void Pickler::save_call(PyObject* callable, PyObject* arguments, PyObject* objec
   out_.opcode(opcode::kReduce);
   const std::optional<std::uint32_t> number = stream_.find(object);
   if (!number) return stream_.put(object);
-  out_.opcode(opcode::kPop);  // it contains itself and has been written on the way
+  out_.opcode(opcode::kPop);  // it contains itself: its arguments have written it
   out_.get(*number);
 }
 
@@ -374,7 +374,7 @@ void Pickler::save_complex(PyObject* object) {
   save_call(reinterpret_cast<PyObject*>(&PyComplex_Type), arguments.get(), object);
 }
 
-// An object of torch's whose __reduce__ is written in C.
+// Writes an object of torch whose __reduce__ is implemented in C.
 void Pickler::save_reduced(PyObject* object) {
   const Object reduced = call_method(object, "__reduce__");
   if (PyTuple_CheckExact(reduced.get()) == 0 || PyTuple_GET_SIZE(reduced.get()) != 2) {
@@ -396,7 +396,7 @@ std::optional<PickledObject> pickle_object(PyObject* object, const StorageNumber
   } catch (const HandOver&) {
     return std::nullopt;
   } catch (const c10::Error&) {
-    return std::nullopt;  // torch's Python methods raise it from the same cause
+    return std::nullopt;  // Python's pickler then raises the error from torch's methods
   }
 }
 

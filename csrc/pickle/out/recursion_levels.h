@@ -1,12 +1,12 @@
-// Python's recursion limit, for recursion in C++.
+// Applies Python's recursion limit to recursion in C++.
 #pragma once
 
 #include <Python.h>
 
 namespace ptsave {
 
-// Takes n levels off the limit as long as it lives, or none if there are not so many.  Needs the
-// GIL; leaves no exception behind.
+// Reserves n levels of the limit while it lives, or none if too few are left.  Needs the GIL;
+// leaves no exception set.
 class RecursionLevels {
  public:
   explicit RecursionLevels(int n) {

@@ -18,8 +18,8 @@
 namespace ptsave {
 namespace {
 
-// Dispatch keys of ordinary tensors.  Any other one (Python, functorch, quantization, sparse
-// layouts, ...) may change a tensor's answers about itself.
+// The dispatch keys of ordinary tensors.  Any other key (Python, functorch, quantization, sparse
+// layouts, ...) may change what a tensor reports about itself.
 constexpr c10::DispatchKeySet kOrdinaryKeys({
     c10::DispatchKey::CPU,
     c10::DispatchKey::CUDA,
@@ -48,11 +48,11 @@ bool is_plain_device(c10::Device device) {
 bool has_hooks(PyObject* tensor) {
   PyObject* const hooks = reinterpret_cast<THPVariable*>(tensor)->backward_hooks;
   if (hooks == nullptr || hooks == Py_None) return false;
-  // A tensor that was loaded has an empty dict.
+  // A loaded tensor has an empty dict.
   return PyDict_Check(hooks) == 0 || PyDict_Size(hooks) > 0;
 }
 
-// torch.serialization.skip_data and fake tensors leave the device of the real data here.
+// torch.serialization.skip_data and fake tensors store the real data's device in this attribute.
 bool has_fake_device(PyObject* storage) {
   const Object device = attribute_or_nothing(storage, "_fake_device");
   return device && device.get() != Py_None;
@@ -64,7 +64,7 @@ c10::Storage storage_in(PyObject* untyped_storage) {
   return storage;
 }
 
-// Torch has given up on names of dimensions; before it had, it refused to save them.
+// Older torch has named dimensions, and refuses to save tensors that use them.
 template <typename TensorImpl>
 bool has_names(const TensorImpl& impl) {
   if constexpr (requires { impl.has_named_tensor_meta(); }) {
@@ -76,8 +76,8 @@ bool has_names(const TensorImpl& impl) {
 
 Object wrapped(const c10::Storage& storage) { return Object::checked(THPStorage_Wrap(storage)); }
 
-// The first number whose str(number) is always a new object.  Python may keep the strings of one
-// digit, so that the user's object can refer to them.
+// The first number whose str(number) is always a new object.  Python may share strings of one
+// digit, so the user's object may refer to them.
 constexpr std::uint32_t kFirstFreshKey = 10;
 
 }  // namespace
@@ -183,13 +183,13 @@ void TensorPickler::integers(c10::IntArrayRef values) {
   stream_.put_unreachable();
 }
 
-// None are saved, but there is a place for them.
+// Writes an empty OrderedDict, because hooks are never saved.
 void TensorPickler::hooks() {
   stream_.new_ordered_dict();
   stream_.put_unreachable();
 }
 
-// The dict and its keys are made anew for each tensor.
+// Writes the metadata's dict, which is new for each tensor, like its keys.
 void TensorPickler::metadata(PyObject* object) {
   const Object dict = environment_.tensor_metadata(object);
   const Py_ssize_t size = PyDict_Size(dict.get());
@@ -265,7 +265,7 @@ void TensorPickler::reference(const c10::Storage& storage, Recurring& storage_cl
 }
 
 void TensorPickler::key(const c10::Storage& storage, c10::ScalarType dtype) {
-  if (storage.use_count() == 1) {  // only the one tensor has it
+  if (storage.use_count() == 1) {  // only one tensor uses it
     key_text(number(storage, dtype));
     return;
   }
@@ -279,14 +279,14 @@ void TensorPickler::key(const c10::Storage& storage, c10::ScalarType dtype) {
   keys_.push_back({key_text(number(storage, dtype)), dtype});
 }
 
-// Adds a storage that has not been met before, and returns the number of its record.
+// Adds a new storage, and returns its record's number.
 std::uint32_t TensorPickler::number(const c10::Storage& storage, c10::ScalarType dtype) {
   const auto index = static_cast<std::uint32_t>(storages_.size());
   note_dtype(storage, dtype);
   return numbering_ ? numbering_(storage, tensor_, dtype) : index;
 }
 
-// Writes a key for the first time; returns its number in the memo.
+// Writes a new key; returns its number in the memo.
 std::uint32_t TensorPickler::key_text(std::uint32_t number) {
   if (number >= kFirstFreshKey) {
     std::array<char, std::numeric_limits<std::uint32_t>::digits10 + 1> digits{};
@@ -301,7 +301,7 @@ std::uint32_t TensorPickler::key_text(std::uint32_t number) {
 }
 
 void TensorPickler::note_dtype(const c10::Storage& storage, c10::ScalarType dtype) {
-  // To ask for the address of a lazy copy makes a real one of it.
+  // Asking a lazy copy for its address would turn it into a real copy.
   if (c10::impl::cow::is_cow_data_ptr(storage.data_ptr())) throw HandOver{};
   const bool has_memory = storage.mutable_data() != nullptr || storage.nbytes() == 0;
   if (!has_memory && !storage.device().is_meta()) throw HandOver{};  // torch refuses it
@@ -310,8 +310,8 @@ void TensorPickler::note_dtype(const c10::Storage& storage, c10::ScalarType dtyp
   storage_dtypes_.push_back(dtype);
 }
 
-// A file records one dtype for each storage, so views of other dtypes cannot be saved, even if they
-// are in storages of their own.
+// torch records one dtype for each address, so views with other dtypes cannot be saved, even from
+// separate storages.
 void TensorPickler::check_dtypes() const {
   AddressTable dtypes_by_address(storages_.size());
   for (std::size_t i = 0; i < storages_.size(); ++i) {

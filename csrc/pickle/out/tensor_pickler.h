@@ -1,6 +1,6 @@
 // Pickles tensors, parameters and storages.
 //
-// Lives as long as one save.  Not thread-safe; needs the GIL.
+// Lives for one save.  Not thread-safe; needs the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,7 @@ namespace ptsave {
 
 class TensorPickler {
  public:
-  // `numbering` may be empty, and must outlive it.
+  // `numbering` may be empty, and must outlive this object.
   TensorPickler(const PickleEnvironment& environment, PickleStream& stream,
                 const StorageNumbering& numbering)
       : environment_(environment), stream_(stream), out_(stream.out()), numbering_(numbering) {}
@@ -32,13 +32,13 @@ class TensorPickler {
   static bool is_parameter(PyTypeObject* type);
   bool is_storage(PyTypeObject* type) const;
 
-  // Objects of exactly these types that the stream does not know yet; storages always are written
-  // anew.  HandOver: one with something about it that is not ordinary.
+  // Write an object of exactly this type.  Tensors and parameters must be new to the stream;
+  // storages are always written again.  Throw HandOver for an object that is not ordinary.
   void tensor(PyObject* object, Reach reach);
   void parameter(PyObject* object, Reach reach);
   void storage(PyObject* object);
 
-  // Those met, in the order of their keys.  HandOver: torch refuses them.
+  // The storages in the order of their keys.  Throws HandOver if torch refuses them.
   std::vector<c10::Storage> take_storages();
 
  private:
@@ -46,15 +46,15 @@ class TensorPickler {
     Recurring dtype;
     std::optional<Recurring> storage_class;  // if tensors of this dtype have typed storages
   };
-  // Of a storage that may be met again.
+  // The key of a storage that may be referred to again.
   struct StorageKey {
-    std::uint32_t number;   // of its text in the memo
-    c10::ScalarType dtype;  // of the first reference
+    std::uint32_t number;   // the key's number in the memo
+    c10::ScalarType dtype;  // the first reference's
   };
   struct Location {
     c10::Device device;
     Recurring text;
-    bool is_constant;  // otherwise torch makes a new str each time
+    bool is_constant;  // else torch makes a new str each time
   };
 
   void check_plain(PyObject* object, const at::Tensor& tensor) const;
@@ -80,7 +80,7 @@ class TensorPickler {
   PickleStream& stream_;
   PickleWriter& out_;
   const StorageNumbering& numbering_;
-  const at::Tensor* tensor_ = nullptr;  // whose storage is being written
+  const at::Tensor* tensor_ = nullptr;  // the tensor whose storage is being written
 
   std::vector<c10::Storage> storages_;
   std::vector<c10::ScalarType> storage_dtypes_;  // of storages_

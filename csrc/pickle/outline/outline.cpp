@@ -1,6 +1,6 @@
-// A machine for the steps that torch.save's pickles take.  It declines whatever it has no rule for:
-// storages, dtypes, globals and the tuples around them may only be arguments of torch's functions
-// that rebuild tensors, so none of them can be in the result.
+// A machine for the steps of torch.save's pickles.  It declines all other steps.  Storages, dtypes,
+// globals and the tuples around them may only be arguments of torch's rebuild functions, so none of
+// them can be in the result.
 #include "pickle/outline/outline.h"
 
 #include <algorithm>
@@ -20,19 +20,19 @@
 namespace ptsave {
 namespace {
 
-// The pickle is not a plain one.
+// Thrown if the pickle is not a plain one.
 struct Declined {};
 
-constexpr std::size_t kBytesInARow = std::size_t{128} << 10;  // between looks at signals
+constexpr std::size_t kBytesInARow = std::size_t{128} << 10;  // between checks for signals
 
 struct Dtype {
   std::string_view name;     // torch's
-  std::string_view storage;  // the storage type's; none for dtypes of untyped storages
+  std::string_view storage;  // the storage type's name; empty for dtypes with untyped storages
   std::int64_t itemsize;
   bool can_require_grad;
 };
 
-// Those of which torch.empty() makes tensors without further ado.
+// The dtypes whose tensors torch.empty() makes without a quantizer and without a warning.
 constexpr std::array kDtypes = {
     Dtype{"uint8", "ByteStorage", 1, false},
     Dtype{"int8", "CharStorage", 1, false},
@@ -58,8 +58,8 @@ constexpr std::array kDtypes = {
 
 enum class Kind : std::uint8_t {
   kNothing,      // a memo entry that was never written
-  kObject,       // of Python, which may be in the result
-  kTensor,       // the same: facts in place of a tensor
+  kObject,       // a Python object that may be in the result
+  kTensor,       // the same, with facts in place of a tensor
   kOrderedDict,  // the type
   kRebuild,      // _rebuild_tensor_v2
   kRebuildV3,    // _rebuild_tensor_v3
@@ -67,11 +67,11 @@ enum class Kind : std::uint8_t {
   kDtype,        // index: into kDtypes
   kStorageType,  // the same; kDtypes.size() for an untyped one
   kStorage,      // index: into storages_
-  kNewDict,      // an empty OrderedDict that a tuple is about to be made of
-  kArguments,    // a tuple with any of these in it; index: into arguments_
+  kNewDict,      // an empty OrderedDict that the next steps put into a tuple
+  kArguments,    // a tuple with any of these; index: into arguments_
 };
 
-// Of the outline's machine; the restricted one has another.
+// A value of the outline's machine.
 struct Part {
   Kind kind = Kind::kNothing;
   std::uint32_t index = 0;
@@ -85,12 +85,12 @@ Part value_of(Object object, Kind kind = Kind::kObject) {
 }
 
 struct Storage {
-  std::uint32_t dtype;  // as of kStorageType
+  std::uint32_t dtype;  // as for kStorageType
   std::int64_t nbytes;
   Object place;
 };
 
-// A pickled string or a name in it that is a key of a dict: its hash runs no code of anybody's.
+// Whether an object may be a dict key, because hashing it runs no foreign code.
 bool is_plain_key(PyObject* key) {
   return PyUnicode_CheckExact(key) || PyLong_CheckExact(key) || PyFloat_CheckExact(key) ||
          PyBool_Check(key) || key == Py_None;
@@ -194,7 +194,7 @@ class Machine {
     return n;
   }
   std::span<Part> last(std::size_t n) {
-    top(n + 1);  // also what is below them
+    top(n + 1);  // checks the value below them, too
     return std::span(stack_).last(n);
   }
   void drop(std::size_t n) { stack_.resize(stack_.size() - n); }
@@ -204,7 +204,7 @@ class Machine {
   void put(std::uint32_t i) {
     const Part& value = top();
     if (!reads_.is_read(i)) return;
-    if (i >= cursor_.size()) throw Declined{};  // a pickle pays for the memory it takes
+    if (i >= cursor_.size()) throw Declined{};  // bounds the memory by the pickle's size
     if (value.kind == Kind::kArguments) arguments_[value.index].is_kept = true;
     if (i >= memo_.size()) memo_.resize(std::size_t{i} + 1);
     memo_[i] = value;
@@ -233,7 +233,7 @@ class Machine {
 
   bool makes_tuple_next();
 
-  // The parts of a tuple that is no object; those that the memo does not have are used again.
+  // The parts of a tuple that is no object.  They are reused unless the memo has the tuple.
   struct Arguments {
     std::vector<Part> parts;
     bool is_kept = false;
@@ -242,7 +242,7 @@ class Machine {
   void done_with(const Part& arguments);
 
   PickleCursor cursor_;
-  Memo reads_;  // only to know which entries are read
+  Memo reads_;  // only for is_read()
   StorageRecords& records_;
   PyTypeObject* tensor_type_;
   std::vector<Object> dtype_names_;
@@ -385,15 +385,14 @@ std::uint32_t Machine::new_arguments() {
   return index;
 }
 
-// They were popped, and nothing else has them.
+// Recycles popped arguments that are not in the memo.
 void Machine::done_with(const Part& arguments) {
   if (arguments.kind != Kind::kArguments || arguments_[arguments.index].is_kept) return;
   arguments_[arguments.index].parts.clear();
   free_arguments_.push_back(arguments.index);
 }
 
-// Whether the next steps put the topmost value into the memo in vain, and then make a tuple of all
-// values down to a mark.
+// Whether the next steps make a tuple of all values down to a mark, after at most an unused PUT.
 bool Machine::makes_tuple_next() {
   PickleCursor ahead = cursor_;
   if (ahead.at_end()) return false;
@@ -484,7 +483,7 @@ void Machine::persistent_id() {
     const std::optional<std::size_t> record =
         records_.find(key, static_cast<std::uint64_t>(nbytes));
     if (!record) throw Declined{};
-    // An empty storage is another one at each reference.
+    // Each reference to an empty storage makes a new one.
     Object place =
         nbytes == 0 ? Object::borrow(Py_None) : records_.place_of(*record, parts[3].object.get());
     storages_.push_back({dtype, nbytes, std::move(place)});
@@ -503,7 +502,7 @@ void Machine::reduce() {
         PyTuple_GET_SIZE(arguments.object.get()) != 0) {
       throw Declined{};
     }
-    // As the hooks of each tensor, which has no use for it.
+    // Probably a tensor's hooks, which the outline does not need.
     if (makes_tuple_next()) return push(Part{.kind = Kind::kNewDict, .index = 0, .object = {}});
     return push(Object::checked(PyODict_New()));
   }
@@ -528,7 +527,7 @@ void Machine::reduce() {
   push(std::move(tensor));
 }
 
-// (storage, offset, size, stride, requires_grad, hooks), and the dtype.
+// `arguments` are (storage, offset, size, stride, requires_grad, hooks), and possibly the dtype.
 Part Machine::new_tensor(std::span<const Part> arguments, bool has_dtype) {
   if (arguments.size() != (has_dtype ? 7 : 6) || arguments[0].kind != Kind::kStorage) {
     throw Declined{};
@@ -539,7 +538,7 @@ Part Machine::new_tensor(std::span<const Part> arguments, bool has_dtype) {
     if (arguments[6].kind != Kind::kDtype) throw Declined{};
     dtype = arguments[6].index;
   }
-  if (dtype >= kDtypes.size()) dtype = 0;  // an untyped storage is one of uint8
+  if (dtype >= kDtypes.size()) dtype = 0;  // an untyped storage counts as uint8
   PyObject* const requires_grad = arguments[4].object.get();
   const bool is_flag = requires_grad == Py_False ||
                        (requires_grad == Py_True && kDtypes[dtype].can_require_grad && !has_dtype);
@@ -567,7 +566,7 @@ Object Machine::facts_of(const Storage& storage, std::uint32_t dtype,
     throw Declined{};
   }
   std::int64_t numel = 1;
-  std::int64_t end = offset;  // of the last element
+  std::int64_t end = offset;  // the last element's position
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size); ++i) {
     const std::int64_t n = count_of(PyTuple_GET_ITEM(size, i));
     const std::int64_t step = count_of(PyTuple_GET_ITEM(stride, i));
@@ -598,7 +597,7 @@ Part Machine::parameter(std::span<const Part> arguments) const {
   const auto known = std::ranges::find(dtype_names_, name, &Object::get);
   const Dtype& dtype = kDtypes[static_cast<std::size_t>(known - dtype_names_.begin())];
   if (arguments[1].object.get() == Py_True && !dtype.can_require_grad) throw Declined{};
-  // Another object than the tensor, in the same storage.
+  // A new object in the tensor's storage.
   Object tensor = Object::checked(PyStructSequence_New(tensor_type_));
   PyObject* const place = PyStructSequence_GET_ITEM(arguments[0].object.get(), 1);
   PyStructSequence_SET_ITEM(tensor.get(), 0, Py_NewRef(facts));
@@ -606,7 +605,7 @@ Part Machine::parameter(std::span<const Part> arguments) const {
   return value_of(std::move(tensor), Kind::kTensor);
 }
 
-// Attributes of an OrderedDict, such as the `_metadata` of state dicts: they are no entries.
+// Ignores attributes of an OrderedDict, such as a state dict's `_metadata`: they are no entries.
 void Machine::build() {
   const Part state = pop();
   const Part& target = top();
@@ -634,7 +633,7 @@ Object outline(std::string_view pickle, StorageRecords& records, PyTypeObject* t
   } catch (const Declined&) {
     return {};
   } catch (const PythonError&) {
-    // Text that is no UTF-8, and such: torch's unpickler has words for that.
+    // For example text that is not UTF-8: torch's unpickler then raises its own error.
     if (PyErr_ExceptionMatches(PyExc_ValueError) == 0) throw;
     PyErr_Clear();
     return {};

@@ -1,4 +1,4 @@
-// Makes the outline of a saved object: its containers and values, and facts in place of tensors.
+// Makes the outline of a saved object: its containers and values, with facts in place of tensors.
 #pragma once
 
 #include <cstddef>
@@ -18,26 +18,25 @@ class StorageRecords {
   StorageRecords& operator=(const StorageRecords&) = delete;
   virtual ~StorageRecords() = default;
 
-  // The number of the record data/<key>, if there is one of exactly `nbytes` bytes.
+  // The number of the record data/<key>, if it exists and has exactly `nbytes` bytes.
   virtual std::optional<std::size_t> find(std::string_view key, std::uint64_t nbytes) = 0;
-  // The place of a storage, as the outline has it.
+  // The object that stands for a storage's place in the outline.
   virtual Object place_of(std::size_t record, PyObject* location) = 0;
 };
 
-// Makes the type of Python's whose instances stand for tensors: (facts, place).
+// Makes the Python type whose instances stand for tensors: (facts, place).
 Object make_outlined_tensor_type();
 
-// The object that weights_only=True makes of a pickle, without torch: each tensor and parameter is
-// an instance of `tensor_type`, which make_outlined_tensor_type() has made.  Its facts are (dtype,
-// shape, stride, offset in the storage, size, size of the storage; all three in bytes), as
-// bindings/listing.cpp has them but for the dtype, which is its name; its place is that of its
-// storage, None for an empty one.
+// The object that weights_only=True makes from a pickle, without torch.  Each tensor and parameter
+// is an instance of `tensor_type`, from make_outlined_tensor_type().  Its facts are (dtype, shape,
+// stride, offset in the storage, size, size of the storage), the last three in bytes.  They are as
+// in bindings/listing.cpp, except that the dtype is its name.  Its place is its storage's, or None
+// if empty.
 //
-// Nothing unless the pickle is as torch.save writes it for plain tensors, parameters, numbers and
-// text in dicts, lists and tuples, and each tensor lies within its storage: torch must say then
-// what it is.  So this imports and calls nothing that a pickle names, and takes memory in
-// proportion to the pickle's size.  PythonError: there is no memory, or a signal handler has
-// raised.  The GIL is held throughout.
+// Returns nothing if only torch can read the pickle.  It accepts torch.save's pickles of plain
+// tensors within their storages, parameters, numbers and text in dicts, lists and tuples.  So it
+// never imports or calls a global of the pickle, and its memory is in proportion to the pickle's
+// size.  Throws PythonError if there is no memory or a signal handler raises.  Needs the GIL.
 Object outline(std::string_view pickle, StorageRecords& records, PyTypeObject* tensor_type);
 
 }  // namespace ptsave

@@ -11,7 +11,7 @@
 namespace ptsave {
 namespace {
 
-// The argument of an opcode: bytes, a count and as many bytes, or lines.
+// The argument of an opcode: bytes, a count and that many bytes, or lines.
 struct Argument {
   std::uint8_t n_bytes = 0;
   std::uint8_t count_nbytes = 0;
@@ -21,7 +21,7 @@ struct Argument {
 constexpr unsigned char kPut = 'p';
 constexpr unsigned char kFrame = 0x95;
 
-// By opcode; of protocols 0 to 5, as Python's pickletools lists them.
+// By opcode, for protocols 0 to 5, from Python's pickletools.
 constexpr std::array<Argument, 256> kArguments = [] {
   std::array<Argument, 256> table;
   const auto set = [&table](std::string_view codes, Argument argument) {
@@ -43,7 +43,7 @@ std::string cut_short(std::uint64_t nbytes) {
   return "it is cut short: " + std::to_string(nbytes) + " bytes of a value are not there";
 }
 
-// The number that PUT has in digits; the largest one if it is none.
+// The decimal number of a PUT; the largest number if it is invalid.
 std::uint64_t number_in(std::string_view line) {
   if (line.ends_with('\n')) line.remove_suffix(1);
   constexpr std::size_t kMaxDigits = 19;

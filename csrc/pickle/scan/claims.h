@@ -1,4 +1,4 @@
-// Refuses pickles that ask for more memory than their bytes justify, before anything is made.
+// Finds pickles that would make an unpickler allocate more memory than their bytes justify.
 #pragma once
 
 #include <optional>
@@ -7,10 +7,9 @@
 
 namespace ptsave {
 
-// The reason to refuse a pickle of any protocol; nothing if there is none.  A length in front of
-// bytes that are not there, or the number of a memo entry that nothing needs, makes Python's
-// unpickler allocate gigabytes for a file of a few bytes.  For example
-// b"\x80\x02Nr\xff\xff\xff\x7f." numbers a value 2147483647.
+// The reason to refuse a pickle of any protocol, or nothing.  For a length with missing bytes, or a
+// memo entry with a large number, Python's unpickler allocates gigabytes for a file of a few bytes.
+// For example, b"\x80\x02Nr\xff\xff\xff\x7f." numbers a value 2147483647.
 //
 // Pure; linear in the pickle's size in time.
 std::optional<std::string> unjustified_claim(std::string_view pickle);

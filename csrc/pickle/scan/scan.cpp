@@ -1,6 +1,5 @@
 // An abstract machine: it takes the steps of Python's and torch's unpicklers on kinds of values
-// (plain, storage, tensor, container, ...) instead of values.  It refuses steps that it has no rule
-// for.
+// (plain, storage, tensor, container, ...) instead of values, and refuses all other steps.
 #include "pickle/scan/scan.h"
 
 #include <algorithm>
@@ -17,7 +16,7 @@
 namespace ptsave {
 namespace {
 
-// Remembers that it ran past the pickle's end; its results mean nothing then.
+// A cursor that records when it has run past the pickle's end; its results are then meaningless.
 class Cursor {
  public:
   explicit Cursor(std::string_view pickle) : cursor_(pickle) {}
@@ -33,7 +32,7 @@ class Cursor {
     return taken;
   }
 
-  // Without the newline.
+  // Takes a line without its newline.
   std::string_view line() {
     std::string_view taken = cursor_.line();
     if (!taken.ends_with('\n')) {
@@ -53,8 +52,8 @@ class Cursor {
 
 enum class Kind : std::uint8_t {
   kNothing,      // a memo entry that was never written
-  kPlain,        // None, bool, number, text, bytes, dtype, device, torch.Size, tuple of such
-  kEmptyTuple,   // plain, too
+  kPlain,        // None, bool, number, text, bytes, dtype, device, torch.Size, tuple of these
+  kEmptyTuple,   // also plain
   kTuple,        // any other tuple; index: into Machine::tuples_
   kList,         // index: into Machine::containers_, as for the next two
   kDict,         //
@@ -63,9 +62,9 @@ enum class Kind : std::uint8_t {
   kStorageType,  //
   kStorage,      //
   kTensor,       // or a Parameter
-  kArray,  // NumPy's array, scalar, dtype or class of arrays, or a tuple of such and plain values
+  kArray,  // NumPy's array, scalar, dtype or class of arrays, or a tuple of these and plain values
   kFunction,  // index: into kFunctions
-  kOpaque,    // an opaque global, or the object that a call of it would make
+  kOpaque,    // an opaque global, or the result of calling it
 };
 
 struct Value {
@@ -75,26 +74,27 @@ struct Value {
 
 bool is_plain(Value value) { return value.kind == Kind::kPlain || value.kind == Kind::kEmptyTuple; }
 
-// Whether no tensor or storage can be reached from it, now or later.
+// Whether no tensor or storage can be reached from the value, now or later.
 bool is_apart(Value value) { return is_plain(value) || value.kind == Kind::kArray; }
 
-// The state of a mutable object; one for each object, however many references.
+// The state of a mutable object, shared by all references to it.
 struct Container {
-  // Until something else is put into it.  A container in a container is something else, because
-  // items that are put into the inner one later do not show here.
+  // A container in a container makes this false, because later items of the inner one are not seen.
   bool holds_plain_only = true;
   bool has_attributes = false;
 };
 
 // ------------------------------------------------------------------------------------- functions
 
-// A function that a pickle may call, and its arguments, one character for each:
-//   s storage    t tensor or parameter    p plain    l list of plain values
-//   h hooks: stored, not looked into      m metadata: every value is asked for its truth
-//   ? the rest may be missing             * any number of plain arguments
-//   # any number of plain arguments and NumPy's objects
-// A tensor where a number is expected would be asked for its value, a tensor where a sequence is
-// expected for all of them.
+// A function that a pickle may call.  Its signature has one character for each argument:
+//
+// - s storage, t tensor or parameter, p plain, l list of plain values
+// - h hooks, which are stored and not examined; m metadata, whose values are tested for truth
+// - ? the rest may be missing, * any number of plain arguments
+// - # any number of plain arguments and NumPy's objects
+//
+// The kinds matter, because a function would read a tensor's values if it got the tensor as a
+// number or sequence.
 struct Function {
   std::string_view module;
   std::string_view name;
@@ -164,7 +164,7 @@ class Machine {
       if (cursor_.failed()) return false;
       if (op == opcode::kStop) return depth() > 0;
       const Step step = kSteps[op];
-      // An operand that is cut short was acted upon, but to no effect.
+      // A truncated operand was used, but without effect.
       if (step == nullptr || !(this->*step)() || cursor_.failed()) return false;
     }
   }
@@ -176,7 +176,7 @@ class Machine {
   static constexpr Steps steps();
   static const Steps kSteps;
 
-  // Values above the topmost mark: no opcode reaches below it.
+  // The number of values above the topmost mark; no opcode reaches below it.
   std::size_t depth() const { return stack_.size() - (marks_.empty() ? 0 : marks_.back()); }
 
   bool push(Kind kind, std::size_t index = 0) {
@@ -190,7 +190,7 @@ class Machine {
     return value;
   }
 
-  // Removes the topmost mark; how many values lie above it, or nothing if there is no mark.
+  // Removes the topmost mark and returns the number of values above it; nothing without a mark.
   std::optional<std::size_t> take_mark() {
     if (marks_.empty()) return std::nullopt;
     const std::size_t n = depth();
@@ -201,7 +201,7 @@ class Machine {
   std::span<const Value> top(std::size_t n) const { return std::span(stack_).last(n); }
   void drop(std::size_t n) { stack_.resize(stack_.size() - n); }
 
-  // The elements of a tuple that is not plain; nothing for any other value.
+  // The elements of a tuple that is not plain; empty for any other value.
   std::span<const Value> elements(Value value) const {
     if (value.kind != Kind::kTuple) return {};
     const Tuple& tuple = tuples_[value.index];
@@ -227,7 +227,7 @@ class Machine {
   // ---- the stack
 
   bool protocol() {
-    cursor_.byte();  // the opcodes known here are the same in all protocols
+    cursor_.byte();  // the supported opcodes are the same in all protocols
     return true;
   }
   bool mark() {
@@ -235,7 +235,7 @@ class Machine {
     return true;
   }
   bool pop() {
-    if (depth() == 0) return false;  // Python's unpickler takes a mark then, torch's does not
+    if (depth() == 0) return false;  // Python's unpickler would take a mark, torch's does not
     stack_.pop_back();
     return true;
   }
@@ -326,8 +326,7 @@ bool Machine::tuple_of(std::size_t n) {
 }
 
 bool Machine::put(std::size_t i) {
-  // Picklers count from 0 and spend bytes on each entry, so this refuses only indices that none has
-  // written, and it bounds the memory.
+  // Bounds the memory.  Picklers count from 0 and write bytes for each entry: none is refused.
   if (depth() == 0 || i >= max_memo_size_) return false;
   if (i >= memo_.size()) memo_.resize(i + 1);
   memo_[i] = stack_.back();
@@ -341,7 +340,7 @@ bool Machine::get(std::size_t i) {
 }
 
 bool Machine::extend_list(std::size_t n) {
-  // Only exact lists: of any other object the method `append` is called, which an attribute can be.
+  // Accept only exact lists: any other object's `append` is called, which can be an attribute.
   if (depth() <= n) return false;
   const Value list = stack_[stack_.size() - n - 1];
   if (list.kind != Kind::kList && list.kind != Kind::kOpaque) return false;
@@ -359,8 +358,7 @@ bool Machine::update_dict(std::size_t n) {
   if (!is_opaque && dict.kind != Kind::kDict && dict.kind != Kind::kOrderedDict) return false;
   const std::span<const Value> items = top(is_opaque ? 0 : n);
   for (std::size_t i = 0; i < items.size(); i += 2) {
-    // A tensor's hash is its address, but a key with the same hash would be compared with its
-    // values.
+    // A tensor's hash is its address, but comparing it with another key of that hash reads values.
     if (!is_plain(items[i])) return false;
     store(dict, items[i + 1]);
   }
@@ -404,7 +402,7 @@ bool Machine::reduce() {
                                                : push(function.result);
 }
 
-// Only of an opaque class, which the machine calls as a function.
+// Accepts only an opaque class, which is called like a function.
 bool Machine::new_object() {
   return depth() >= 2 && stack_[stack_.size() - 2].kind == Kind::kOpaque && reduce();
 }
@@ -447,12 +445,11 @@ bool Machine::build() {
   if (depth() < 2) return false;
   const Value state = take_top();
   const Value object = stack_.back();
-  // An array takes bytes or plain values; arrays of objects come with a list, which is refused.
+  // An array takes bytes or plain values; an array of objects takes a list, which is refused.
   if (object.kind == Kind::kArray) return is_apart(state);
   if (object.kind == Kind::kOpaque) return true;
-  // Exact dicts and OrderedDicts only: they run no method of the state.  And once only: an
-  // attribute
-  // __setstate__ would be called the second time.
+  // Accept only exact dicts and OrderedDicts, which run no method of the state.  Accept only one
+  // state, because the second step would call an attribute __setstate__ of the first.
   if (object.kind != Kind::kOrderedDict || state.kind != Kind::kDict) return false;
   Container& container = containers_[object.index];
   if (container.has_attributes) return false;
@@ -502,7 +499,7 @@ constexpr Machine::Steps Machine::kSteps = Machine::steps();
 
 bool rebuilds_blindly(std::string_view pickle, const std::unordered_set<std::string>& dtypes,
                       const std::unordered_set<std::string>& opaque) {
-  // Each byte adds at most one value to anything that is counted in 32 bits.
+  // Each byte adds at most one to any count of 32 bits.
   if (pickle.size() > std::numeric_limits<std::uint32_t>::max()) return false;
   return Machine(pickle, dtypes, opaque).run();
 }
