@@ -66,8 +66,8 @@ def save(
         Whether the data survives power loss once `save` has returned: file and directory are
         synced.
     atomic : bool, default True
-        Whether a path gets its new contents by rename, so that a reader always sees the complete
-        old file or the complete new one, even if several processes save to it.  If the file is
+        Whether a path gets its new contents by rename.  A reader then always sees the complete old
+        file or the complete new one, even if several processes save to it.  If the file is
         writable but its directory is not, one save at a time overwrites the file in place.
         Ignored for file-like objects, and for URLs, whose files are always replaced as a whole.
     progress : bool, default False

@@ -229,6 +229,10 @@ class _PickleAlone:
     def get_record_offset(self, name: str) -> int:
         return 0
 
+    def get_storage_from_record(self, name: str, nbytes: int, _: type) -> torch.Tensor:
+        """Return a tensor on the device meta; torch 2.9 asks for it, later ones make a storage."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
     def serialization_id(self) -> str:
         return ""
 

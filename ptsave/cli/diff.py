@@ -80,16 +80,15 @@ def command(
     --atol, values are equal if |a - b| <= atol + rtol * |b|, as for torch.testing.assert_close,
     and NaN equals any NaN.
 
-    With --capture A and B are runs that ptsave.capture has recorded, aligned by step, module and
-    call: the first call that differs comes first, then the worst of each module's values in each
-    column.  The error is the largest distance beside the root mean square of B; the cosine of zeros
-    and zeros is 1, and "-" where there is no angle.  The tolerance is that of assert_close for the
-    coarser dtype, unless --rtol, --atol or --exact is given.  One of both may be a checkpoint: it
-    is compared with the parameters of a step.
+    With --capture, A and B are runs that ptsave.capture has recorded. Their calls are aligned by
+    step, module and number. The first call that differs is printed first, then the worst values of
+    each module. The error is the largest distance divided by the root mean square of B. The cosine
+    of two tensors of zeros is 1; "-" stands where there is no angle. The tolerance is that of
+    assert_close for the coarser dtype, unless --rtol, --atol or --exact is given. A or B may be a
+    checkpoint: it is compared with the parameters of a step.
 
-    Exit code: 0 if they are equal, 1 if they differ, 2 if that could not be found out, also of one
-    value alone. Of two runs that were asked for the same, a step or a call that one of them has
-    alone is a difference.
+    Exit code: 0 if A and B are equal, 1 if they differ, 2 if a value could not be compared. If both
+    runs recorded the same things, a step or a call of one run alone is a difference.
     """
     from ptsave.cli.diff_captures import check_plot
     from ptsave.cli.diff_checkpoints import comparison_json, comparison_lines

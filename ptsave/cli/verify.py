@@ -12,7 +12,7 @@ from ptsave.cli.completing import SOURCE
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.cli.verify_report import Report
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
-from ptsave.contents.rank_directories import nbytes_of_ranks
+from ptsave.contents.rank_sets import nbytes_of_ranks
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.inspection.findings import Problem, Verification, compare_with_index
 from ptsave.inspection.whole_files import whole_file
@@ -49,13 +49,13 @@ def command(
 ) -> None:
     """Check that files are whole: every checksum, every size, every place.
 
-    Of a directory every checkpoint is checked that lies in it, whatever it is called: shards with
-    their index, the files of all ranks of a distributed checkpoint, and each other file. Files that
-    are not looked at are named.
+    In a directory, every checkpoint is checked, whatever its name: shards with their index, the
+    files of all ranks of a distributed checkpoint, and each other file. The command names the files
+    that it does not check.
 
-    Exits with 1 if anything is damaged; says then which records are, which tensors that reaches,
-    and which are whole. Files without checksums (safetensors, torch before 1.6) are checked as far
-    as that goes.
+    Exit code: 1 if anything is damaged. The command then prints the damaged records, the tensors
+    that use them, and the tensors that are whole. Files without checksums (safetensors, torch
+    before 1.6) get the checks that are possible.
     """
     report = Report(ctx, list_all, as_json)
     found = []

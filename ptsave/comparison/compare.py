@@ -103,8 +103,8 @@ def compare(
     a, b : str, os.PathLike or file-like
         As for :func:`ptsave.open`.  If one of them is a safetensors file, or several files,
         only tensors are compared, by their dotted names.  Two directories are compared file by
-        file: the model of one with the model of the other, however it is split; other checkpoints
-        by name or step; all other files byte by byte.
+        file.  The model of one is compared with the model of the other, however they are split,
+        other checkpoints by name or step, and all other files byte by byte.
     rtol, atol : float, optional
         Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, as for
         :func:`torch.testing.assert_close`.  If only one is given, the other is 0.

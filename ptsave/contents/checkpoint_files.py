@@ -9,13 +9,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ptsave import _core
-from ptsave.contents.rank_directories import (
+from ptsave.contents.rank_sets import (
     find_metadata,
+    find_rank_set,
     is_metadata,
     is_rank_file,
+    is_step,
+    is_step_of_rank,
     metadata_files,
+    rank_sets,
 )
-from ptsave.contents.rank_sets import find_rank_set, is_step, is_step_of_rank, rank_sets
 from ptsave.contents.shard_files import (
     INDEX_SUFFIX,
     ShardFiles,

@@ -14,7 +14,7 @@ from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
 from ptsave.contents.metadata import metadata_of
-from ptsave.contents.rank_directories import (
+from ptsave.contents.rank_sets import (
     is_metadata,
     refuse_file_of_rank,
     require_files_beside,
@@ -27,8 +27,8 @@ from ptsave.contents.shard_files import (
     without_lost,
 )
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, NotCheckpointError
-from ptsave.sources.file_limits import n_files_to_hold, naming_limit
 from ptsave.sources.kinds import Kind, what_it_is
+from ptsave.sources.local import n_files_to_hold, naming_limit
 from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.sources.remote_errors import name_file
 from ptsave.sources.urls import is_url

@@ -10,7 +10,7 @@ import errno
 import os
 from dataclasses import dataclass
 
-from ptsave.sources.file_limits import Identity, identity_of
+from ptsave.sources.local import Identity, identity_of
 
 
 def replaced(directory: str) -> OSError:

@@ -21,7 +21,7 @@ from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.contents.contents import UnreadContents
 from ptsave.contents.opening import open_file, reporting_damage, require_saved_object
-from ptsave.contents.rank_directories import (
+from ptsave.contents.rank_sets import (
     is_metadata,
     refuse_file_of_rank,
     require_files_beside,

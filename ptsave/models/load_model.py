@@ -7,28 +7,28 @@ stay open, so a set that is replaced meanwhile is read to its end.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
-from contextlib import closing
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ptsave.contents.checkpoint_files import find_files
 from ptsave.errors import CheckpointWarning
-from ptsave.models.filling import items_of
+from ptsave.models.filling import Filling, items_of
 from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.module_code import ModuleLoad, ModuleLoadOptions, extra_state_in, runs_code
-from ptsave.models.opened_weights import LocalWeights, opened_weights
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
-from ptsave.models.shards import ShardReader
+from ptsave.models.shards import OpenShards, ShardReader, open_shards
 from ptsave.models.weight_plan import LoadedWeights, ModelTensors, WeightPlan
 from ptsave.sources.local import describe
 from ptsave.sources.urls import refuse_url
 from ptsave.state.renaming import Rename, Renaming
 from ptsave.support.flags import check_flags, one_of
 from ptsave.support.garbage import pausing_garbage_collection
-from ptsave.support.progress import progress_bar
-from ptsave.support.together import failing_together
+from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.together import failing_together, has_others
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import (
     apply_to_tensors_of,
@@ -401,3 +401,33 @@ def _renew_ties(tensors: dict[str, Tensor], tied_names: dict[str, list[str]]) ->
                     tensors[other].data_ptr() != tensors[name].data_ptr()
                 ):
                     tensors[other].copy_(tensors[name])
+
+
+class LocalWeights:
+    """The files of a model and their tensors, read by this process."""
+
+    def __init__(self, opened: OpenShards) -> None:
+        self.shards, self.entries = opened
+
+    def agree(self) -> None:
+        """Do nothing: there are no other ranks."""
+
+    def filling(self, reader: ShardReader, progress: ProgressCallback | None) -> Filling:
+        """Return the object that fills a model."""
+        return Filling(reader, progress)
+
+
+@contextmanager
+def opened_weights(
+    f: Any, storage_options: Mapping[str, Any] | None, group: Any
+) -> Iterator[LocalWeights | GroupWeights]:
+    """Open a model's files as `load_model` does; with a group, one of its ranks reads."""
+    if has_others(group):
+        from ptsave.models.group_weights import group_weights
+
+        with group_weights(f, storage_options, group) as received:
+            yield received
+        return
+    with ExitStack() as stack:
+        files = find_files(f, storage_options)
+        yield LocalWeights(open_shards(f, files, stack))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from ptsave.state.name_patterns import NamePatterns
+from ptsave.state.renaming import NamePatterns
 
 ShardId: TypeAlias = "str | int | tuple[str | int, ...]"
 # {"q_proj": ("qkv_proj", "q"), ...}, {"q_proj": [("qkv_proj", "q"), ...], ...} or

@@ -19,8 +19,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ptsave.errors import UnsupportedUrlError
-from ptsave.sources.file_limits import Identity, identity_of, require_identity
 from ptsave.sources.kinds import HEAD_NBYTES, Kind, kind_of, regular_only
+from ptsave.sources.local import Identity, identity_of, require_identity
 from ptsave.sources.remote_errors import name_file, os_errors
 from ptsave.sources.urls import url_to_fs, with_path
 

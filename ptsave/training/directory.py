@@ -247,7 +247,7 @@ class CheckpointDirectory:
 
     def _identity(self, name: str) -> object:
         """Return a value that changes when another file takes the name."""
-        from ptsave.sources.file_limits import identity_of
+        from ptsave.sources.local import identity_of
 
         return identity_of(self.place_of(name))
 

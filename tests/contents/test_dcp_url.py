@@ -114,7 +114,8 @@ def test_the_reader_of_dcp(folder: Path) -> None:
     assert_same_object(target, state())
     with pytest.raises(TypeError, match="storage_options"):
         StorageReader(folder, storage_options={"anon": True})
-    with pytest.raises(CheckpointException, match=r"memory://nowhere/\.metadata"):
+    named = r"memory://nowhere/\.metadata|assert metadata is not None"  # the latter is torch 2.9's
+    with pytest.raises(CheckpointException, match=named):
         dcp.load(target, storage_reader=StorageReader("memory://nowhere"), no_dist=True)
 
 

@@ -147,7 +147,9 @@ def test_parts_of_ranks_are_validated(items: list[WriteItem]) -> None:
             outcomes.append(kind().create_global_plan(copy.deepcopy(plans)))
         except ValueError as error:
             outcomes.append(str(error))
-    assert outcomes[0] == outcomes[1]
+    expected, found = outcomes
+    logged = f"{expected}: chunks overlap or leave something out, as torch has logged"  # torch 2.9
+    assert found in (expected, logged)
 
 
 def test_plans_of_distributed_tensors_are_torchs(tmp_path: Path) -> None:

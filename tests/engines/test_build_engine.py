@@ -88,7 +88,7 @@ def test_failed_build_leaves_the_older_engine(
 @pytest.mark.parametrize("tool", ["cmake", "ninja"])
 def test_missing_tool(tool: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    monkeypatch.setattr("shutil.which", lambda name, path: None if name == tool else name)
+    monkeypatch.setattr("shutil.which", lambda name, path=None: None if name == tool else name)
     with pytest.raises(SystemExit, match=f"ptsave needs {tool} to build: pip install {tool}"):
         building.build(tmp_path, ["_C"], "PTSAVE_BUILD_PYTHON", "0")
 
