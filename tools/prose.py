@@ -1,11 +1,12 @@
-"""Find sentences in docstrings and comments that take two readings.
+"""Find sentences in docstrings, comments and Markdown pages that take two readings.
 
     .venv/bin/python tools/prose.py [FOLDER ...]
 
 A sentence is hard if it is long or nests clauses, or if a pronoun stands where a name should
 ("of which", "nobody"). Prints the hard ones with their places, and exits with 1 where a tree has
 more of them than LIMIT. A comment of Python is found by tokenize, a docstring by ast; C++ is read
-as far as its comments and literals need.
+as far as its comments and literals need. Of Markdown, code, tables and links' targets are left out;
+the tree `docs` includes the pages of the repository's root.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TREES = ("ptsave", "csrc")
+TREES = ("ptsave", "csrc", "docs", "examples")
 LIMIT = 0.003  # of the sentences of a tree
 MOST_WORDS = 30
 MOST_CLAUSES = 3
 
-SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+(?=[A-Z`\"(])|\n\s*\n|\n(?=[-*] )")
+SENTENCE_END = re.compile(
+    r"(?<=[.!?;:])[*_)]*\s+(?=[A-Z`\"(*{[])|\n\s*\n|\n(?=[ ]*(?:[-*]|\d+\.) )"
+)
 WORD = re.compile(r"[A-Za-z_`][\w'`.()-]*")
 CLAUSE = re.compile(
     r"\b(which|who|whose|that|what|where|when|while|if|unless|until|as|because|so|but|than)\b", re.I
@@ -48,6 +51,11 @@ ENTRY = re.compile(
     r"^[ \t]*([\w*]+(, [\w*]+)* : .*|[A-Z][a-z]+\n[ \t]*-{3,})$|^[ \t]*(?!\W)[\w.]+$", re.M
 )
 CODE = re.compile(r"^[ \t]*(>>>|\.\.\.) .*\n?|^.*::\n\n(?:    .*\n|\n)+|^-{3,}$|``[^`]+``", re.M)
+NOT_PROSE = re.compile(  # front matter, fenced blocks, comments, tables, indented code, roles
+    r"\A---\n.*?\n---\n|^ *(?P<fence>```+).*?^ *(?P=fence)\n|<!--.*?-->|^(\||    )[^\n]*\n"
+    r"|(?<=\])\([^)]*\)|\{[\w:]+\}(?=`)",
+    re.M | re.S,
+)
 
 
 def python_prose(source: str) -> Iterator[str]:
@@ -73,6 +81,19 @@ def cpp_prose(source: str) -> Iterator[str]:
         yield match["comment"] or ""
 
 
+def markdown_prose(source: str) -> Iterator[str]:
+    yield re.sub(r"^#+ .*$", "\n", NOT_PROSE.sub("", source), flags=re.M)
+
+
+PROSE_OF = {
+    ".py": python_prose,
+    ".pyi": python_prose,
+    ".h": cpp_prose,
+    ".cpp": cpp_prose,
+    ".md": markdown_prose,
+}
+
+
 def sentences(prose: str) -> list[str]:
     plain = ENTRY.sub("\n\n", CODE.sub("", COMMENT_MARK.sub("", prose)))
     found = (" ".join(sentence.split()) for sentence in SENTENCE_END.split(plain))
@@ -93,11 +114,11 @@ def complaint(sentence: str) -> str:
 
 def report(tree: str) -> float:
     n_sentences = n_hard = 0
-    for path in sorted((ROOT / tree).rglob("*")):
-        if path.suffix not in (".py", ".pyi", ".h", ".cpp"):
+    pages = ROOT.glob("*.md") if tree == "docs" else ()
+    for path in sorted([*(ROOT / tree).rglob("*"), *pages]):
+        if path.suffix not in PROSE_OF:
             continue
-        prose_of = python_prose if path.suffix in (".py", ".pyi") else cpp_prose
-        for prose in prose_of(path.read_text()):
+        for prose in PROSE_OF[path.suffix](path.read_text()):
             for sentence in sentences(prose):
                 n_sentences += 1
                 why = complaint(sentence)
