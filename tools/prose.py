@@ -85,13 +85,8 @@ def markdown_prose(source: str) -> Iterator[str]:
     yield re.sub(r"^#+ .*$", "\n", NOT_PROSE.sub("", source), flags=re.M)
 
 
-PROSE_OF = {
-    ".py": python_prose,
-    ".pyi": python_prose,
-    ".h": cpp_prose,
-    ".cpp": cpp_prose,
-    ".md": markdown_prose,
-}
+PROSE_OF = {".py": python_prose, ".pyi": python_prose, ".h": cpp_prose, ".cpp": cpp_prose}
+PROSE_OF[".md"] = markdown_prose
 
 
 def sentences(prose: str) -> list[str]:
