@@ -1,9 +1,9 @@
-"""Capture and diff: record two runs of a model, and find the first value in which they differ.
+"""Capture and diff: record two runs of a model, and find the first value that differs.
 
     python examples/capture_and_diff.py
 
-Here the second run has bfloat16 in one layer; with yours it may be a new kernel, another machine,
-torch.compile or a new version of a library.
+Here the second run has bfloat16 in one layer. In practice the difference may be a new kernel,
+another machine, torch.compile or a new version of a library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def record(path: Path, linear: type[nn.Linear]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ptsave.capture(model, path, optimizer=optimizer):  # its steps are those of the capture
+    with ptsave.capture(model, path, optimizer=optimizer):  # counts the steps
         for _ in range(3):
             loss = model(torch.randn(4, 8)).square().mean()
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""FSDP2 on several ranks: each saves its part, and a step counts when the parts of all are there.
+"""FSDP2 on several ranks: each saves its part, and a step counts when all parts are there.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
@@ -45,7 +45,7 @@ def train(directory: str, n_steps: int) -> None:
             if step % 5 == 4:
                 checkpointer.save(step, model=model, optimizer=optimizer, step=step)
 
-    # For other numbers of ranks, and to look into: one checkpoint of whole tensors.
+    # One checkpoint of whole tensors, for any number of ranks and for `ptsave ls`.
     dcp.save(  # type: ignore[attr-defined]  # torch does not say that it exports it
         {"model": model.state_dict()},
         storage_writer=ptsave.distributed.StorageWriter(f"{directory}/model"),

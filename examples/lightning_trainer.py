@@ -1,4 +1,4 @@
-"""Lightning: a plug-in writes the checkpoints in the background, and checks them when they load.
+"""Lightning: a plug-in writes checkpoints in the background, and checks them during a load.
 
     pip install "ptsave[lightning]"
     python examples/lightning_trainer.py

@@ -1,11 +1,12 @@
-"""A training loop of one's own: checkpoints in the background, resumed exactly after a crash.
+"""Your own training loop: checkpoints in the background, resumed exactly after a crash.
 
     python examples/plain_loop.py          # stop it with Ctrl-C or kill -9, and start it again
 
-A cluster ends it by a signal: it saves then, and its status 75 says that it has to go on.
+When a cluster ends it by a signal, it saves and exits with status 75: it has to be run again.
 
-The checkpoint holds all that decides the next step: weights, the optimizer's state, the learning
-rate, the generator of random numbers, and the step, which says where the epoch stands.
+The checkpoint holds everything that decides the next step: weights, the optimizer's state, the
+learning rate, the state of the random number generator, and the step. The step gives the position
+in the epoch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def train(directory: str, n_steps: int, save_every: int) -> bool:
         if checkpointer.latest():
             rest = checkpointer.restore(model=model, optimizer=optimizer, scheduler=scheduler)
             first = rest["step"] + 1
-            torch.set_rng_state(rest["rng"])  # of the dropout
+            torch.set_rng_state(rest["rng"])  # for the dropout
             print(f"going on at step {first}")
 
         for step in range(first, n_steps):

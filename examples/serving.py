@@ -1,10 +1,10 @@
-"""Serving: a published model, in shards, fills a model that does not exist twice in memory.
+"""Serving: the shards of a published model fill a model, without a second copy in memory.
 
     pip install "ptsave[safetensors]"
     python examples/serving.py
 
-The model packs the gate and the up projection into one matrix, as inference engines do, where the
-checkpoint has them separately; it is made on the meta device, and loaded in another dtype.
+The checkpoint has a gate projection and an up projection. The model packs them into one matrix, as
+inference engines do. It is made on the meta device and loaded in another dtype.
 """
 
 from __future__ import annotations

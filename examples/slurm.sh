@@ -1,8 +1,8 @@
 #!/bin/bash
-# The loop of plain_loop.py as a job of Slurm, which puts it into the queue again until it is done.
+# Runs plain_loop.py as a job of Slurm. The job goes into the queue again until the loop is done.
 #
 # Slurm sends SIGUSR1 two minutes before the time is up, and SIGTERM to a job that has to make room.
-# The program saves and ends with 75 then.
+# Then the program saves and exits with 75.
 #SBATCH --time=04:00:00
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
