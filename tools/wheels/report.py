@@ -13,8 +13,8 @@ RECORDS = BUILD / "records.json"
 HEADER = f"""# Tested releases
 
 Made by `make wheels`: one wheel for each Python, `{PLATFORM}` according to auditwheel,
-with an engine for each torch. Each pair was installed into a fresh environment, where those tests
-ran that compare with this torch.
+with an engine for each torch. Each pair was installed into a fresh environment, which ran
+the tests that compare with this torch.
 
 | Python | torch | compiled and tested on | tests |
 |---|---|---|---|
