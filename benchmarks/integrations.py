@@ -50,7 +50,8 @@ from tqdm import tqdm
 from benchmarks import _limits
 from benchmarks._program import TIMES_STOCK, Program, is_warmed_up, settle_memory, table
 from benchmarks.works import GPT2_WIDTH, PARAMETERS_OF_LAYER, make_trainer, save_trainer
-from ptsave.bench.system import MIB, PeakMemory, make_warm, sync_file_and_directory
+from ptsave.bench.system import MIB, PeakMemory, make_warm
+from ptsave.support.syncing import sync_path
 
 N_MIB = int(os.environ.get("PTSAVE_BENCHMARK_MIB", "1024"))
 N_MPARAMS = int(os.environ.get("PTSAVE_BENCHMARK_MPARAMS", "300"))
@@ -187,7 +188,8 @@ def measure_save_file(task: Task) -> Figure:
     def save() -> None:
         safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
         if durable and task.contender == STOCK:
-            sync_file_and_directory(path)
+            sync_path(path)
+            sync_path(path.parent)
 
     if is_warmed_up():
         safetensors.torch.save_file({"w": torch.ones(3)}, path)

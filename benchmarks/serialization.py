@@ -35,17 +35,20 @@ from benchmarks._program import (
     write_report,
 )
 from benchmarks._tables import by_state
-from ptsave.bench.report import SPEED_HEADER, TIMES_STOCK, speed_rows, table
 from ptsave.bench.rounds import (
     CONTENDERS,
     LIMIT,
     PTSAVE,
+    SPEED_HEADER,
     STOCK,
+    TIMES_STOCK,
     Bench,
     Results,
     Workload,
     is_available,
     run_rounds,
+    speed_rows,
+    table,
 )
 from ptsave.bench.system import describe_machine
 

@@ -1,4 +1,4 @@
-"""Measures saves and loads in a directory, and compares torch, safetensors and the hardware."""
+"""Plans and measures saves and loads in a directory."""
 
 from __future__ import annotations
 
@@ -10,28 +10,18 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ptsave.bench import limits
-from ptsave.bench.rounds import (
-    PTSAVE,
-    SAFETENSORS,
-    STOCK,
-    Bench,
-    Results,
-    Workload,
-    run_rounds,
-)
-from ptsave.bench.system import AS_FOUND, available_states, filesystem_of, make_cold
+from ptsave.bench.rounds import PTSAVE, SAFETENSORS, STOCK, Bench, Results, Workload, run_rounds
+from ptsave.bench.system import AS_FOUND, MIB, available_states, filesystem_of, make_cold
 from ptsave.sources.urls import refuse_url_target
 from ptsave.support.memory_limits import available_nbytes
 
-MIB = 1 << 20
 MIN_NBYTES = 32 * MIB  # the smallest model that the worker makes
 _DEFAULT_NBYTES = 1 << 30
 _MARGIN_NBYTES = 64 * MIB
-_N_LIMIT_WRITES = len(limits.THREAD_COUNTS)
 # A worker's tensors, its other pages, and the file.
 _MEMORY_FACTOR = 3
 
@@ -64,11 +54,8 @@ WORKLOADS = {
     ),
 }
 _IN_MEMORY = {
-    "save": Workload(
-        title="save",
-        action="save",
-        limit_mode="tmpfs-write",
-        limit_title="parallel write to memory",
+    "save": replace(
+        WORKLOADS["save"], limit_mode="tmpfs-write", limit_title="parallel write to memory"
     ),
     "load-warm": WORKLOADS["load-warm"],
 }
@@ -103,7 +90,7 @@ class Plan:
     def nbytes_written(self) -> int:
         """Bytes that all rounds together write."""
         n_saves = sum(workload.action == "save" for workload in self.workloads.values())
-        each_round = n_saves * (len(self.contenders) + _N_LIMIT_WRITES)
+        each_round = n_saves * (len(self.contenders) + len(limits.THREAD_COUNTS))
         return (self.n_files - 1 + self.rounds * each_round) * self.nbytes
 
 
@@ -128,7 +115,10 @@ def plan_disk(
     if not available_states([state]):
         raise PermissionError(errno.EPERM, f"memory becomes {state} for root alone")
     folder = Path(directory)
-    _require_writable(folder)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:  # which names a temporary file
+        raise OSError(error.errno, error.strerror, str(folder)) from error
     free, memory = shutil.disk_usage(folder).free, available_nbytes()
     if nbytes is None:
         nbytes = max(MIN_NBYTES, min(_DEFAULT_NBYTES, free // 4, memory // 4))
@@ -145,13 +135,6 @@ def plan_disk(
     plan = Plan(folder.resolve(), nbytes, rounds, contenders, dict(workloads), remarks, state)
     _require_room(plan, directory, free, memory, in_memory=in_memory)
     return plan
-
-
-def _require_writable(folder: Path) -> None:
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:  # which names a temporary file
-        raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
 def _require_room(plan: Plan, directory: str, free: int, memory: int, *, in_memory: bool) -> None:

@@ -16,24 +16,21 @@ each call moves 8 MiB, and it needs no compiler.  Limits that need one (mapped p
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import mmap
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from ptsave.bench.system import fetch_free_memory, make_cold
-from ptsave.support.thread_pool import ThreadPool
+from ptsave.bench.system import answer_of, fetch_free_memory, make_cold
 
 THREAD_COUNTS = (1, 2, 4)
 _CHUNK_NBYTES = 8 << 20
-_ROOT = Path(__file__).resolve().parents[2]
 
 # Moves bytes of a file.  Gets the thread's number, the position, and the number of bytes.
 _Move: TypeAlias = Callable[[int, int, int], None]
@@ -44,13 +41,8 @@ def measure(mode: str, path: Path, nbytes: int) -> tuple[int, dict[str, float]]:
 
     `nbytes` counts for writes only, because a file is read whole.  A written file is removed.
     """
-    command = [sys.executable, "-m", "ptsave.bench.limits", mode, str(path), str(nbytes)]
-    command += map(str, THREAD_COUNTS)
-    result = subprocess.run(command, cwd=_ROOT, check=False, capture_output=True, text=True)
-    if result.returncode != 0:
-        said = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
-        raise RuntimeError(f"measuring the limit ({mode}) has failed: {said}")
-    answer = json.loads(result.stdout)
+    arguments = [mode, str(path), str(nbytes), *map(str, THREAD_COUNTS)]
+    answer = answer_of(f"measuring the limit ({mode})", "ptsave.bench.limits", *arguments)
     return answer["nbytes"], answer["seconds"]
 
 
@@ -60,8 +52,7 @@ def main(arguments: list[str]) -> None:
     if mode.endswith("-read"):
         nbytes = path.stat().st_size
     nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    writes = mode.endswith("-write")
-    source = _memory(nbytes) if writes else None
+    source = _memory(nbytes) if mode.endswith("-write") else None
     if source is not None:
         _fill(source)
     seconds = {}
@@ -162,23 +153,14 @@ def _fill(memory: mmap.mmap) -> None:
 
 def _in_threads(nbytes: int, n_threads: int, move: _Move) -> None:
     """Move all chunks with `n_threads` threads; raise the first error."""
-    begins = itertools.count(0, _CHUNK_NBYTES)
-    errors: list[Exception] = []
+    begins = iter(range(0, nbytes, _CHUNK_NBYTES))
 
     def work(thread: int) -> None:
-        try:
-            for begin in begins:  # each step is one C call, so threads share the iterator safely
-                if begin >= nbytes or errors:
-                    return
-                move(thread, begin, min(_CHUNK_NBYTES, nbytes - begin))
-        except Exception as error:
-            errors.append(error)
+        for begin in begins:  # each step is one C call, so threads share the iterator safely
+            move(thread, begin, min(_CHUNK_NBYTES, nbytes - begin))
 
-    with ThreadPool(n_threads) as workers:
-        for number in range(n_threads):
-            workers.submit(work, number)
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(n_threads) as pool:
+        list(pool.map(work, range(n_threads)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ptsave.bench.rounds import CONTENDERS, LIMIT, STOCK, Results, Workload
+from ptsave.bench.rounds import CONTENDERS, LIMIT, SAFETENSORS, Results, Workload
 
 _OURS, _SAFETENSORS, _OTHERS, _LINE = "#3d86bd", "#e0a458", "#9aa5b1", "#c0392b"
 _OTHER_NAMES = ("torch", "torch.save", "loop", "nothing", "empty", "clones", "references")
@@ -85,7 +85,9 @@ def draw_bars(groups: Sequence[Group], axis: str, title: str = "", *, mixed: boo
             ticks[row] = bar.label
             end = _draw(axes, bar, row, top, unit)
             near = [line for line in lines if end <= line < end + _TEXT * width]
-            _write(axes, bar.text, max([end, *near]), row)
+            place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points"}
+            at = (max([end, *near]), row)
+            axes.annotate(bar.text, at, **place, va="center", fontsize=8, parse_math=False)
         row += 1.2
     axes.set_yticks([*ticks], [*ticks.values()], fontsize=9, parse_math=False)
     axes.set_ylim(row - 0.5, -0.7)
@@ -104,22 +106,12 @@ def _draw(axes: Any, bar: Bar, row: float, top: float, unit: float) -> float:
     if bar.is_limit:
         axes.plot([value, value], [top, row + 0.4], color=_LINE, linewidth=1.3, zorder=3)
     else:
-        axes.barh(row, value, 0.78, color=_color(bar.label))
+        others = _OTHERS if bar.label in _OTHER_NAMES else _OURS
+        color = _SAFETENSORS if bar.label == SAFETENSORS else others
+        axes.barh(row, value, 0.78, color=color)
     if low < high:
         axes.plot([low, high], [row, row], color="#555555", linewidth=0.9, zorder=4)
     return max(high, value)
-
-
-def _write(axes: Any, text: str, end: float, row: float) -> None:
-    """Write a figure's text to the right of `end`."""
-    offset: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points"}
-    axes.annotate(text, (end, row), **offset, va="center", fontsize=8, parse_math=False)
-
-
-def _color(label: str) -> str:
-    if label == "safetensors":
-        return _SAFETENSORS
-    return _OTHERS if label in _OTHER_NAMES else _OURS
 
 
 def plot_speeds(
@@ -138,7 +130,6 @@ def _speeds(results: Results) -> list[Bar]:
     for contender in (*CONTENDERS, LIMIT):
         if contender in results.figures:
             speeds = results.speeds(contender)
-            label = "torch" if contender == STOCK else contender
             spread = (median(speeds), min(speeds), max(speeds))
-            bars.append(Bar(label, *spread, f"{spread[0]:.2f}", contender == LIMIT))
+            bars.append(Bar(contender, *spread, f"{spread[0]:.2f}", contender == LIMIT))
     return bars

@@ -1,4 +1,7 @@
-"""Runs rounds in which contenders and the hardware take turns, each figure in a fresh process."""
+"""Runs rounds in which contenders and the hardware take turns, and formats the figures.
+
+Each figure comes from a fresh process.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,19 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import TypeAlias
 
-from ptsave.bench.system import AS_FOUND, MIB, REST_SECONDS, make_warm
-from ptsave.bench.task import Figure, Task
+from ptsave.bench.system import AS_FOUND, MIB, REST_SECONDS, answer_of, make_warm
+from ptsave.bench.worker import Figure, Task
 
-# The package can be imported from this directory, even if it is not installed.
-_ROOT = Path(__file__).resolve().parents[2]
 STOCK, SAFETENSORS, PTSAVE, LIMIT = "torch", "safetensors", "ptsave", "limit"
 CONTENDERS = (STOCK, SAFETENSORS, PTSAVE)
+TIMES_STOCK = "\N{MULTIPLICATION SIGN} torch"
+SPEED_HEADER = ("workload", "contender", "s", "min - max", "GB/s", TIMES_STOCK, "of limit")
 
 # Takes a mode, a path and a number of bytes; returns the bytes moved, and seconds by thread count.
 MeasureLimit: TypeAlias = Callable[[str, Path, int], tuple[int, Mapping[str, float]]]
@@ -41,10 +42,6 @@ class Workload:
     mmap: bool = False
     on_tmpfs: bool = False
     replaces: bool = False  # a save replaces an older file of the same size
-
-    def limit_label(self) -> str:
-        """Return the label of the limit's row."""
-        return f"limit: {self.limit_title}"
 
 
 @dataclass
@@ -84,22 +81,10 @@ class Results:
         return [figure.peak_nbytes / MIB for figure in self.figures[contender]]
 
 
-# ------------------------------------------------------------------------------------------ running
-
-
 def _run_worker(task: Task) -> Figure:
-    """Run one task in a fresh process; a RuntimeError quotes the last line of a failed one."""
-    result = subprocess.run(
-        [sys.executable, "-m", "ptsave.bench.worker", json.dumps(asdict(task))],
-        cwd=_ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    if result.returncode != 0:
-        said = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
-        raise RuntimeError(f"{task.action} with {task.contender} has failed: {said}")
-    return Figure(**json.loads(result.stdout.splitlines()[-1]))
+    """Run one task in a fresh process."""
+    name = f"{task.action} with {task.contender}"
+    return Figure(**answer_of(name, "ptsave.bench.worker", json.dumps(asdict(task))))
 
 
 def is_available(contender: str) -> bool:
@@ -111,6 +96,7 @@ def is_available(contender: str) -> bool:
     return True
 
 
+@dataclass
 class Bench:
     """Runs workloads on files in two empty folders, one on disk and one on tmpfs.
 
@@ -119,34 +105,22 @@ class Bench:
     not warmed up.  The limit's memory is always fetched ahead.
     """
 
-    def __init__(
-        self,
-        disk: Path,
-        tmpfs: Path,
-        nbytes: int,
-        contenders: Sequence[str],
-        measure_limit: MeasureLimit,
-        *,
-        drop_all: bool = False,
-        state: str = AS_FOUND,
-        rest: float = REST_SECONDS,
-    ) -> None:
-        self._disk = disk
-        self._tmpfs = tmpfs
-        self._nbytes = nbytes
-        self._contenders = contenders
-        self._measure_limit = measure_limit
-        self._drop_all = drop_all
-        self._state = state
-        self._rest = rest
-        self._checksum = 0
+    disk: Path
+    tmpfs: Path
+    nbytes: int
+    contenders: Sequence[str]
+    measure_limit: MeasureLimit
+    drop_all: bool = False
+    state: str = AS_FOUND
+    rest: float = REST_SECONDS
+    _checksum: int = 0
 
     def prepare(self) -> None:
         """Write the files to load, which saved files are also compared with."""
-        for contender in {STOCK, *self._contenders} - {PTSAVE}:
+        for contender in {STOCK, *self.contenders} - {PTSAVE}:
             path = self.loaded_file(contender)
             path.parent.mkdir(exist_ok=True)
-            figure = _run_worker(Task("save", contender, str(path), self._nbytes, fsync=True))
+            figure = _run_worker(Task("save", contender, str(path), self.nbytes, fsync=True))
             self._checksum = figure.checksum
 
     def run(self, workload: Workload, contender: str, results: Results) -> None:
@@ -163,21 +137,21 @@ class Bench:
         """Return the file that a contender loads."""
         # Saved files have the same name in another folder, because the name is in a file's bytes.
         name = "model.safetensors" if contender == SAFETENSORS else "model.pt"
-        return self._disk / "loaded" / name
+        return self.disk / "loaded" / name
 
     def _saved_file(self, workload: Workload, contender: str) -> Path:
-        folder = (self._tmpfs if workload.on_tmpfs else self._disk) / "saved"
+        folder = (self.tmpfs if workload.on_tmpfs else self.disk) / "saved"
         folder.mkdir(exist_ok=True)
         return folder / self.loaded_file(contender).name
 
     def _run_limit(self, workload: Workload, results: Results) -> None:
-        path, nbytes = self.loaded_file(STOCK), self._nbytes
+        path, nbytes = self.loaded_file(STOCK), self.nbytes
         if workload.action == "save":
             nbytes = path.stat().st_size
             path = self._saved_file(workload, STOCK)
         if workload.page_cache == "warm" and workload.action == "load":
             make_warm(path)
-        moved_nbytes, seconds = self._measure_limit(workload.limit_mode, path, nbytes)
+        moved_nbytes, seconds = self.measure_limit(workload.limit_mode, path, nbytes)
         results.add_limit(moved_nbytes, seconds)
 
     def _run_save(self, workload: Workload, contender: str, results: Results) -> None:
@@ -189,10 +163,10 @@ class Bench:
             "save",
             contender,
             str(path),
-            self._nbytes,
+            self.nbytes,
             workload.fsync,
-            state=self._state,
-            rest=self._rest,
+            state=self.state,
+            rest=self.rest,
         )
         results.add(contender, _run_worker(task))
         is_first = len(results.figures[contender]) == 1
@@ -207,9 +181,9 @@ class Bench:
             str(self.loaded_file(contender)),
             page_cache=workload.page_cache,
             mmap=workload.mmap,
-            drop_all=self._drop_all,
-            state=self._state,
-            rest=self._rest,
+            drop_all=self.drop_all,
+            state=self.state,
+            rest=self.rest,
         )
         figure = _run_worker(task)
         if figure.checksum != self._checksum:
@@ -243,3 +217,48 @@ def run_rounds(
                 bench.run(workloads[name], contender, results[name])
                 bar.update()
     return results
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], n_texts: int = 1) -> str:
+    """Return a markdown table; columns after the first `n_texts` are numbers."""
+    rule = ["---"] * n_texts + ["---:"] * (len(header) - n_texts)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
+
+
+def aligned(header: Sequence[str], rows: Iterable[Sequence[str]], n_texts: int = 1) -> str:
+    """Return a table for a terminal; columns after the first `n_texts` are numbers.
+
+    >>> print(aligned(["call", "s"], [["save", "1.25"], ["load", "12.50"]]))
+    call      s
+    save   1.25
+    load  12.50
+    """
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if number < n_texts else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def speed_rows(workload: Workload, results: Results) -> Iterator[list[str]]:
+    """Yield a row of `SPEED_HEADER` for each contender, and for the limit."""
+    for contender in (*CONTENDERS, LIMIT):
+        if contender not in results.figures:
+            continue
+        seconds = [figure.seconds for figure in results.figures[contender]]
+        label = contender
+        if contender == LIMIT:
+            label = f"limit: {workload.limit_title}, {results.best_threads()} threads"
+        yield [
+            workload.title,
+            label,
+            f"{median(seconds):.3f}",
+            f"{min(seconds):.3f} - {max(seconds):.3f}",
+            f"{median(results.speeds(contender)):.2f}",
+            f"{results.ratio(contender, STOCK):.2f}",
+            f"{results.ratio(contender, LIMIT):.2f}",
+        ]

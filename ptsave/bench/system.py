@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import platform
 import re
 import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 MIB = 1 << 20
 
@@ -24,9 +28,18 @@ COLD = "cold"  # as found, with free memory compacted into blocks that a host ta
 STATES = (AS_FOUND, WARMED_UP, COLD)
 REST_SECONDS = 4.0
 _COMPACT_MEMORY = Path("/proc/sys/vm/compact_memory")
+# The package can be imported from this directory, even if it is not installed.
+_ROOT = Path(__file__).resolve().parents[2]
 
 
-# ------------------------------------------------------------------------------------- page cache
+def answer_of(name: str, module: str, *arguments: str) -> Any:
+    """Return the JSON that a module prints in a fresh process; a failure is a RuntimeError."""
+    command = [sys.executable, "-m", module, *arguments]
+    result = subprocess.run(command, cwd=_ROOT, check=False, capture_output=True, text=True)
+    if result.returncode != 0:
+        said = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
+        raise RuntimeError(f"{name} has failed: {said}")
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def cached_fraction(path: Path) -> float:
@@ -68,19 +81,6 @@ def make_warm(path: Path) -> None:
         if (there := cached_fraction(path)) == 1:
             return
     raise RuntimeError(f"only {there:.4%} of {path} stay in the page cache: not a warm start")
-
-
-def sync_file_and_directory(path: Path) -> None:
-    """Sync a file and its directory, so that it survives a power loss."""
-    for target in (path, path.parent):
-        fd = os.open(target, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-# ----------------------------------------------------------------------------------------- memory
 
 
 def _status_nbytes(field: str) -> int:
@@ -139,15 +139,6 @@ class PeakMemory:
         return _status_nbytes("VmHWM") - self._baseline_nbytes
 
 
-# ---------------------------------------------------------------------------------------- machine
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo").read_text()
-    match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    return match[1] if match else platform.machine()
-
-
 def _version_of(package: str) -> str:
     try:
         return version(package)
@@ -170,9 +161,11 @@ def describe_machine(directory: Path, command: list[str]) -> str:
     """Return facts that figures depend on, as a markdown list without names of hosts or paths."""
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    cpu = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     facts = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "CPU": f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores",
+        "CPU": f"{cpu[1] if cpu else platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "memory": f"{memory_gib:.0f} GiB",
         "kernel": f"{platform.system()} {platform.release()}",
         "transparent huge pages": huge_pages.read_text().strip() if huge_pages.exists() else "no",

@@ -13,21 +13,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ptsave.bench.system import (
+    REST_SECONDS,
     WARMED_UP,
     PeakMemory,
     make_cold,
     make_warm,
     settle,
-    sync_file_and_directory,
 )
-from ptsave.bench.task import Figure, Task
+from ptsave.support.syncing import sync_path
 
 StateDict = dict[str, torch.Tensor]
 VOCABULARY = 50257
@@ -36,7 +36,31 @@ PAGE = mmap.PAGESIZE
 FREE_MEMORY_FACTOR = 2  # for a file in the page cache, and the tensors
 
 
-# -------------------------------------------------------------------------------------- the tensors
+@dataclass(frozen=True)
+class Task:
+    """One measurement, sent to a worker."""
+
+    action: str  # "probe", "save" or "load"
+    contender: str  # "torch", "ptsave" or "safetensors"
+    path: str = ""
+    nbytes: int = 0  # least bytes of tensors, for a save
+    fsync: bool = False
+    page_cache: str = "warm"  # or "cold", for a load
+    mmap: bool = False
+    drop_all: bool = False  # drop all files from the page cache if the file alone cannot be
+    state: str = WARMED_UP  # of the process and of free memory
+    rest: float = REST_SECONDS  # before the call, unless the state is warmed up
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure, sent back by a worker."""
+
+    seconds: float
+    nbytes: int  # of tensors
+    peak_nbytes: int  # resident memory above the tensors
+    checksum: int  # over one byte of every page of every tensor
+    touch_seconds: float = 0.0  # the part of `seconds` spent on touching every page, for a load
 
 
 def decoder_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
@@ -48,24 +72,19 @@ def decoder_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
         "transformer.ln_f.weight": (width,),
         "transformer.ln_f.bias": (width,),
     }
-    layer_shapes = _layer_shapes(width)
-    missing = nbytes - _nbytes_of(shapes)
-    for layer in range(max(1, -(-missing // _nbytes_of(layer_shapes)))):
-        shapes |= {f"transformer.h.{layer}.{name}": shape for name, shape in layer_shapes.items()}
-    return shapes
-
-
-def _layer_shapes(width: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
+    of_layer: dict[str, tuple[int, ...]] = {}
     for name, columns, rows in (
         ("attn.c_attn", width, 3 * width),
         ("attn.c_proj", width, width),
         ("mlp.c_fc", width, 4 * width),
         ("mlp.c_proj", 4 * width, width),
     ):
-        shapes |= {f"{name}.weight": (columns, rows), f"{name}.bias": (rows,)}
+        of_layer |= {f"{name}.weight": (columns, rows), f"{name}.bias": (rows,)}
     for name in ("ln_1", "ln_2"):
-        shapes |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+        of_layer |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+    missing = nbytes - _nbytes_of(shapes)
+    for layer in range(max(1, -(-missing // _nbytes_of(of_layer)))):
+        shapes |= {f"transformer.h.{layer}.{name}": shape for name, shape in of_layer.items()}
     return shapes
 
 
@@ -73,21 +92,9 @@ def _nbytes_of(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(4 * torch.Size(shape).numel() for shape in shapes.values())
 
 
-def state_dict(nbytes: int) -> StateDict:
-    """Return the same random tensors every time."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.empty(shape).uniform_(-1, 1, generator=generator)
-        for name, shape in decoder_shapes(nbytes).items()
-    }
-
-
 def touch_every_page(tensors: StateDict) -> int:
     """Read one byte of every page of every tensor, and return their sum."""
     return sum(int(tensor.view(-1).view(torch.uint8)[::PAGE].sum()) for tensor in tensors.values())
-
-
-# ----------------------------------------------------------------------------------- the contenders
 
 
 def save_call(task: Task) -> Callable[[StateDict], None]:
@@ -105,7 +112,8 @@ def save_call(task: Task) -> Callable[[StateDict], None]:
     def save_and_sync(tensors: StateDict) -> None:
         save(tensors, path)
         if task.fsync:
-            sync_file_and_directory(path)
+            sync_path(path)
+            sync_path(path.parent)
 
     return save_and_sync
 
@@ -125,9 +133,6 @@ def load_call(task: Task) -> Callable[[], StateDict]:
     return lambda: torch.load(path, **options)
 
 
-# ------------------------------------------------------------------------------------- measurements
-
-
 def warm_up(task: Task) -> None:
     """Save and load a small tensor in the state WARMED_UP, so that no imports are measured."""
     if task.state == WARMED_UP:
@@ -140,7 +145,11 @@ def warm_up(task: Task) -> None:
 def measure_save(task: Task) -> Figure:
     """Save the tensors once."""
     warm_up(task)
-    tensors = state_dict(task.nbytes)
+    generator = torch.Generator().manual_seed(0)  # each process has the same tensors
+    tensors = {
+        name: torch.empty(shape).uniform_(-1, 1, generator=generator)
+        for name, shape in decoder_shapes(task.nbytes).items()
+    }
     checksum = touch_every_page(tensors)
     save = save_call(task)
     gc.collect()

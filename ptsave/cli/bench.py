@@ -78,7 +78,7 @@ def command(
     """
     from ptsave.bench.disk import measure_disk, plan_disk
     from ptsave.bench.plot import plot_speeds
-    from ptsave.bench.report import SPEED_HEADER, aligned, speed_rows, table
+    from ptsave.bench.rounds import SPEED_HEADER, aligned, speed_rows, table
 
     if plot is not None:
         _require_plot(plot)

@@ -18,10 +18,9 @@ from click.testing import CliRunner
 
 from ptsave.bench import disk, limits, rounds, system, worker
 from ptsave.bench.disk import MIN_NBYTES, plan_disk
-from ptsave.bench.report import SPEED_HEADER
-from ptsave.bench.rounds import LIMIT, Results
+from ptsave.bench.rounds import LIMIT, SPEED_HEADER, Results
 from ptsave.bench.system import filesystem_of
-from ptsave.bench.task import Figure, Task
+from ptsave.bench.worker import Figure, Task
 from ptsave.cli.commands import commands
 
 MIB = 1 << 20
