@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import ptsave
+from ptsave.integrations import lazy_classes
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks._tables import tables_of  # noqa: E402
 from benchmarks.plots import RESULTS, draw_report  # noqa: E402
+
+# Classes of plug-ins are documented without the libraries from whose classes they are derived.
+lazy_classes.classes_over = lambda *_, **__: object().__getattribute__
 
 PLOTS = "_generated"
 # Pages that are files of the repository, where their links are those of the repository, too.

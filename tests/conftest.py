@@ -77,7 +77,7 @@ def _torch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     serialization._serialization_tls.map_location = None  # torch forgets to when a load fails
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_torch_thread() -> Iterator[None]:
     """Keep small models on one thread: a pool waits for processors, and does not outlive a fork."""
     n_threads = torch.get_num_threads()

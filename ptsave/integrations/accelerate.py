@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import re
 import shutil
@@ -13,12 +14,11 @@ from typing import Any
 
 import torch
 
-from ptsave.errors import CorruptCheckpointError
+from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.installation import installed
-from ptsave.integrations.rank_errors import raised_on_all
 from ptsave.integrations.staged_folders import StagedFolder, in_place_of, staged_folders_in
 
-__all__ = ["disable", "enable"]
+__all__ = ["disable", "enable", "raised_on_all"]
 
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
 
@@ -139,8 +139,7 @@ def _remove_leftovers(directory: str) -> None:
         *staged_folders_in(os.path.realpath(directory), "checkpoint_", keeps_others=True),
         *staged_folders_in(parent, f"{name}.checkpoint_"),
     ):
-        with suppress(OSError):  # the directory may not be writable
-            folder.discard_leftover()
+        folder.discard_leftover()
 
 
 def _engine(accelerator: Any, *, fsync: bool | None = None) -> AbstractContextManager[None]:
@@ -194,3 +193,38 @@ def _remembering_damage() -> Iterator[None]:
         yield
     if errors:
         raise errors[0]
+
+
+@contextmanager
+def raised_on_all(accelerator: Any, place: str) -> Iterator[None]:
+    """Run the block on all ranks; all leave it together, and if it raises on one, all raise.
+
+    The other ranks raise a SaveError that quotes the error and names `place`.  KeyboardInterrupt
+    and SystemExit leave the block without waiting.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    texts = _of_all(accelerator, None if own is None else f"{type(own).__name__}: {own}")
+    failed = [rank for rank, each in enumerate(texts) if each is not None]
+    if not failed:
+        return
+    with suppress(RuntimeError):  # a rank that exits before the others took its message loses it
+        accelerator.wait_for_everyone()
+    if own is not None:
+        raise own
+    rank = failed[0]
+    raise SaveError(f"{place}: rank {rank} could not complete the checkpoint: {texts[rank]}")
+
+
+def _of_all(accelerator: Any, text: str | None) -> list[str | None]:
+    """Return the texts of all ranks."""
+    n_ranks = accelerator.num_processes
+    if n_ranks == 1:
+        return [text]
+    utils: Any = importlib.import_module("accelerate.utils")
+    if accelerator.distributed_type == utils.DistributedType.XLA:  # gathers only tensors
+        return [utils.broadcast_object_list([text], rank)[0] for rank in range(n_ranks)]
+    return list(utils.gather_object([text]))

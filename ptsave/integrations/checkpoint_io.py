@@ -13,11 +13,11 @@ from typing import Any, Literal
 from ptsave.contents.loading import load
 from ptsave.integrations.pending_saves import (
     PendingSaves,
+    StagedFile,
     make_parent,
     path_key,
     remove_checkpoint,
 )
-from ptsave.integrations.staged_files import StagedFile, staged_file
 from ptsave.serialization import save
 from ptsave.support.flags import check_flags
 from ptsave.writing.targets import resolve_file
@@ -99,23 +99,12 @@ class CheckpointIO:
         TypeError
             If there are `storage_options` and the path is no URL.
         """
-        options = self._storage_options if storage_options is None else storage_options
-        make_parent(os.fspath(path), options)
-        staged = self._staged(path, options)
+        place, options = self._place_of(path, storage_options)
         try:
-            save(
-                checkpoint,
-                os.fspath(path) if staged is None else staged.path,
-                fsync=self._fsync,
-                atomic=self._atomic,
-                storage_options=options,
-                weights_only_check=self._weights_only_check,
-            )
-            if staged is not None:
-                staged.publish(fsync=self._fsync)
+            save(checkpoint, place.path, **options)
+            place.publish(fsync=self._fsync)
         finally:
-            if staged is not None:
-                staged.discard()
+            place.discard()
         self._note_options(path, storage_options)
 
     def load_checkpoint(
@@ -150,9 +139,19 @@ class CheckpointIO:
     def teardown(self) -> None:
         """Do nothing: nothing is pending."""
 
-    def _staged(self, path: str | os.PathLike[str], options: Any) -> StagedFile | None:
-        """Return a temporary place for a SLURM checkpoint: Lightning would count its leftovers."""
-        return staged_file(resolve_file(path, options)) if self._atomic else None
+    def _place_of(
+        self, path: str | os.PathLike[str], storage_options: Any
+    ) -> tuple[StagedFile, dict[str, Any]]:
+        """Return a place to write a file, whose directory is made, and options for saving it."""
+        options = self._storage_options if storage_options is None else storage_options
+        make_parent(os.fspath(path), options)
+        place = StagedFile(os.fspath(path), resolve_file(path, options) if self._atomic else None)
+        return place, {
+            "fsync": self._fsync,
+            "atomic": self._atomic,
+            "storage_options": options,
+            "weights_only_check": self._weights_only_check,
+        }
 
     def _options_for(self, path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
         return self._options_of.get(path_key(os.fspath(path)), self._storage_options)
@@ -222,17 +221,14 @@ class AsyncCheckpointIO(CheckpointIO):
         storage_options: Any = None,
     ) -> None:
         """Begin to save a checkpoint, then raise the error of an earlier one, if any."""
-        options = self._storage_options if storage_options is None else storage_options
+        place, options = self._place_of(path, storage_options)
         self._saves.save(
             checkpoint,
             os.fspath(path),
-            staged=lambda: self._staged(path, options),
-            fsync=self._fsync,
-            atomic=self._atomic,
-            storage_options=options,
-            weights_only_check=self._weights_only_check,
+            place,
             max_staged_bytes=self._max_staged_bytes,
             when_full=self._when_full,
+            **options,
         )
         self._note_options(path, storage_options)
         self._saves.check()

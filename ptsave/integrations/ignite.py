@@ -2,22 +2,209 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from ptsave.integrations import save_handler
-from ptsave.integrations.lazy_classes import class_over
-
-if TYPE_CHECKING:
-    from ptsave.integrations.save_handler import AsyncSaveHandler, SaveHandler
+from ptsave.integrations.lazy_classes import classes_over
+from ptsave.integrations.pending_saves import PendingSaves, make_parent, remove_checkpoint
+from ptsave.serialization import save
+from ptsave.support.flags import check_flags
+from ptsave.writing.targets import resolve
 
 __all__ = ["AsyncSaveHandler", "SaveHandler"]
 
-_PARTS: dict[str, type] = {
-    "AsyncSaveHandler": save_handler.AsyncSaveHandler,
-    "SaveHandler": save_handler.SaveHandler,
-}
+
+class _UrlFolder(str):
+    """A directory at a URL, which ignite joins with file names by ``/`` as a `Path`."""
+
+    __slots__ = ()
+
+    def __truediv__(self, name: str) -> str:
+        return f"{self.rstrip('/')}/{name}"
 
 
-def __getattr__(name: str) -> Any:
-    base = "ignite.handlers.checkpoint.DiskSaver"
-    return class_over(__name__, name, _PARTS, base, package="pytorch-ignite")
+class SaveHandler:
+    """A ``DiskSaver`` that lets ignite's ``Checkpoint`` save with ptsave.
+
+    Parameters
+    ----------
+    dirname : str or os.PathLike
+        Directory of the checkpoints, or a URL.
+    atomic : bool, default True
+        As for :func:`ptsave.save`.
+    create_dir, require_empty : bool, default True
+        As for a ``DiskSaver``: whether to make the directory, and whether ``.pt`` files in it are
+        an error.  A URL is always made, and its files are not checked.
+    save_on_rank : int, default 0
+        The rank that saves.
+    fsync : bool, default False
+        Whether a checkpoint survives power loss when the call returns.
+    storage_options : mapping, optional
+        For the file system of a URL.
+    weights_only_check : bool, default False
+        As for :func:`ptsave.save`.
+    **kwargs : object
+        More options of :func:`torch.save`, such as ``pickle_protocol``.
+
+    Raises
+    ------
+    ValueError
+        If `require_empty` and the directory has ``.pt`` files, or if it does not exist and
+        `create_dir` is False.
+
+    Examples
+    --------
+    >>> from ignite.handlers import Checkpoint  # doctest: +SKIP
+    >>> from ptsave.integrations.ignite import SaveHandler  # doctest: +SKIP
+    >>> handler = Checkpoint({"model": model}, SaveHandler("run"), n_saved=2)  # doctest: +SKIP
+    """
+
+    dirname: Path | _UrlFolder
+    save_on_rank: int
+
+    def __init__(
+        self,
+        dirname: str | os.PathLike[str],
+        atomic: bool = True,
+        create_dir: bool = True,
+        require_empty: bool = True,
+        save_on_rank: int = 0,
+        *,
+        fsync: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        weights_only_check: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        check_flags(
+            atomic=atomic,
+            create_dir=create_dir,
+            require_empty=require_empty,
+            fsync=fsync,
+            weights_only_check=weights_only_check,
+        )
+        folder = resolve(dirname, storage_options)
+        is_url = not isinstance(folder, str)
+        self._options: dict[str, Any] = {
+            "fsync": fsync,
+            "atomic": atomic,
+            "storage_options": storage_options if is_url else None,
+            "weights_only_check": weights_only_check,
+            **kwargs,
+        }
+        inspect.signature(save).bind(None, "", **self._options)  # raises now, not at the first save
+        # The DiskSaver makes a local directory and checks its files.
+        initialize: Any = super().__init__
+        initialize(
+            "." if is_url else folder,
+            atomic=atomic,
+            create_dir=create_dir,
+            require_empty=require_empty and not is_url,
+            save_on_rank=save_on_rank,
+            **kwargs,
+        )
+        if is_url:
+            self.dirname = _UrlFolder(os.fspath(dirname))
+
+    def __call__(
+        self,
+        checkpoint: Mapping[str, Any],
+        filename: str,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save a checkpoint under a name in the directory."""
+        if self._saves_here():
+            path = self._path_of(filename)
+            make_parent(path, self._options["storage_options"])
+            save(checkpoint, path, **self._options)
+
+    def remove(self, filename: str) -> None:
+        """Remove a checkpoint."""
+        if self._saves_here():
+            remove_checkpoint(self._path_of(filename), self._options["storage_options"])
+
+    def _path_of(self, filename: str) -> str:
+        return os.fspath(self.dirname / filename)
+
+    def _saves_here(self) -> bool:
+        import ignite.distributed
+
+        return bool(ignite.distributed.get_rank() == self.save_on_rank)
+
+
+class AsyncSaveHandler(SaveHandler):
+    """Saves in the background: a call copies the tensors once, and training goes on.
+
+    It differs from :class:`SaveHandler`: a checkpoint that ignite removes is deleted when all saves
+    begun before are durable, and stays if one of them fails.  The next call raises that error, or
+    :meth:`wait` at the end of the run (``trainer.add_event_handler(Events.COMPLETED,
+    lambda: handler.wait())``).  Python waits for unfinished saves when it exits.
+
+    Parameters
+    ----------
+    dirname, atomic, create_dir, require_empty, save_on_rank
+    storage_options, weights_only_check, **kwargs
+        As for :class:`SaveHandler`.
+    fsync : bool, default True
+        Whether older checkpoints are removed only when the new one survives power loss.
+
+    Examples
+    --------
+    >>> from ptsave.integrations.ignite import AsyncSaveHandler  # doctest: +SKIP
+    >>> handler = AsyncSaveHandler("run")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        dirname: str | os.PathLike[str],
+        atomic: bool = True,
+        create_dir: bool = True,
+        require_empty: bool = True,
+        save_on_rank: int = 0,
+        *,
+        fsync: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+        weights_only_check: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            dirname,
+            atomic,
+            create_dir,
+            require_empty,
+            save_on_rank,
+            fsync=fsync,
+            storage_options=storage_options,
+            weights_only_check=weights_only_check,
+            **kwargs,
+        )
+        self._saves = PendingSaves()
+
+    def __call__(
+        self,
+        checkpoint: Mapping[str, Any],
+        filename: str,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin to save a checkpoint, then raise the error of an earlier one, if any."""
+        if self._saves_here():
+            path = self._path_of(filename)
+            make_parent(path, self._options["storage_options"])
+            self._saves.save(checkpoint, path, **self._options)
+            self._saves.check()
+
+    def remove(self, filename: str) -> None:
+        """Remove a checkpoint when all saves begun before are durable."""
+        if self._saves_here():
+            self._saves.check()
+            self._saves.remove(self._path_of(filename), self._options["storage_options"])
+
+    def wait(self) -> None:
+        """Wait for pending saves and removals, and raise the error of a failed one."""
+        self._saves.wait()
+
+
+_BASE = "ignite.handlers.checkpoint.DiskSaver"
+__getattr__ = classes_over(__name__, dict.fromkeys(__all__, _BASE), package="pytorch-ignite")

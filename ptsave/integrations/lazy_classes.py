@@ -1,4 +1,4 @@
-"""Makes classes over another library's base class at their first use.
+"""Derives classes from another library's base class at their first use.
 
 So the modules of this room can be imported, documented and checked without that library.
 """
@@ -7,33 +7,36 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["class_over"]
+__all__ = ["classes_over"]
 
 
-def class_over(
-    module: str, name: str, parts: Mapping[str, type], base: str, *, package: str
-) -> Any:
-    """Derive a class from ``parts[name]`` and `base`, and keep it in `module`, where pickles look.
+def classes_over(module: str, bases: Mapping[str, str], *, package: str) -> Callable[[str], Any]:
+    """Take classes out of a module; return its ``__getattr__``, which derives them from `bases`.
 
-    `base` is the full path of the library's class, as in
-    ``"ignite.handlers.checkpoint.BaseSaveHandler"``.  A missing one is an ImportError that names
-    the `package` to install.
+    `bases` has the full path of the library's class for each name, as in
+    ``{"SaveHandler": "ignite.handlers.checkpoint.DiskSaver"}``.  A missing one is an ImportError
+    that names the `package` to install.  The made class stays in the module, where pickles look.
     """
-    part = parts.get(name)
-    if part is None:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    home, _, base_name = base.rpartition(".")
-    try:
-        parent = getattr(importlib.import_module(home), base_name)
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"{module}.{name} is a {base}, which cannot be imported ({error}): pip install "
-            f"{package}",
-            name=home,
-        ) from error
-    made = type(name, (part, parent), {"__module__": module, "__doc__": part.__doc__})
-    setattr(sys.modules[module], name, made)
+    namespace = vars(sys.modules[module])
+    parts: dict[str, type] = {name: namespace.pop(name) for name in bases}
+
+    def made(name: str) -> Any:
+        if name not in parts:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, _, base_name = bases[name].rpartition(".")
+        try:
+            base = getattr(importlib.import_module(home), base_name)
+        except (ImportError, AttributeError) as error:
+            raise ImportError(
+                f"{module}.{name} is a {bases[name]}, which cannot be imported ({error}): pip "
+                f"install {package}",
+                name=home,
+            ) from error
+        part = parts[name]
+        namespace[name] = type(name, (part, base), {"__module__": module, "__doc__": part.__doc__})
+        return namespace[name]
+
     return made

@@ -7,28 +7,41 @@ not happen if one of them fails.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ptsave import _C
 from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
 from ptsave.background.saves import release_own
-from ptsave.errors import add_note
-from ptsave.integrations.staged_files import StagedFile
+from ptsave.errors import SaveError, add_note
 from ptsave.sources.urls import is_url_target
-from ptsave.writing.targets import absolute, resolve_file
+from ptsave.support.held_lock import HeldLock, try_lock
+from ptsave.support.syncing import sync_path
+from ptsave.writing.targets import absolute, replaceable_file, resolve_file
 from ptsave.writing.url_targets import UrlTarget, save_errors
 
-__all__ = ["PendingSaves", "make_parent", "path_key", "remove_checkpoint"]
+__all__ = [
+    "Pending",
+    "PendingSaves",
+    "StagedFile",
+    "make_parent",
+    "path_key",
+    "remove_checkpoint",
+]
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_Options = Mapping[str, Any] | None
+_Key = TypeVar("_Key")
 
 
-class PendingSaves:
-    """The unfinished saves of one writer of checkpoints, and removals that wait for them.
+class Pending(Generic[_Key]):
+    """The unfinished saves of one writer of checkpoints, and the errors of failed ones.
 
     Any thread may use it.  A copy, a pickle and a forked process begin without saves.
     """
@@ -36,94 +49,102 @@ class PendingSaves:
     def __init__(self) -> None:
         self._start_afresh()
 
-    def save(
-        self,
-        obj: object,
-        path: str,
-        staged: Callable[[], StagedFile | None] = lambda: None,
-        **options: Any,
-    ) -> SaveFuture:
-        """Make the directory, and begin a save with the `options` of :func:`ptsave.async_save`.
-
-        `staged` may return a temporary place; the writing thread then gives the file its name.  A
-        pending removal of the same path is dropped, because the save replaces the file.
-        """
-        self._check_process()
-        make_parent(path, options.get("storage_options"))
-        key = path_key(path)
-        with self._changed:
-            removed = self._removals.pop(key, None)
-        place = None
-        try:
-            place = staged()
-            future = async_save(obj, path if place is None else place.path, **options)
-        except BaseException:
-            if place is not None:
-                place.discard()
-            if removed is not None:
-                with self._changed:
-                    self._removals[key] = removed
-            raise
-        with self._changed:
-            self._pending.add(future)
-        # Not the future's own method, which would mark the outcome as observed.
-        fsync = bool(options.get("fsync"))
-        Future.add_done_callback(future, lambda _: self._finish(future, place, fsync=fsync))
-        return future
-
-    def remove(self, path: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        """Remove a checkpoint when all pending saves are durable, or now if there are none.
-
-        A relative path is resolved now.
-        """
-        self._check_process()
-        with self._changed:
-            if self._pending:
-                awaited = set(self._pending)
-                self._removals[path_key(path)] = (_absolute(path), storage_options, awaited)
-                return
-        remove_checkpoint(path, storage_options)
-
     def check(self) -> None:
-        """Raise the first unobserved error of a save or removal, with the others as notes."""
-        self._check_process()
-        errors: list[BaseException] = []
-        with self._changed:
+        """Raise the first error of failed saves, with the others as notes; each once."""
+        with self._locked():
             failures = list(self._failures)
             self._failures.clear()
-        for failure in failures:
-            if not isinstance(failure, SaveFuture):
-                errors.append(failure)
-            elif not failure.observed():
-                error = failure.exception()
-                assert error is not None
-                errors.append(error)
+        # The outcome of a future that is asked here does not become a warning at the exit.
+        errors: list[Any] = [
+            each.exception() if isinstance(each, Future) else each for each in failures
+        ]
         for other in errors[1:]:
             add_note(errors[0], f"another checkpoint failed, too: {other}")
         if errors:
             raise errors[0]
 
+    def settle(self, is_awaited: Callable[[_Key], bool] = lambda _: True) -> None:
+        """Wait until no save is pending, or none of those that are awaited; raise no error."""
+        release_own()
+        with self._locked():
+            self._changed.wait_for(lambda: not any(map(is_awaited, self._pending)))
+
     def wait(self) -> None:
         """Wait until nothing is pending; then `check`."""
-        self._check_process()
-        release_own()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._pending)
+        self.settle()
         self.check()
 
-    # ------------------------------------------------------------------------- on the other thread
+    def _start_afresh(self) -> None:
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._pending: set[_Key] = set()
+        self._failures: list[Any] = []
 
-    def _finish(self, future: SaveFuture, place: StagedFile | None, *, fsync: bool) -> None:
+    def _locked(self) -> threading.Condition:
+        """Return the lock, of this process if it was forked."""
+        if self._pid != os.getpid():
+            self._start_afresh()
+        return self._changed
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+class PendingSaves(Pending[SaveFuture]):
+    """Saves of files, and removals that wait for them."""
+
+    def _start_afresh(self) -> None:
+        super()._start_afresh()
+        # By path, with the saves that have to succeed before.
+        self._removals: dict[str, tuple[str, _Options, set[SaveFuture]]] = {}
+
+    def save(self, obj: object, path: str, place: StagedFile | None = None, **options: Any) -> None:
+        """Begin a save with the `options` of :func:`ptsave.async_save`, at a temporary `place`.
+
+        A pending removal of the same path is dropped, because the save replaces the file.
+        """
+        place = place or StagedFile(path)
+        try:
+            future = async_save(obj, place.path, **options)
+        except BaseException:
+            place.discard()
+            raise
+        with self._locked():
+            self._removals.pop(path_key(path), None)
+            self._pending.add(future)
+        # Not the future's own method, which would mark the outcome as observed.
+        fsync = bool(options.get("fsync"))
+        Future.add_done_callback(future, lambda _: self._finish(future, place, fsync=fsync))
+
+    def remove(self, path: str, storage_options: _Options = None) -> None:
+        """Remove a checkpoint when all pending saves are durable, or now if there are none.
+
+        A relative path is resolved now.
+        """
+        with self._locked():
+            if self._pending:
+                place = path if is_url_target(path) else absolute(path)
+                self._removals[path_key(path)] = place, storage_options, set(self._pending)
+                return
+        remove_checkpoint(path, storage_options)
+
+    def _finish(self, future: SaveFuture, place: StagedFile, *, fsync: bool) -> None:
         """Publish a save's file, and do the removals that waited; runs on the writing thread."""
-        failed = future.cancelled() or Future.exception(future) is not None
-        if failed and not future.cancelled():
-            with self._changed:
-                self._failures.append(future)
-        if place is not None:
-            failed = not self._publish(place, failed=failed, fsync=fsync)
+        failure: Any = None
+        if future.cancelled() or Future.exception(future) is not None:
+            failure = future
+            place.discard()
+        else:
+            try:
+                place.publish(fsync=fsync)
+            except Exception as error:
+                failure = error
+        with self._changed:
+            if failure is not None and not future.cancelled():
+                self._failures.append(failure)
         while True:
             with self._changed:
-                due = self._due_removals(future, failed=failed)
+                due = self._due_removals(future, failed=failure is not None)
                 if not due:  # and under the lock none can be added
                     self._pending.discard(future)
                     self._changed.notify_all()
@@ -135,64 +156,108 @@ class PendingSaves:
                     with self._changed:
                         self._failures.append(error)
 
-    def _publish(self, place: StagedFile, *, failed: bool, fsync: bool) -> bool:
-        """Give a file its name unless its save failed; return whether it has the name."""
-        if failed:
-            place.discard()
-            return False
-        try:
-            place.publish(fsync=fsync)
-        except Exception as error:
-            with self._changed:
-                self._failures.append(error)
-            return False
-        return True
-
-    def _due_removals(
-        self, future: SaveFuture, *, failed: bool
-    ) -> list[tuple[str, Mapping[str, Any] | None]]:
+    def _due_removals(self, future: SaveFuture, *, failed: bool) -> list[tuple[str, _Options]]:
+        """Return the removals that waited for this save last; drop all of a failed one."""
         due = []
         for key, (path, storage_options, awaited) in list(self._removals.items()):
-            if future not in awaited:
-                continue
-            awaited.discard(future)
-            if not failed and awaited:
-                continue
-            del self._removals[key]
-            if not failed:
-                due.append((path, storage_options))
+            if future in awaited:
+                awaited.discard(future)
+                if failed or not awaited:
+                    del self._removals[key]
+                if not (failed or awaited):
+                    due.append((path, storage_options))
         return due
 
-    # -------------------------------------------------------------------------- copies and children
 
-    def _start_afresh(self) -> None:
-        self._pid = os.getpid()
-        self._changed = threading.Condition()
-        self._pending: set[SaveFuture] = set()
-        self._removals: dict[str, tuple[str, Mapping[str, Any] | None, set[SaveFuture]]] = {}
-        self._failures: list[SaveFuture | Exception] = []
+class StagedFile(HeldLock):
+    """A file to save at `path`: in a locked directory of its own if Lightning counts the name.
 
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            self._start_afresh()
+    A killed save leaves ``.<name>.<16 hex digits>.ptsave`` beside the file.  Lightning takes the
+    digits of any name with ``hpc_ckpt_`` for a checkpoint's number, and would resume from one that
+    does not exist.  So the directory's name contains nothing of the file's.  The next such save
+    removes directories of dead processes.
+    """
 
-    def __reduce__(self) -> tuple[type[PendingSaves], tuple[()]]:
-        return PendingSaves, ()
+    _PREFIX, _SUFFIX = ".staged-", ".ptsave"
+
+    def __init__(self, path: str, target: object = None) -> None:
+        self.path = path
+        if not isinstance(target, str) or not os.path.basename(target).startswith("hpc_ckpt_"):
+            return
+        try:
+            self._final = replaceable_file(target)
+        except SaveError:  # a file that can only be overwritten in place needs no temporary name
+            return
+        if not os.path.isdir(self._final):
+            parent, name = os.path.split(self._final)
+            with save_errors(self._final):
+                self._remove_leftovers(parent)
+                self._make_locked(parent)
+            self.path = os.path.join(self._folder, name)
+
+    def publish(self, *, fsync: bool) -> None:
+        """Give the complete file its name, durably with `fsync` if the save synced the file.
+
+        After a SaveError the file that had the name keeps it.
+        """
+        if self._descriptor is None:
+            return
+        try:
+            with save_errors(self._final):
+                with suppress(FileNotFoundError):
+                    shutil.copymode(self._final, self.path)  # as a save to that path would
+                os.replace(self.path, self._final)
+                if fsync:
+                    sync_path(self._folder)
+                    sync_path(os.path.dirname(self._final))
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove an unpublished file; do nothing the second time, or in a forked process."""
+        if self._descriptor is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._close()
+
+    def _make_locked(self, parent: str) -> None:
+        """Make and lock a directory; another save may take a new one for a leftover."""
+        while self._descriptor is None:
+            self._folder = os.path.join(
+                parent, f"{self._PREFIX}{secrets.token_hex(8)}{self._SUFFIX}"
+            )
+            os.mkdir(self._folder)
+            with suppress(FileNotFoundError):
+                lock = os.open(self._folder, _DIRECTORY)
+                if try_lock(lock) is not False and os.path.isdir(self._folder):
+                    self._hold(lock)
+                else:
+                    os.close(lock)
+
+    def _remove_leftovers(self, parent: str) -> None:
+        """Remove the directories of dead processes; on a file system without locks they stay."""
+        for name in os.listdir(parent):
+            if name.startswith(self._PREFIX) and name.endswith(self._SUFFIX):
+                folder = os.path.join(parent, name)
+                with suppress(OSError):
+                    lock = os.open(folder, _DIRECTORY)
+                    try:
+                        if try_lock(lock):
+                            shutil.rmtree(folder, ignore_errors=True)
+                    finally:
+                        os.close(lock)
 
 
-def make_parent(path: str, storage_options: Mapping[str, Any] | None = None) -> None:
+def make_parent(path: str, storage_options: _Options = None) -> None:
     """Make the directory of a file to save, with its parents; a failure is a SaveError."""
     target = resolve_file(path, storage_options)
     if isinstance(target, UrlTarget):
         target.make_parent()
-        return
-    parent = os.path.dirname(target)
-    if parent:
+    elif parent := os.path.dirname(target):
         with save_errors(parent, "the directory cannot be made"):
             os.makedirs(parent, exist_ok=True)
 
 
-def remove_checkpoint(path: str, storage_options: Mapping[str, Any] | None = None) -> None:
+def remove_checkpoint(path: str, storage_options: _Options = None) -> None:
     """Remove a file or a directory, by path or URL, if it exists."""
     target = resolve_file(path, storage_options)
     if isinstance(target, UrlTarget):
@@ -202,10 +267,6 @@ def remove_checkpoint(path: str, storage_options: Mapping[str, Any] | None = Non
         shutil.rmtree(target)
     else:
         _C.remove_file(os.fsencode(target))
-
-
-def _absolute(path: str) -> str:
-    return path if is_url_target(path) else absolute(path)
 
 
 def path_key(path: str) -> str:

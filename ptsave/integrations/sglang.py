@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from ptsave.integrations.lazy_classes import class_over
-from ptsave.integrations.served_weights import DefaultLoaderPart
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from ptsave.integrations.served_weights import DefaultLoaderPart as ModelLoader
+from ptsave.integrations.lazy_classes import classes_over
+from ptsave.integrations.vllm import WeightsLoader
+from ptsave.models.iterating import iter_weights
 
 __all__ = ["ModelLoader"]
 
 
-def __getattr__(name: str) -> Any:
-    base = "sglang.srt.model_loader.loader.DefaultModelLoader"
-    return class_over(__name__, name, {"ModelLoader": DefaultLoaderPart}, base, package="sglang")
+class ModelLoader(WeightsLoader):
+    """Loads the weights of an SGLang model with ptsave: ``LoadConfig(load_format=ModelLoader)``.
+
+    It is SGLang's default loader, except that :func:`ptsave.iter_weights` reads the shards.
+
+    Parameters
+    ----------
+    load_config : sglang.srt.configs.load_config.LoadConfig
+        Without ``model_loader_extra_config``.
+
+    Raises
+    ------
+    ValueError
+        If it has such options.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        if load_config.model_loader_extra_config is None:
+            load_config.model_loader_extra_config = {}
+        super().__init__(load_config)
+
+    def download_model(self, model_config: Any) -> None:
+        """Download the model, if it is on the hub."""
+        self.local_model(model_config.model_path, model_config.revision)
+
+    def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Tensor]]:
+        path = self.local_model(source.model_or_path, source.revision)
+        return ((source.prefix + name, tensor) for name, tensor in iter_weights(path))
+
+
+_BASE = "sglang.srt.model_loader.loader.DefaultModelLoader"
+__getattr__ = classes_over(__name__, {"ModelLoader": _BASE}, package="sglang")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,13 @@ from forked_ranks import ForkedRanks
 
 from ptsave.integrations import accelerate as integration
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_torch_thread")]
 _RANK_FILE = re.compile(r"__[01]_[0-9a-f]{16}\.distcp")
 
 
 @pytest.fixture(scope="module")
 def accelerate() -> Any:
     return imported("accelerate")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
 
 
 class Run:

@@ -22,7 +22,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 from _system import Child, in_child
 from client_checkpoints import assert_same_state, imported
 from kill_rounds import ROUNDS, SEED
@@ -34,6 +33,7 @@ pytestmark = [
     pytest.mark.kill,
     pytest.mark.timeout(0),
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("one_torch_thread"),
 ]
 _N_STEPS = 60  # of a run; then another one begins
 _N_KILLS = max(ROUNDS // 10, 5)
@@ -46,7 +46,7 @@ def accelerate() -> Any:
 
 
 @pytest.fixture(scope="module")
-def expected(accelerate: Any, _one_thread: None) -> list[Any]:
+def expected(accelerate: Any, one_torch_thread: None) -> list[Any]:
     """The states after each step of a training that nobody kills."""
     random.seed(0)
     parts = prepared(accelerate)
@@ -55,15 +55,6 @@ def expected(accelerate: Any, _one_thread: None) -> list[Any]:
         train(parts, 1)
         states.append(copy.deepcopy(state_of(parts)))
     return states
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """For results that are the same to the last bit in children, which have no others."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
 
 
 @pytest.fixture(params=["exchanged", "renamed", "filled"], autouse=True)

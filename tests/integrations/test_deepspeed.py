@@ -17,7 +17,6 @@ import torch
 from _corruption import flip_middle
 
 import ptsave
-from ptsave.integrations import checkpoint_engine
 from ptsave.integrations import deepspeed as integration
 
 _PATH = "deepspeed.runtime.checkpoint_engine.checkpoint_engine"
@@ -125,7 +124,7 @@ def test_commit_makes_all_files_durable(
     engine_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    monkeypatch.setattr(checkpoint_engine, "sync_path", synced.append)
+    monkeypatch.setattr(integration, "sync_path", synced.append)
     engine = engine_class()
     save_as_deepspeed(engine, tmp_path, "t", {"a": [1], "b": [2]})
     files = [str(tmp_path / "t" / name) for name in "ab"]
@@ -140,7 +139,7 @@ def test_commit_makes_all_files_durable(
         seen.append(options)
         return real(*args, **options)
 
-    monkeypatch.setattr(checkpoint_engine, "async_save", noting)
+    monkeypatch.setattr(integration, "async_save", noting)
     save_as_deepspeed(engine_class(in_background=True), tmp_path, "t", {"a": [1]})
     assert seen == [{"fsync": True}]
     assert synced == [str(tmp_path), str(tmp_path / "t")]

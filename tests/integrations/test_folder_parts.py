@@ -9,7 +9,7 @@ import pytest
 from _system import Child, in_child
 
 import ptsave
-from ptsave.integrations.folder_parts import FolderParts
+from ptsave.integrations.folder_saves import FolderParts
 from ptsave.integrations.staged_folders import StagedFolder
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ptsave
-from ptsave.integrations.served_weights import local_model
+from ptsave.integrations.vllm import WeightsLoader
 
 VLLM = "vllm.model_executor.model_loader"
 SGLANG = "sglang.srt.model_loader.loader"
@@ -189,6 +189,8 @@ def test_download_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     hub = pytest.importorskip("huggingface_hub", reason="pip install huggingface_hub")
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
-    found = local_model("some/model", None, download_dir=None, ignore_patterns="*.bin")
+    loader = WeightsLoader.__new__(WeightsLoader)
+    loader.load_config = SimpleNamespace(ignore_patterns="*.bin")
+    found = loader.local_model("some/model", None)
     assert found == str(tmp_path / "none")
     assert ignored == ["*.bin", "*.bin"]

@@ -24,8 +24,7 @@ from client_checkpoints import killed_by_itself
 
 import ptsave
 from ptsave.background import saves as background
-from ptsave.integrations.pending_saves import PendingSaves
-from ptsave.integrations.staged_files import StagedFile
+from ptsave.integrations.pending_saves import PendingSaves, StagedFile
 
 PACKAGES = ("lightning", "pytorch_lightning")
 KINDS = ("CheckpointIO", "AsyncCheckpointIO")
@@ -352,6 +351,7 @@ def test_relative_paths_are_those_of_the_call(
 def test_old_one_stays_if_the_new_one_fails(gate: Any, tmp_path: Path) -> None:
     old, folder = str(tmp_path / "old"), tmp_path / "folder"
     ptsave.save([1], old)
+    folder.mkdir()
     saves = PendingSaves()
     saves.save([2], str(folder / "new"))
     saves.remove(old)
@@ -547,13 +547,14 @@ def test_slurm_job_beside_another(gate: Any, tmp_path: Path) -> None:
 
 
 def test_worker_that_outlives_a_job_keeps_no_leftover(tmp_path: Path) -> None:
-    place = StagedFile(str(tmp_path / "hpc_ckpt_1.ckpt"))
+    paths = [str(tmp_path / f"hpc_ckpt_{number}.ckpt") for number in (1, 2)]
+    place = StagedFile(paths[0], paths[0])
     source, sink = os.pipe()
     worker = Child(lambda: (os.write(sink, b"!"), threading.Event().wait()))
     try:
         os.read(source, 1)  # it runs
         place._close()  # as the end of its process does
-        StagedFile(str(tmp_path / "hpc_ckpt_2.ckpt")).discard()
+        StagedFile(paths[1], paths[1]).discard()
         assert os.listdir(tmp_path) == []
     finally:
         worker.kill()

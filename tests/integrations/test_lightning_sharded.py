@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from forked_ranks import ForkedRanks
 
 import ptsave
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_torch_thread")]
 _RANK_FILE = re.compile(r"__[01]_[0-9a-f]{16}\.distcp")
 _STRATEGIES = ("FSDP", "ModelParallel")
 
@@ -24,14 +23,6 @@ _STRATEGIES = ("FSDP", "ModelParallel")
 @pytest.fixture(scope="module")
 def lightning() -> Any:
     return imported("lightning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
 
 
 def parallelize(model: Any, mesh: Any) -> Any:

@@ -11,12 +11,10 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from _system import Child
 from client_checkpoints import assert_same_state
 from kill_rounds import ROUNDS, SEED
@@ -32,6 +30,7 @@ pytestmark = [
     pytest.mark.kill,
     pytest.mark.timeout(0),
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("one_torch_thread"),
 ]
 _N_KILLS = max(ROUNDS // 10, 4)
 _OPTIONS = {"save_steps": 1, "save_total_limit": None}
@@ -40,15 +39,6 @@ _OPTIONS = {"save_steps": 1, "save_total_limit": None}
 @pytest.fixture(scope="module")
 def transformers() -> Any:
     return imported_transformers()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """For results that are the same to the last bit in children, which have no others."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
 
 
 @pytest.fixture(scope="module")

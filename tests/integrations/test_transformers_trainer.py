@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -30,24 +29,15 @@ from tiny_trainers import (
 
 import ptsave
 from ptsave.integrations import staged_folders
-from ptsave.integrations.folder_saves import FolderSaves
+from ptsave.integrations.folder_saves import FolderSaves, writes_in_background
 from ptsave.integrations.staged_folders import StagedFolder
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_torch_thread")]
 
 
 @pytest.fixture(scope="module")
 def transformers() -> Any:
     return imported_transformers()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Let tiny steps not wait for threads that a busy machine does not run."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
 
 
 @pytest.fixture(scope="module")
@@ -189,18 +179,23 @@ def test_folder_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert os.listdir(tmp_path / "c") == [f"new-{number}"]
 
 
+def remove_leftovers(folder: Path) -> None:
+    for leftover in FolderSaves().leftovers(str(folder), "checkpoint-"):
+        leftover.discard_leftover()
+
+
 def test_leftovers_of_others_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".checkpoint-3.ptsave" / "checkpoint-3").mkdir(parents=True)
     (tmp_path / ".other").mkdir()
-    FolderSaves().remove_leftovers(str(tmp_path), "checkpoint-")
-    FolderSaves().remove_leftovers(str(tmp_path / "none"), "checkpoint-")
+    remove_leftovers(tmp_path)
+    assert FolderSaves().leftovers(str(tmp_path / "none"), "checkpoint-") == []
     assert os.listdir(tmp_path) == [".other"]
 
 
 def test_killed_save(tmp_path: Path) -> None:
     script = """
 import os, signal, sys, torch
-from ptsave.integrations.folder_saves import FolderSaves
+from ptsave.integrations.folder_saves import *
 from ptsave.integrations.staged_folders import *
 folder = StagedFolder(sys.argv[1], fsync=False)
 saves = FolderSaves()
@@ -222,7 +217,7 @@ for number in range(2):
 def test_files_are_written_after_all_copies(tmp_path: Path) -> None:
     folder = StagedFolder(str(tmp_path / "c"), fsync=False)
     os.makedirs(folder.path)
-    with staged_folders.writes_in_background(folder, fsync=False) as futures:
+    with writes_in_background(folder, fsync=False) as futures:
         for name in "ab":
             torch.save({"w": torch.ones(1000)}, f"{folder.path}/{name}")
         other = ptsave.async_save(torch.ones(1), io.BytesIO())  # written in the order of the calls
@@ -241,7 +236,7 @@ def test_without_room_files_are_written_meanwhile(
     monkeypatch.setenv("PTSAVE_MAX_STAGED_BYTES", str(nbytes + (1 << 16)))
     folder = StagedFolder(str(tmp_path / "c"), fsync=False)
     os.makedirs(folder.path)
-    with staged_folders.writes_in_background(folder, fsync=False) as futures:
+    with writes_in_background(folder, fsync=False) as futures:
         for name in "abc":
             torch.save({"w": torch.ones(nbytes // 4)}, f"{folder.path}/{name}")
         assert len(futures) == 3
@@ -254,7 +249,7 @@ def test_without_room_files_are_written_meanwhile(
 
 def test_wait_in_the_block_lets_files_be_written(tmp_path: Path) -> None:
     folder = StagedFolder(str(tmp_path / "c"), fsync=False)
-    with staged_folders.writes_in_background(folder, fsync=False):
+    with writes_in_background(folder, fsync=False):
         ptsave.async_save(torch.ones(1), tmp_path / "other").result(20)
 
 
@@ -262,7 +257,7 @@ def test_cancelled_save_is_no_checkpoint(tmp_path: Path) -> None:
     folder = StagedFolder(str(tmp_path / "c"), fsync=False)
     os.makedirs(folder.path)
     saves = FolderSaves()
-    with staged_folders.writes_in_background(folder, fsync=False) as futures:
+    with writes_in_background(folder, fsync=False) as futures:
         torch.save({"w": torch.ones(1000)}, f"{folder.path}/a")
         saves.commit(folder, futures, lambda: None)
         assert futures[0].cancel()
@@ -277,7 +272,7 @@ def test_error_in_the_block_ends_its_saves(tmp_path: Path) -> None:
     begun: list[ptsave.SaveFuture] = []
 
     def save_and_fail() -> None:
-        with staged_folders.writes_in_background(folder, fsync=False) as futures:
+        with writes_in_background(folder, fsync=False) as futures:
             for name in "ab":
                 torch.save({"w": torch.ones(1 << 22)}, f"{folder.path}/{name}")
             begun.extend(futures)
@@ -307,7 +302,7 @@ def test_killed_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         folder.publish()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert not os.path.exists(folder.final)
-    FolderSaves().remove_leftovers(str(tmp_path), "checkpoint-")
+    remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["checkpoint-1"]
     assert os.listdir(folder.final) == ["old"]
 
@@ -326,7 +321,7 @@ def test_killed_after_the_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Path(folder.path, "model").write_text("new")
         child = os.fork()
         if not child:
-            monkeypatch.setattr(staged_folders, "_move_missing", lambda *_, **__: os._exit(9))
+            monkeypatch.setattr(staged_folders, "_move_entries", lambda *_, **__: os._exit(9))
             folder.publish()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
         assert os.listdir(final) == ["model"]
