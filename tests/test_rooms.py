@@ -126,6 +126,18 @@ def test_imports_have_one_direction() -> None:
     assert not upwards
 
 
+def test_rooms_that_stand_alone() -> None:
+    """No room imports the plug-ins, and only the command line imports the measurements."""
+    users: dict[str, set[str]] = {"integrations": set(), "bench": {"cli"}}
+    for room, allowed in users.items():
+        importing = {
+            room_of(name)
+            for name, path in modules().items()
+            if any(room_of(imported) == room for imported in imports_of(name, path))
+        }
+        assert importing == {room} | allowed
+
+
 def test_no_circles() -> None:
     graph = {name: set(imports_of(name, path)) - {name} for name, path in modules().items()}
     list(TopologicalSorter(graph).static_order())  # raises CycleError
