@@ -18,7 +18,9 @@ _NAMES = {
     "background.async_save": "async_save release_staging_memory",
     "background.save_future": "SaveFuture",
     "capturing.capture": "Capture capture",
-    "comparison.captures": "CaptureComparison CapturedDifference compare_captures",
+    "capturing.comparison": "CaptureComparison CapturedDifference compare_captures",
+    "capturing.schema": "CapturedCall CapturedValue",
+    "capturing.summary": "CaptureSummary",
     "comparison.compare": "Comparison compare",
     "contents.archive": "Archive open",
     "contents.loading": "load",
@@ -45,8 +47,6 @@ _NAMES = {
     "training.checkpoint": "load_checkpoint load_into save_checkpoint",
     "training.checkpointer": "AsyncCheckpointer",
     "training.restored": "RestoredEntries",
-    "tree.capture_schema": "CapturedCall CapturedValue",
-    "tree.captured_summary": "CaptureSummary",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

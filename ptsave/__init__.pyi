@@ -5,9 +5,12 @@ from ptsave.background.async_save import release_staging_memory as release_stagi
 from ptsave.background.save_future import SaveFuture as SaveFuture
 from ptsave.capturing.capture import Capture as Capture
 from ptsave.capturing.capture import capture as capture
-from ptsave.comparison.captures import CaptureComparison as CaptureComparison
-from ptsave.comparison.captures import CapturedDifference as CapturedDifference
-from ptsave.comparison.captures import compare_captures as compare_captures
+from ptsave.capturing.comparison import CaptureComparison as CaptureComparison
+from ptsave.capturing.comparison import CapturedDifference as CapturedDifference
+from ptsave.capturing.comparison import compare_captures as compare_captures
+from ptsave.capturing.schema import CapturedCall as CapturedCall
+from ptsave.capturing.schema import CapturedValue as CapturedValue
+from ptsave.capturing.summary import CaptureSummary as CaptureSummary
 from ptsave.comparison.compare import Comparison as Comparison
 from ptsave.comparison.compare import compare as compare
 from ptsave.contents.archive import Archive as Archive
@@ -51,9 +54,6 @@ from ptsave.training.checkpoint import load_into as load_into
 from ptsave.training.checkpoint import save_checkpoint as save_checkpoint
 from ptsave.training.checkpointer import AsyncCheckpointer as AsyncCheckpointer
 from ptsave.training.restored import RestoredEntries as RestoredEntries
-from ptsave.tree.capture_schema import CapturedCall as CapturedCall
-from ptsave.tree.capture_schema import CapturedValue as CapturedValue
-from ptsave.tree.captured_summary import CaptureSummary as CaptureSummary
 
 __all__ = [
     "Archive",

@@ -31,12 +31,12 @@ ROOMS = (
     "streaming",
     "background",
     "appending",
-    "capturing",
     "training",
     "models",
     "distributed",
     "inspection",
     "comparison",
+    "capturing",
     "conversion",
     "installation",
     "integrations",
@@ -49,6 +49,11 @@ ROOMS = (
     "cli",
     "__main__",
 )
+
+# Rooms that stand alone: besides the public face and the commands nothing imports them, but for one
+# module, in a function.
+ALONE = {"capturing": "contents.captures"}
+FACES = ("__init__", "preloading", "cli")
 
 # The rooms of csrc/, each with those that it may include.
 CSRC = Path(__file__).parent.parent / "csrc"
@@ -80,9 +85,19 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(name: str, path: Path) -> Iterator[str]:
-    """Yield the modules that a module imports, at its beginning or in a function."""
+    """Yield the modules that a module imports, at its beginning or in a function.
+
+    Imports from rooms that stand alone do not count if they are for type checkers only.
+    """
     known = modules()
-    for node in ast.walk(ast.parse(path.read_text())):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    for_types = {
+        part
+        for node in nodes
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for part in ast.walk(node)
+    }
+    for node in nodes:
         if isinstance(node, ast.Import):
             wanted = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -92,7 +107,7 @@ def imports_of(name: str, path: Path) -> Iterator[str]:
             continue
         for each in wanted:
             first, _, rest = each.partition(".")
-            if first != "ptsave":
+            if first != "ptsave" or (node in for_types and room_of(rest) in ALONE):
                 continue
             # A module, a name in one, or a name in a package or at the top.
             for candidate in (rest, rest.rpartition(".")[0]):
@@ -122,8 +137,28 @@ def test_imports_have_one_direction() -> None:
         for name, path in modules().items()
         for imported in imports_of(name, path)
         if ROOMS.index(room_of(imported)) > ROOMS.index(room_of(name))
+        and ALONE.get(room_of(imported)) != name
     ]
     assert not upwards
+
+
+def imports_in_functions(path: Path) -> Iterator[str]:
+    """Yield the modules from which functions of a module import."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, ast.FunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.ImportFrom):
+                    yield node.module or ""
+
+
+def test_capturing_stands_alone() -> None:
+    for room, only in ALONE.items():
+        importers = {
+            name for name, path in modules().items() if room in map(room_of, imports_of(name, path))
+        }
+        assert {each for each in importers if room_of(each) not in (room, *FACES)} == {only}
+        found = [each for each in imports_in_functions(modules()[only]) if room in each.split(".")]
+        assert len(found) == 1
 
 
 def test_rooms_that_stand_alone() -> None:
@@ -139,7 +174,14 @@ def test_rooms_that_stand_alone() -> None:
 
 
 def test_no_circles() -> None:
-    graph = {name: set(imports_of(name, path)) - {name} for name, path in modules().items()}
+    graph = {
+        name: {
+            imported
+            for imported in imports_of(name, path)
+            if imported != name and ALONE.get(room_of(imported)) != name
+        }
+        for name, path in modules().items()
+    }
     list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
@@ -223,8 +265,9 @@ def private_names_in(path: Path, attributes: set[str]) -> Iterator[str]:
 
 
 def test_private_names_of_torch_have_one_home() -> None:
-    """Whoever ports ptsave to another torch reads support/torch_*.py, and csrc/pickle."""
-    adapters = {name: path for name, path in modules().items() if name.startswith("support.torch_")}
+    """Whoever ports ptsave to another torch reads these, and csrc/pickle."""
+    homes = ("support.torch_", "capturing.torch_")
+    adapters = {name: path for name, path in modules().items() if name.startswith(homes)}
     constants = (
         str(node.value)
         for path in adapters.values()

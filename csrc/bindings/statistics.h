@@ -18,7 +18,7 @@ inline constexpr std::size_t kNbytesWithGil = std::size_t{64} << 10;
 // A contiguous tensor in CPU memory; else TypeError, or RuntimeError if its storage was freed.
 at::Tensor unpack_measurable(const pybind11::handle& object);
 
-// The fields of tree.capture_schema.Statistics, in order.
+// The fields of capturing.schema.Statistics, in order.
 pybind11::tuple fields_of(const Statistics& found, c10::ScalarType type);
 
 // Whether a contiguous tensor's elements are all bytes of the storage, in CPU memory.

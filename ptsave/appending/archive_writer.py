@@ -525,7 +525,7 @@ class MeasuringWriter(ArchiveWriter):
     def add_measured(self, name: str, tensor: Tensor) -> tuple[bool, tuple[Any, ...] | None]:
         """Add a tensor as it is now, and take its statistics while it is copied.
 
-        The statistics are the fields of `ptsave.tree.capture_schema.Statistics`.  They are None,
+        The statistics are the fields of `ptsave.capturing.schema.Statistics`.  They are None,
         and have to be taken separately, if the tensor is not all of its storage or the file has the
         storage already.
         """

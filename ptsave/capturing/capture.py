@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any, Literal
 from weakref import WeakSet
@@ -19,16 +20,12 @@ from ptsave.appending.archive_writer import MeasuringWriter
 from ptsave.appending.rivals import rivals_of
 from ptsave.background import saves
 from ptsave.capturing.blocks import Blocks
-from ptsave.capturing.hooks import Hooks
-from ptsave.capturing.recorder import Recorder, Site
-from ptsave.capturing.selection import (
-    class_name,
-    is_scripted,
-    modules_by_path,
-    selected,
-    unmatched,
-)
-from ptsave.capturing.steps import OptimizerSteps
+from ptsave.capturing.hooks import Hooks, OptimizerSteps
+from ptsave.capturing.recorder import Recorder, Site, class_name
+from ptsave.capturing.schema import SUMMARY
+from ptsave.capturing.schema import VERSION as SCHEMA_VERSION
+from ptsave.capturing.torch_names import WRAPPED_ATTRIBUTE
+from ptsave.contents.captures import FORMAT, HEADER
 from ptsave.errors import CheckpointWarning, SaveError
 from ptsave.support import config, torch_version
 from ptsave.support.flags import check_flags
@@ -36,13 +33,14 @@ from ptsave.support.ranks import check_rank_of_file, checked_rank
 from ptsave.support.sizes import parse_size
 from ptsave.support.text import count_text
 from ptsave.support.user_warnings import warn_user
-from ptsave.tree.capture_schema import FORMAT, HEADER, SUMMARY
-from ptsave.tree.capture_schema import VERSION as SCHEMA_VERSION
 
 WHAT = ("inputs", "outputs", "grads", "params")
 # For page-locked copies of tensors on accelerators, unless max_memory_bytes is given.
 _MAX_STAGED_NBYTES = 1 << 30
 _MAX_STEPS_TEXT = 1000
+# The attributes in which wrappers hold their module: torch.compile, FSDP, checkpointing.
+_WRAPPING_NAMES = {WRAPPED_ATTRIBUTE, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _running: WeakSet[Capture] = WeakSet()
 
 
@@ -304,14 +302,14 @@ class Capture:
         return bool(self._steps(step)) if callable(self._steps) else step in self._steps
 
     def _sites(self) -> tuple[list[Site], dict[str, str]]:
-        modules = modules_by_path(self._model)
-        paths = list(selected(modules, self._include, self._exclude))
+        modules = _modules_by_path(self._model)
+        paths = list(_selected(modules, self._include, self._exclude))
         if not paths:
             raise ValueError(
                 f"no module is selected by include={self._include!r}, exclude={self._exclude!r}: "
                 f"the model has {', '.join(map(repr, list(modules)[:8]))}, ..."
             )
-        if patterns := unmatched(modules, self._include):
+        if patterns := _unmatched(modules, self._include):
             text = ", ".join(map(repr, patterns))
             warn_user(
                 f"{os.fspath(self._path)}: no module of the model matches {text} of include",
@@ -320,7 +318,7 @@ class Capture:
         skipped = {
             path: "TorchScript: its calls run no hooks"
             for path in paths
-            if is_scripted(modules[path])
+            if isinstance(modules[path], torch.jit.ScriptModule)
         }
         return [Site(path, modules[path]) for path in paths if path not in skipped], skipped
 
@@ -520,3 +518,33 @@ def _checked_steps(steps: Any) -> Any:
             f"number, not {steps!r}"
         )
     return steps
+
+
+def _modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by path, without wrappers: ``module.layers.0`` is ``layers.0``."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        found[_without_wrappers(path, model)] = module  # a wrapped module comes after its wrapper
+    return found
+
+
+def _selected(paths: Iterable[str], include: list[str], exclude: list[str]) -> Iterator[str]:
+    """Yield the paths that match a pattern of `include` and no pattern of `exclude`."""
+    for path in paths:
+        if any(fnmatchcase(path, pattern) for pattern in include) and not any(
+            fnmatchcase(path, pattern) for pattern in exclude
+        ):
+            yield path
+
+
+def _unmatched(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """Return the patterns that match no path."""
+    paths = list(paths)
+    return [each for each in patterns if not any(fnmatchcase(path, each) for path in paths)]
+
+
+def _without_wrappers(path: str, model: nn.Module) -> str:
+    parts = path.split(".") if path else []
+    if isinstance(model, _WRAPPERS) and parts:
+        parts = parts[1:]
+    return ".".join(part for part in parts if part not in _WRAPPING_NAMES)

@@ -5,11 +5,13 @@ Rows are tuples of the fields of `CapturedCall` and `CapturedValue`: a hook has 
 
 from __future__ import annotations
 
+import enum
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import count
 from types import FrameType
@@ -20,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ptsave.capturing.blocks import MAX_VALUES, SMALL_NBYTES, Block, Blocks, Staged
-from ptsave.capturing.items import AS_TEXT, MAX_TEXT, PLAIN, items_of, keyword_part
-from ptsave.capturing.selection import class_name
+from ptsave.capturing.schema import escape
 from ptsave.capturing.tensors import (
     PLAIN_TYPES,
     is_expanded_far,
@@ -31,7 +32,7 @@ from ptsave.capturing.tensors import (
     statistics_of,
     why_no_statistics,
 )
-from ptsave.support.torch_capture import (
+from ptsave.capturing.torch_names import (
     StopRecomputationError,
     graph_task_id,
     is_transforming,
@@ -41,8 +42,12 @@ from ptsave.support.torch_capture import (
     unwrapped,
     version_of,
 )
-from ptsave.tree.capture_schema import escape
 
+_PLAIN = (bool, int, float, complex, str)
+_AS_TEXT = (bytes, bytearray, range, slice, torch.dtype, torch.device, torch.Size, enum.Enum)
+_MAX_TEXT = 200
+
+_COLON = "%3A"
 _MAX_DEPTH = 50
 _GRADIENTS_OF = {"forward": "backward", "recompute": "recompute_backward"}
 
@@ -267,7 +272,7 @@ class Recorder:
         for i, value in enumerate(args):
             self.value(call, f"inputs/{i}", value, keep, grads)
         for key, value in kwargs.items():
-            self.value(call, f"inputs/{keyword_part(key, len(args))}", value, keep, grads)
+            self.value(call, f"inputs/{_keyword_part(key, len(args))}", value, keep, grads)
 
     def value(  # noqa: PLR0917
         self, call: Call, path: str, value: Any, keep: bool, grads: bool, depth: int = 0
@@ -279,7 +284,7 @@ class Recorder:
             if grads and value.requires_grad:
                 self._hook_gradient(call, path, value)
             return
-        items = None if depth >= _MAX_DEPTH else items_of(value)
+        items = None if depth >= _MAX_DEPTH else _items_of(value)
         if keep:
             self._describe_other(call, path, value, items, depth)
         for part, item in items or ():
@@ -289,12 +294,12 @@ class Recorder:
         self, call: Call, path: str, value: Any, items: list[tuple[str, Any]] | None, depth: int
     ) -> None:
         note, text = "", None
-        if value is None or isinstance(value, PLAIN):
+        if value is None or isinstance(value, _PLAIN):
             text = value
-            if value is not None and type(value) not in PLAIN:  # an enum, a subclass
-                text = next(kind(value) for kind in PLAIN if isinstance(value, kind))  # type: ignore[arg-type]
-        elif isinstance(value, AS_TEXT):
-            text = repr(value)[:MAX_TEXT]
+            if value is not None and type(value) not in _PLAIN:  # an enum, a subclass
+                text = next(kind(value) for kind in _PLAIN if isinstance(value, kind))  # type: ignore[arg-type]
+        elif isinstance(value, _AS_TEXT):
+            text = repr(value)[:_MAX_TEXT]
         elif items is None:
             note = "not looked into"
             if depth >= _MAX_DEPTH:
@@ -339,7 +344,7 @@ class Recorder:
             stored, note, found, staged = keep(name, tensor)
         except NotImplementedError as error:  # the tensor is a wrapper
             stored, found, staged = "", None, None
-            note = f"no values: {str(error).splitlines()[0]}"[:MAX_TEXT]
+            note = f"no values: {str(error).splitlines()[0]}"[:_MAX_TEXT]
         except RuntimeError:
             if not is_freed(tensor):
                 raise
@@ -467,6 +472,12 @@ class Recorder:
         self.tensor(f"{self.step}/{phase}/{site.text}#{number}/{escape(name)}", None, tensor)
 
 
+def class_name(obj: object) -> str:
+    """Return the full name of an object's class."""
+    kind = type(obj)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _is_alive(handle: Any) -> bool:
     return handle.hooks_dict_ref() is not None
 
@@ -489,7 +500,7 @@ def _outcome(call: Call, result: object) -> tuple[str, str]:
         return "returned", ""
     if isinstance(error, StopRecomputationError):
         return "stopped", ""
-    return "raised", f"{type(error).__name__}: {error}"[:MAX_TEXT]
+    return "raised", f"{type(error).__name__}: {error}"[:_MAX_TEXT]
 
 
 def _stack() -> tuple[str, ...]:
@@ -520,3 +531,78 @@ def _nbytes(tensor: Tensor) -> int:
     if is_lazy(tensor) or tensor.is_nested:
         return 0
     return tensor.numel() * tensor.element_size()
+
+
+# ------------------------------------------------------------------------------- parts of names
+# The elements of a container have different parts: the key 1 beside the key "1" is ``1%3Aint``.  A
+# colon in a key is not escaped, so no other key gets such a part.
+
+
+def _items_of(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the elements of a container, each with its part of a name; None for other objects.
+
+    >>> _items_of({"a/b": 1.5, 1: 2.5, "1": 3.5})
+    [('a%2Fb', 1.5), ('1%3Aint', 2.5), ('1', 3.5)]
+    """
+    if value is None or isinstance(value, (*_PLAIN, *_AS_TEXT)):
+        return None
+    if isinstance(value, Mapping):
+        items = list(value.items())
+        return list(
+            zip(_parts([key for key, _ in items]), [item for _, item in items], strict=True)
+        )
+    if isinstance(value, (list, tuple)):
+        names = getattr(value, "_fields", None)
+        return list(zip(map(str, names or range(len(value))), value, strict=False))
+    if is_dataclass(value) and not isinstance(value, type):
+        return [
+            (field.name, getattr(value, field.name))
+            for field in fields(value)
+            if hasattr(value, field.name)
+        ]
+    return None
+
+
+def _keyword_part(name: str, n_positional: int) -> str:
+    """Return the part of a keyword argument, which differs from positional arguments' parts.
+
+    >>> _keyword_part("mask", 1), _keyword_part("0", 1), _keyword_part("1", 1)
+    ('mask', '0%3Akeyword', '1')
+    """
+    part = escape(name)
+    return f"{part}{_COLON}keyword" if part in map(str, range(n_positional)) else part
+
+
+def _parts(keys: list[Any]) -> Iterable[str]:
+    """Return a different part for each key; text keeps its own."""
+    if set(map(type, keys)) <= {str} and len(set(keys)) == len(keys):
+        return map(escape, keys)
+    taken = {escape(key) for key in keys if type(key) is str}
+    found = []
+    unused = set(taken)
+    for key in keys:
+        part = escape(_text_of(key))
+        if type(key) is str and part in unused:
+            unused.discard(part)
+        elif part in taken:
+            part = _free(f"{part}{_COLON}{escape(type(key).__name__)}", taken)
+        taken.add(part)
+        found.append(part)
+    return found
+
+
+def _free(part: str, taken: set[str]) -> str:
+    """Return the part, or with a number from 2 on if it is taken."""
+    numbered, number = part, 2
+    while numbered in taken:
+        numbered, number = f"{part}{_COLON}{number}", number + 1
+    return numbered
+
+
+def _text_of(key: Any) -> str:
+    if type(key) is str:
+        return key
+    try:
+        return str(key)[:_MAX_TEXT]
+    except Exception:  # the key's own code, which the model does not run
+        return type(key).__name__

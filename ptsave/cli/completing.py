@@ -56,9 +56,9 @@ def names_in(
     file: str, storage_options: Mapping[str, Any] | None, of_modules: bool
 ) -> Iterator[str]:
     """Yield the names of a file's entries, or with `of_modules` of a capture's modules."""
+    from ptsave.contents.captures import HEADER, is_capture
     from ptsave.contents.checkpoint_files import find_files
     from ptsave.inspection.listing import list_files
-    from ptsave.tree.capture_schema import HEADER, is_capture
 
     for listing in list_files(find_files(file, storage_options, distributed=True)):
         if of_modules and is_capture(listing.tree.obj):

@@ -13,7 +13,7 @@ from ptsave.cli.storage_options import with_storage_options
 from ptsave.support.text import printable
 
 if TYPE_CHECKING:
-    from ptsave.comparison.captures import CaptureComparison
+    from ptsave.capturing.comparison import CaptureComparison
     from ptsave.comparison.entries import Detail
 
 _COLORS = {"-": "red", "+": "green", ">": "cyan", "~": "yellow", "!": "red"}
@@ -90,9 +90,9 @@ def command(
     Exit code: 0 if A and B are equal, 1 if they differ, 2 if a value could not be compared. If both
     runs recorded the same things, a step or a call of one run alone is a difference.
     """
+    from ptsave.capturing.comparison import compare_captures
     from ptsave.cli.diff_captures import check_plot
     from ptsave.cli.diff_checkpoints import comparison_json, comparison_lines
-    from ptsave.comparison.captures import compare_captures
     from ptsave.comparison.compare import compare
 
     if capture:

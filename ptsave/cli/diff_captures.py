@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from ptsave.bench.plot import require_matplotlib
-from ptsave.comparison.captures import CaptureComparison, CapturedDifference
-from ptsave.comparison.measures import TensorDifference
+from ptsave.capturing.comparison import CaptureComparison, CapturedDifference
+from ptsave.capturing.difference import TensorDifference
+from ptsave.capturing.schema import Statistics, parse_name
 from ptsave.support.text import count_text, cut, printable, shape_text, size_text
-from ptsave.tree.capture_schema import Statistics, parse_name
 
 _WIDTH = 80
 _NAME_WIDTH = 34

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ptsave.cli.terminal import PLAIN, Terminal
+from ptsave.contents.captures import CapturedRecords
 from ptsave.inspection.listing import FileListing, Totals, totals_of
 from ptsave.support.text import (
     count_text,
@@ -20,7 +21,6 @@ from ptsave.support.text import (
     shape_text,
     size_text,
 )
-from ptsave.tree.captured_run import CapturedRecords
 from ptsave.tree.opaque import type_name_of
 from ptsave.tree.tree import EntryTree, Node, is_plain
 

@@ -23,13 +23,13 @@ from ptsave.cli.listing_text import Style, lines_by_size, totals_lines, tree_lin
 from ptsave.cli.standard_input import path_of_standard_input
 from ptsave.cli.storage_options import with_storage_options
 from ptsave.cli.terminal import terminal
+from ptsave.contents.captures import is_capture
 from ptsave.contents.checkpoint_files import PROMISING, find_files, look_into
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.inspection.listing import FileListing, list_files, select
 from ptsave.sources.opening import Folder, folder_at
 from ptsave.sources.urls import is_url
 from ptsave.support.text import count_text, printable, some_of
-from ptsave.tree.capture_schema import is_capture
 
 _EXAMPLES = """
 ptsave ls checkpoint.pt
@@ -197,7 +197,7 @@ def _listed(ctx: click.Context, file: str, asked: _Options) -> str:
         files = find_files(file, asked.storage_options)  # from the beginning
         asked = asked._replace(stats=True)
     if asked.stats:
-        from ptsave.cli.ls_statistics import statistics_text
+        from ptsave.cli.statistics import statistics_text
 
         return statistics_text(
             files, asked.recover, asked.names, asked.depth, asked.step, asked.as_json

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ptsave.capturing.statistics import tensor_statistics
 from ptsave.cli.listing_json import file_json
 from ptsave.cli.listing_text import Style, tree_lines
-from ptsave.cli.statistics_json import number_json, statistics_json
-from ptsave.cli.statistics_text import statistics_line
+from ptsave.cli.statistics import number_json, statistics_json, statistics_line
 from ptsave.cli.terminal import terminal
 from ptsave.comparison.value_numbers import opened
 from ptsave.contents.contents import Contents
@@ -20,7 +20,6 @@ from ptsave.contents.opening import open_contents
 from ptsave.contents.tensor_info import facts_of
 from ptsave.inspection.extraction import find_entry
 from ptsave.inspection.listing import listing_of, select
-from ptsave.inspection.statistics import tensor_statistics
 from ptsave.support.text import dtype_text, printable, shape_text, size_text
 from ptsave.tree.containers import is_container
 from ptsave.tree.entry_reading import read_entry, tensors_over

@@ -14,10 +14,10 @@ from torch import Tensor
 from ptsave.comparison.directories import pairs_in
 from ptsave.comparison.entries import Detail, EntryComparer, EntryDifference, TensorPair
 from ptsave.comparison.moved_names import moved_names
-from ptsave.comparison.numbers import Tolerance
+from ptsave.comparison.numbers import Tolerance, checked_tolerance
 from ptsave.comparison.sides import ComparedCheckpoint, flat
 from ptsave.comparison.tensors import NumberMeasure, are_empty, compare_tensors
-from ptsave.comparison.tolerances import checked_tolerance
+from ptsave.contents.captures import is_capture
 from ptsave.contents.checkpoint_files import look_into, named_checkpoints
 from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_contents, open_files
@@ -26,7 +26,6 @@ from ptsave.sources.local import describe, position_kept
 from ptsave.sources.opening import Folder, folder_at
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.progress import progress_bar
-from ptsave.tree.capture_schema import is_capture
 from ptsave.tree.containers import is_container, walk
 from ptsave.tree.names import entry_not_found
 

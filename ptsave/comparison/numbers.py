@@ -32,6 +32,19 @@ class Tolerance:
     atol: float
 
 
+def checked_tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
+    """Return a tolerance in which a missing value is 0; None if both are missing.
+
+    Raises ValueError if one is negative or NaN.
+    """
+    if rtol is None and atol is None:
+        return None
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name} must be 0 or more, not {value}")
+    return Tolerance(rtol or 0.0, atol or 0.0)
+
+
 @dataclass(frozen=True)
 class NumberDifference:
     """Counts and sizes of differences; the results of parts add up to that of the whole.

@@ -27,9 +27,9 @@ from ptsave.tree.paths import Path
 from ptsave.tree.view_blocks import check_index
 
 if TYPE_CHECKING:
-    from ptsave.tree.capture_schema import CapturedCall, CapturedValue
-    from ptsave.tree.captured_run import CapturedRun
-    from ptsave.tree.captured_summary import CaptureSummary
+    from ptsave.capturing.run import CapturedRun
+    from ptsave.capturing.schema import CapturedCall, CapturedValue
+    from ptsave.capturing.summary import CaptureSummary
 
 __all__ = ["Archive", "TensorInfo", "TensorSlice", "open"]
 
@@ -335,17 +335,15 @@ class Archive:
         >>> [(each.name, each.n_calls, each.shapes) for each in summary.classes]
         [('Sequential', 1, ((2, 3),)), ('Linear', 1, ((2, 3),)), ('ReLU', 1, ((2, 3),))]
         """
-        from ptsave.tree.captured_summary import summary_of
-
         with pausing_garbage_collection():
-            return summary_of(self._run)
+            return self._run.summary()
 
     @cached_property
     def _run(self) -> CapturedRun:
-        from ptsave.tree.captured_run import CapturedRun
+        from ptsave.contents.captures import captured_run
 
         with pausing_garbage_collection():
-            return CapturedRun(self._contents.obj, self.path)
+            return captured_run(self._contents.obj, self.path)
 
     # -------------------------------------------------------------------------------- parts
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ptsave.contents.captures import with_short_records
 from ptsave.contents.outline import Outline, outline_of
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.sources.local import position_kept
 from ptsave.sources.ranges import RangeSource
 from ptsave.support.garbage import pausing_garbage_collection
-from ptsave.tree.captured_run import with_short_records
 from ptsave.tree.names import entry_not_found
 from ptsave.tree.tree import EntryTree
 

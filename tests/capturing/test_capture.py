@@ -28,9 +28,9 @@ from torch.masked import masked_tensor
 from torch.utils.checkpoint import checkpoint
 
 import ptsave
+from ptsave.capturing.run import CapturedRun
+from ptsave.capturing.schema import Statistics
 from ptsave.capturing.tensors import statistics_of
-from ptsave.tree.capture_schema import Statistics
-from ptsave.tree.captured_run import CapturedRun
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),

@@ -26,9 +26,9 @@ import ptsave
 from ptsave.appending.rivals import rivals_of
 from ptsave.background import saves
 from ptsave.capturing.capture import Capture, _default_staged_nbytes
+from ptsave.capturing.run import CapturedRun
+from ptsave.capturing.schema import parse_name
 from ptsave.support import memory_limits
-from ptsave.tree.capture_schema import parse_name
-from ptsave.tree.captured_run import CapturedRun
 
 MIB = 1 << 20
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ptsave
+from ptsave.capturing.schema import Statistics
 from ptsave.cli.commands import commands
-from ptsave.tree.capture_schema import Statistics
 
 
 @dataclass

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ptsave.capturing.schema import Statistics
 from ptsave.capturing.tensors import local_values, statistics_of
-from ptsave.tree.capture_schema import Statistics
 
 # Of torch: prototypes.
 pytestmark = [

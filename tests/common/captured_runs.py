@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import ptsave
-from ptsave.tree.capture_schema import CapturedCall, CapturedValue, parse_name
-from ptsave.tree.captured_run import CapturedRun
+from ptsave.capturing.run import CapturedRun
+from ptsave.capturing.schema import CapturedCall, CapturedValue, parse_name
 
 __all__ = ["Run", "assert_bit_identical", "assert_same_bits", "captured", "tensors_in"]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ptsave.comparison.measures import difference_of_rows
+from ptsave.capturing.difference import difference_of_rows
 from ptsave.comparison.numbers import NumberDifference, Tolerance, number_difference
 
 INTEGERS = {

@@ -11,11 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ptsave.comparison.captured_sides import CapturedSide, alone, matched_parameters
+from ptsave.capturing.difference import TensorDifference, difference_of_rows
+from ptsave.capturing.schema import CapturedValue, Statistics
+from ptsave.capturing.sides import CapturedSide, alone, matched_parameters
 from ptsave.comparison.entries import TensorPair
-from ptsave.comparison.measures import TensorDifference, difference_of_rows
+from ptsave.comparison.numbers import Tolerance, checked_tolerance
 from ptsave.comparison.tensors import cannot_compare, compare_tensors, dense_values
-from ptsave.comparison.tolerances import Tolerances
 from ptsave.contents.opening import open_contents
 from ptsave.sources.local import position_kept
 from ptsave.support import config
@@ -23,7 +24,6 @@ from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.text import count_text
 from ptsave.support.thread_pool import ThreadPool
-from ptsave.tree.capture_schema import CapturedValue, Statistics
 
 Kind = Literal[
     "numbers",
@@ -37,6 +37,24 @@ Kind = Literal[
 ]
 # Plain values of these types may differ: they say where and in what form a run was made.
 _OF_THE_RUN = {"torch.device", "torch.dtype", "torch.layout"}
+# Those of torch.testing.assert_close, and some for small floats.
+_EXACT = Tolerance(0.0, 0.0)
+_BY_DTYPE = {
+    torch.float16: Tolerance(1e-3, 1e-5),
+    torch.bfloat16: Tolerance(1.6e-2, 1e-5),
+    torch.float32: Tolerance(1.3e-6, 1e-5),
+    torch.float64: Tolerance(1e-7, 1e-7),
+    torch.complex32: Tolerance(1e-3, 1e-5),
+    torch.complex64: Tolerance(1.3e-6, 1e-5),
+    torch.complex128: Tolerance(1e-7, 1e-7),
+    # torch has none for these: one unit in the last place, and the smallest number.
+    torch.float8_e4m3fn: Tolerance(2**-3, 2**-9),
+    torch.float8_e4m3fnuz: Tolerance(2**-3, 2**-10),
+    torch.float8_e5m2: Tolerance(2**-2, 2**-16),
+    torch.float8_e5m2fnuz: Tolerance(2**-2, 2**-17),
+    torch.float8_e8m0fnu: Tolerance(1.0, 0.0),
+    torch.float4_e2m1fn_x2: Tolerance(2**-1, 2**-1),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -445,6 +463,32 @@ def _statistics_error(a: Statistics, b: Statistics) -> float:
     figures = [pair for pair in _figures(a, b) if not any(map(cmath.isnan, pair))]
     largest = max(abs(x - y) for x, y in [*figures[:-1], (0.0, 0.0)])  # the last one is the norm
     return largest / rms if rms else math.inf if largest else 0.0
+
+
+class Tolerances:
+    """Chooses the tolerance of a pair of tensors.
+
+    `rtol` and `atol` are for all dtypes; if only one is given, the other is 0.  With `exact`, only
+    the same bits are equal.
+
+    >>> Tolerances(None, None).of(torch.float32, torch.bfloat16)
+    Tolerance(rtol=0.016, atol=1e-05)
+    """
+
+    def __init__(self, rtol: float | None, atol: float | None, *, exact: bool = False) -> None:
+        self._given = checked_tolerance(rtol, atol)
+        if exact and self._given is not None:
+            raise ValueError("exact and a tolerance exclude each other: give one of them")
+        self.exact = exact
+
+    def of(self, a: torch.dtype, b: torch.dtype) -> Tolerance:
+        """Return the larger tolerance of two dtypes."""
+        if self.exact:
+            return _EXACT
+        if self._given is not None:
+            return self._given
+        of_a, of_b = _BY_DTYPE.get(a, _EXACT), _BY_DTYPE.get(b, _EXACT)
+        return Tolerance(max(of_a.rtol, of_b.rtol), max(of_a.atol, of_b.atol))
 
 
 class _Measure:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
-FORMAT = "ptsave.capture"
 VERSION = 1  # readers refuse a larger one
-HEADER = "capture"  # the key of the header, the first entry
 SUMMARY = "capture/end"  # the key of the totals, the last entry; a killed run has none
+
+Row = tuple[Any, ...]  # a record in the file
 
 # In the order of a step.  A gradient with respect to a value belongs to the value's call.
 PHASES = ("params", "forward", "recompute", "backward", "recompute_backward", "grads")
@@ -253,12 +253,6 @@ def block_to_plain(
         "value_fields": VALUE_FIELDS,
         "values": [_row(value) for value in values],
     }
-
-
-def is_capture(obj: object) -> bool:
-    """Return whether a loaded object is a capture, of any version."""
-    header = dict.get(obj, HEADER) if isinstance(obj, dict) else None
-    return isinstance(header, dict) and dict.get(header, "format") == FORMAT
 
 
 def check_header(header: Mapping[str, Any], file: str) -> None:

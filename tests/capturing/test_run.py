@@ -12,11 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptsave.errors import CorruptCheckpointError, EntryNotFoundError
-from ptsave.tree.capture_schema import (
+from ptsave.capturing.run import CapturedRun
+from ptsave.capturing.schema import (
     CALL_FIELDS,
-    FORMAT,
-    HEADER,
     SUMMARY,
     VALUE_FIELDS,
     VERSION,
@@ -27,8 +25,8 @@ from ptsave.tree.capture_schema import (
     block_to_plain,
     name_of,
 )
-from ptsave.tree.captured_run import CapturedRun
-from ptsave.tree.captured_summary import summary_of
+from ptsave.contents.captures import FORMAT, HEADER, captured_run
+from ptsave.errors import CorruptCheckpointError, EntryNotFoundError
 
 STATISTICS = Statistics(4, 0, 0, 1, 0.5, 0.1, 0.0, 1.0, 2.0, 0xDEADBEEF)
 CALL = CapturedCall(0, 3, "forward", "layers.0", 1, "torch.nn.Linear", 0, 4, None)
@@ -105,7 +103,7 @@ def test_values_by_phase_and_step() -> None:
 def test_what_is_no_capture() -> None:
     for obj in ({"weight": torch.ones(2)}, {HEADER: {"format": "other"}}, [1], {HEADER: 3}):
         with pytest.raises(ValueError, match=r"run\.pt is no capture.*get_tensor"):
-            CapturedRun(obj, "run.pt")
+            captured_run(obj, "run.pt")
     with pytest.raises(ValueError, match="of version 2"):
         read(version=VERSION + 1)
 
@@ -188,7 +186,7 @@ def test_headers_that_are_none() -> None:
             read(version=version)
     run = read(block_to_plain([], [VALUE]), modules=3, model=None)
     assert run.calls()[0].class_name == ""
-    assert str(summary_of(run))
+    assert str(run.summary())
 
 
 def test_attributes_in_place_of_methods() -> None:
@@ -248,7 +246,7 @@ def test_anything_anywhere(value: Any, place: str) -> None:
     except (CorruptCheckpointError, ValueError):
         return
     assert [dict(call.values) for call in run.calls()]
-    assert str(summary_of(run))
+    assert str(run.summary())
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1), st.text(min_size=1), st.text())
@@ -266,7 +264,7 @@ def test_summaries_fit_a_terminal(counts: list[int], class_name: str, model: str
         for i in range(len(counts))
     ]
     block = block_to_plain([replace(CALL, class_name=class_name)], values)
-    summary = summary_of(read(block, model=model))
+    summary = read(block, model=model).summary()
     lines = str(summary).split("\n")
     assert max(map(len, lines)) <= 80
     assert all(line.isprintable() for line in lines)

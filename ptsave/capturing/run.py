@@ -6,65 +6,61 @@ calls, and making an object for each takes longer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cached_property
+from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from ptsave.errors import CorruptCheckpointError, EntryNotFoundError
-from ptsave.support.tensor_types import is_tensor
-from ptsave.support.text import count_text
-from ptsave.tree.capture_columns import are_texts, is_column_right
-from ptsave.tree.capture_schema import (
+from ptsave.capturing.schema import (
     CALL_FIELDS,
     GRADIENT_PHASES,
-    HEADER,
+    PHASES,
     SUMMARY,
     VALUE_FIELDS,
     CapturedCall,
     CapturedValue,
+    Row,
     Statistics,
     check_header,
     is_block_key,
-    is_capture,
     parse_name,
 )
+from ptsave.contents.captures import HEADER
+from ptsave.errors import CorruptCheckpointError, EntryNotFoundError
+from ptsave.support.tensor_types import is_tensor
 from ptsave.tree.names import entry_not_found
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Row = tuple[Any, ...]
+    from ptsave.capturing.summary import CaptureSummary
 
 _CALL_PHASES = frozenset(GRADIENT_PHASES.values())
-_NAME, _CALL, _STATISTICS = map(VALUE_FIELDS.index, ("name", "call", "statistics"))
+_NAME, _CALL, _KIND, _STATISTICS = map(VALUE_FIELDS.index, ("name", "call", "kind", "statistics"))
 
 
 class CapturedRun:
     """An open capture; the tensors of the saved object `obj` may have no values.
 
     `header` is as docs/format.md lists it. `totals` are written at the end, and None if the capture
-    was killed before. An object that is no capture, or one of a later version, raises ValueError;
-    damaged records raise CorruptCheckpointError.
+    was killed before. A capture of a later version raises ValueError; damaged records raise
+    CorruptCheckpointError. `captured_run` makes one of an object that may be no capture.
     """
 
-    def __init__(self, obj: object, path: str) -> None:
-        if not is_capture(obj):
-            raise ValueError(
-                f"{path} is no capture: ptsave.capture writes them; the tensors of any other "
-                "checkpoint are read with get_tensor()"
-            )
+    def __init__(self, obj: Any, path: str) -> None:
         self.path = path
         self._obj = self._dict_of(obj)
         self.header = self._checked_header(self._obj[HEADER])
         self.totals = self._dict_of(self._obj.get(SUMMARY))
-        blocks = [(key, value) for key, value in self._obj.items() if is_block_key(key)]
-        if not blocks and not isinstance(self.header.get("modules"), dict):
+        self.blocks = {key: value for key, value in self._obj.items() if is_block_key(key)}
+        if not self.blocks and not isinstance(self.header.get("modules"), dict):
             raise self._damaged("it has no records, and its header no modules")
         self.call_rows: list[Row] = []
         self.value_rows: list[Row] = []
-        for key, block in blocks:
+        for key, block in self.blocks.items():
             self.call_rows += self._rows(key, block, "call", CALL_FIELDS, _CALL_DEFAULTS)
             self.value_rows += self._rows(key, block, "value", VALUE_FIELDS, _VALUE_DEFAULTS)
         self.value_rows.sort(key=itemgetter(VALUE_FIELDS.index("order")))
@@ -133,6 +129,31 @@ class CapturedRun:
             raise self._damaged(f"{name!r} should be the tensor {value.stored!r}, which is missing")
         return tensor
 
+    def summary(self) -> CaptureSummary:
+        """Return the totals of the run, and of each class of modules."""
+        from ptsave.capturing.summary import CaptureSummary, Totals
+
+        calls = self.calls()
+        totals: dict[str, Totals] = {}
+        by_call = {}
+        for call in calls:
+            by_call[call.id] = found = totals.setdefault(call.class_name, Totals())
+            found.add_call(call)
+        for row in self.value_rows:
+            if row[_CALL] in by_call and row[_KIND] == "tensor":
+                by_call[row[_CALL]].add_tensor(row)
+        return CaptureSummary(
+            self.path,
+            self.model,
+            self.steps,
+            len(calls),
+            len(self.value_rows),
+            self.total("stored_nbytes"),
+            self.total("dropped"),
+            self.totals is not None,
+            tuple(found.of_class(name) for name, found in totals.items()),
+        )
+
     # -------------------------------------------------------------------------------- views
 
     @cached_property
@@ -194,7 +215,7 @@ class CapturedRun:
         """Return the rows of a block with the fields that this version knows, in their order."""
         block = self._dict_of(block, {})
         names, rows = block.get(f"{kind}_fields"), block.get(f"{kind}s")
-        if type(names) is not tuple or type(rows) is not list or not are_texts(names):
+        if type(names) is not tuple or type(rows) is not list or not _are_texts(names):
             raise self._damaged(f"{key!r} has no list of {kind}s with the names of their fields")
         if set(map(type, rows)) - {tuple} or set(map(len, rows)) - {len(names)}:
             raise self._damaged(f"{key!r}: its {kind}s are not tuples of {len(names)} fields")
@@ -204,7 +225,7 @@ class CapturedRun:
                 raise self._damaged(f"{key!r}: its {kind}s have no {', '.join(missing)}")
             rows = [_rearranged(row, names, known, defaults) for row in rows]
         for name, column in zip(known, zip(*rows, strict=True), strict=False):
-            if not is_column_right(kind, name, column):
+            if not _is_column_right(kind, name, column):
                 raise self._damaged(f"{key!r}: a {kind} has a wrong {name}")
         return rows
 
@@ -215,31 +236,6 @@ class CapturedRun:
         parent = CALL_FIELDS.index("parent")
         if any(row[parent] is not None and row[parent] >= row[0] for row in self.call_rows):
             raise self._damaged("a call began before the one that it was made in")
-
-
-class CapturedRecords:
-    """Stands for a block of records, which may have 100,000 parts, when a file is listed."""
-
-    def __init__(self, block: dict[str, Any]) -> None:
-        self._block = block
-
-    def __str__(self) -> str:
-        n_calls, n_values = len(self._block["calls"]), len(self._block["values"])
-        return f"{count_text(n_calls, 'call')}, {count_text(n_values, 'value')}"
-
-
-def with_short_records(obj: object, path: str) -> object:
-    """Return a saved object; a capture has `CapturedRecords` in place of its blocks."""
-    if not isinstance(obj, dict) or not is_capture(obj):
-        return obj
-    try:
-        CapturedRun(obj, path)
-    except (CorruptCheckpointError, ValueError):
-        return obj  # a damaged capture is listed as it is
-    return {
-        key: CapturedRecords(value) if is_block_key(key) else value
-        for key, value in dict.items(obj)
-    }
 
 
 class _Values(Mapping[str, CapturedValue]):
@@ -300,3 +296,117 @@ def _rearranged(
 ) -> Row:
     found = {**defaults, **dict(zip(names, row, strict=True))}
     return tuple(found[name] for name in known)
+
+
+# ------------------------------------------------------------------------------------------ types
+
+_NAME_PATTERN = re.compile(rf"[0-9]{{1,18}}/(?:{'|'.join(PHASES)})/[^/#]*#[0-9]{{1,18}}(?:/[^/]*)+")
+_MAX_NUMBER = (1 << 64) - 1
+
+
+def _is_column_right(kind: str, field: str, column: Collection[Any]) -> bool:
+    """Return whether a field of records of a `kind`, ``call`` or ``value``, has its type.
+
+    >>> _is_column_right("call", "order", (1, 2)), _is_column_right("call", "order", (1, -2))
+    (True, False)
+    """
+    try:
+        return _CHECKS.get((kind, field), _are_texts)(column)
+    except TypeError:  # a value cannot be in a set
+        return False
+
+
+def _are_texts(column: Iterable[Any]) -> bool:
+    """Return whether all are `str`."""
+    return set(map(type, column)) <= {str}
+
+
+def _are_counts(column: Collection[Any]) -> bool:
+    """Return whether all are whole numbers of up to 64 bits."""
+    if not set(map(type, column)) <= {int, bool}:
+        return False
+    return not column or (min(column) >= 0 and max(column) <= _MAX_NUMBER)
+
+
+def _are_counts_or_none(column: Collection[Any]) -> bool:
+    return _are_counts([number for number in column if number is not None])
+
+
+def _are_flags(column: Collection[Any]) -> bool:
+    return set(map(type, column)) <= {bool}
+
+
+def _are_plain(column: Collection[Any]) -> bool:
+    return set(map(type, column)) <= {type(None), bool, int, float, complex, str}
+
+
+def _are_tuples(column: Collection[Any]) -> bool:
+    return set(map(type, column)) <= {tuple}
+
+
+def _are_shapes(column: Collection[Any]) -> bool:
+    """Return whether all are tuples of sizes; sizes of nested tensors may be symbols."""
+    sizes = set(chain.from_iterable(set(column))) if _are_tuples(column) else {None}
+    return _are_counts([size for size in sizes if type(size) is not str])
+
+
+def _are_stacks(column: Collection[Any]) -> bool:
+    return _are_tuples(column) and _are_texts(chain.from_iterable(set(column)))
+
+
+def _are_statistics(column: Collection[Any]) -> bool:
+    # Values that are the same tensor share one tuple.
+    found = {id(each): each for each in column if each is not None}.values()
+    n_fields = len(Statistics._fields)
+    if not _are_tuples(found) or min(map(len, found), default=n_fields) < n_fields:
+        return False
+    columns = zip(*found, strict=False)  # there may be more fields
+    return all(
+        _STATISTICS_CHECKS[name](numbers)
+        for name, numbers in zip(Statistics._fields, columns, strict=False)
+    )
+
+
+def _are_numbers(column: Collection[Any]) -> bool:
+    kinds = set(map(type, column))
+    if int in kinds:
+        numbers = [number for number in column if type(number) is int]
+        return kinds <= {int, float} and -_MAX_NUMBER <= min(numbers) <= max(numbers) <= _MAX_NUMBER
+    return kinds <= {float}
+
+
+def _are_means(column: Collection[Any]) -> bool:
+    return _are_numbers([number for number in column if type(number) is not complex])
+
+
+def _are_names(column: Collection[Any]) -> bool:
+    return _are_texts(column) and all(map(_NAME_PATTERN.fullmatch, column))
+
+
+def _one_of(*choices: str) -> Callable[[Collection[Any]], bool]:
+    allowed = frozenset(choices)
+    return lambda column: set(column) <= allowed
+
+
+_STATISTICS_CHECKS: dict[str, Callable[[Collection[Any]], bool]] = {
+    **dict.fromkeys(("numel", "n_nan", "n_inf", "n_zero", "checksum"), _are_counts),
+    **dict.fromkeys(("std", "min", "max", "norm"), _are_numbers),
+    "mean": _are_means,
+}
+# All other fields are texts.
+_CHECKS: dict[tuple[str, str], Callable[[Collection[Any]], bool]] = {
+    **{("call", name): _are_counts for name in ("id", "step", "call", "order", "end")},
+    ("call", "phase"): _one_of(*GRADIENT_PHASES.values()),
+    ("call", "parent"): _are_counts_or_none,
+    ("call", "status"): _one_of("returned", "raised", "stopped", "unfinished"),
+    ("call", "stack"): _are_stacks,
+    ("value", "name"): _are_names,
+    ("value", "order"): _are_counts,
+    ("value", "call"): _are_counts_or_none,
+    ("value", "kind"): _one_of("tensor", "container", "plain"),
+    ("value", "shape"): _are_shapes,
+    ("value", "nbytes"): _are_counts,
+    ("value", "requires_grad"): _are_flags,
+    ("value", "value"): _are_plain,
+    ("value", "statistics"): _are_statistics,
+}

@@ -16,9 +16,8 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import ptsave
+from ptsave.capturing.comparison import CaptureComparison, Tolerances, compare_captures
 from ptsave.cli.commands import commands
-from ptsave.comparison.captures import CaptureComparison, compare_captures
-from ptsave.comparison.tolerances import Tolerances
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # dynamo's imports
@@ -364,14 +363,14 @@ def test_nested_tensors(tmp_path: Path, size: int) -> None:
 
 def test_what_no_measure_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said of the one, and the others are compared."""
-    from ptsave.comparison import captures
+    from ptsave.capturing import comparison
 
     def refuse(a: Tensor, b: Tensor) -> Any:
         if a.dtype == torch.int16:
             raise RuntimeError("internal error")
         return a, b
 
-    monkeypatch.setattr(captures, "dense_values", refuse)
+    monkeypatch.setattr(comparison, "dense_values", refuse)
     paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
     for weight, path in enumerate(paths):
         model = Returns(lambda: torch.ones(3, dtype=torch.int16))

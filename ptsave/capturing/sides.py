@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ptsave.capturing.run import CapturedRun
+from ptsave.capturing.schema import CapturedValue, parse_name
 from ptsave.comparison.moved_names import moved_names
 from ptsave.comparison.sides import ComparedCheckpoint, flat
+from ptsave.contents.captures import is_capture
 from ptsave.contents.contents import Contents
 from ptsave.support.text import count_text
-from ptsave.tree.capture_schema import CapturedValue, is_capture, parse_name
-from ptsave.tree.captured_run import CapturedRun
 
 
 class CapturedSide:

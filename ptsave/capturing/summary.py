@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ptsave.capturing.schema import VALUE_FIELDS, CapturedCall, Row
 from ptsave.support.text import (
     count_text,
     cut,
@@ -16,8 +17,6 @@ from ptsave.support.text import (
     short_count_text,
     size_text,
 )
-from ptsave.tree.capture_schema import VALUE_FIELDS, CapturedCall
-from ptsave.tree.captured_run import CapturedRun, Row
 
 _WIDTH = 80
 _MIN_CLASS_WIDTH = 12
@@ -121,7 +120,7 @@ class CaptureSummary:
 
 
 @dataclass
-class _Totals:
+class Totals:
     """Totals of a class, while they are counted."""
 
     modules: set[str] = field(default_factory=set)
@@ -165,33 +164,9 @@ class _Totals:
         )
 
 
-_CALL, _KIND, _NAME, _SHAPE, _DTYPE, _NBYTES, _STATISTICS = map(
-    VALUE_FIELDS.index, ("call", "kind", "name", "shape", "dtype", "nbytes", "statistics")
+_NAME, _SHAPE, _DTYPE, _NBYTES, _STATISTICS = map(
+    VALUE_FIELDS.index, ("name", "shape", "dtype", "nbytes", "statistics")
 )
-
-
-def summary_of(run: CapturedRun) -> CaptureSummary:
-    """Return the totals of a capture."""
-    calls = run.calls()
-    totals: dict[str, _Totals] = {}
-    by_call = {}
-    for call in calls:
-        by_call[call.id] = found = totals.setdefault(call.class_name, _Totals())
-        found.add_call(call)
-    for row in run.value_rows:
-        if row[_CALL] in by_call and row[_KIND] == "tensor":
-            by_call[row[_CALL]].add_tensor(row)
-    return CaptureSummary(
-        run.path,
-        run.model,
-        run.steps,
-        len(calls),
-        len(run.value_rows),
-        run.total("stored_nbytes"),
-        run.total("dropped"),
-        run.totals is not None,
-        tuple(found.of_class(name) for name, found in totals.items()),
-    )
 
 
 def _is_output(name: str) -> bool:

@@ -6,17 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptsave.tree.capture_schema import (
-    FORMAT,
-    HEADER,
+from ptsave.capturing.schema import (
     PHASES,
     VERSION,
     check_header,
     is_block_key,
-    is_capture,
     name_of,
     parse_name,
 )
+from ptsave.contents.captures import FORMAT, HEADER, is_capture
 
 parts = st.text(max_size=6)
 

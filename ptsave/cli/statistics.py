@@ -1,0 +1,355 @@
+"""Shows statistics of tensors, as text and as JSON: ``ptsave ls --stats`` and ``ptsave show``.
+
+Programs rely on the form of ``ptsave ls --stats --json``: keys are added, never changed.
+
+A capture, also without ``--stats``, is an object with
+
+- ``path``, ``format`` (``"capture"``), ``model`` (the full name of its class), ``steps`` (the
+  recorded ones) and ``finished`` (false if the process was killed);
+- ``modules``: a list of objects with ``path``, ``class``, ``calls`` (how many) and ``values``, a
+  list of objects with ``name``, ``phase``, ``tensors`` (how many), ``dtypes``, ``shapes``,
+  ``nbytes``, ``note`` and ``statistics``.
+
+A checkpoint is the object of ``ptsave ls --json``, whose tensors also have ``note`` and
+``statistics``.  ``statistics`` is null, or an object with ``numel``, ``n_nan``, ``n_inf``,
+``n_zero``, ``mean``, ``std``, ``min``, ``max`` and ``norm``.  NaN and infinities are null, and a
+complex number is the list of its parts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import click
+
+from ptsave.capturing.run import CapturedRun
+from ptsave.capturing.statistics import (
+    ModuleStatistics,
+    PooledStatistics,
+    ValueStatistics,
+    entry_statistics,
+    module_statistics,
+)
+from ptsave.cli.listing_json import directory_json, file_json
+from ptsave.cli.listing_text import totals_lines
+from ptsave.cli.terminal import Terminal, terminal
+from ptsave.contents.captures import captured_run, is_capture
+from ptsave.contents.contents import Contents
+from ptsave.contents.opening import open_each
+from ptsave.contents.shard_files import ShardFiles
+from ptsave.inspection.listing import FileListing, listing_of, select
+from ptsave.support.text import (
+    count_text,
+    cut,
+    dtype_text,
+    n_columns,
+    padded,
+    printable,
+    shape_text,
+    short_count_text,
+)
+
+_INDENT = "  "
+_MIN_NAME_WIDTH = 16
+_COLUMNS = ("dtype", "shape", "mean", "std", "min", "max", "norm")
+_TEXTS = {"dtype", "shape"}  # aligned to the left
+_DISPENSABLE = ("norm", "dtype", "shape", "std")  # left out in this order if there is no room
+_JSON_FIELDS = ("numel", "n_nan", "n_inf", "n_zero", "mean", "std", "min", "max", "norm")
+
+
+def statistics_text(  # noqa: PLR0917
+    files: ShardFiles,
+    recover: bool,
+    names: tuple[str, ...],
+    depth: int | None,
+    step: int | None,
+    as_json: bool,
+) -> str:
+    """Return the statistics of a checkpoint's tensors, or of a capture's modules, as text."""
+    contents = list(open_each(files, recover=recover))
+    if len(contents) == 1 and is_capture(contents[0].obj):
+        run = captured_run(contents[0].obj, contents[0].path)
+        return _statistics_of_run(run, names, depth, step, as_json)
+    if step is not None:
+        raise click.UsageError(f"{files.path} is no capture, and has no steps: leave --step out")
+    listings = [listing_of(each) for each in contents]
+    chosen = select(listings, names)
+    if as_json:
+        objects = [
+            _add_statistics(file_json(listing, numbers), entry_statistics(each, listing, numbers))
+            for each, listing, numbers in zip(contents, listings, chosen, strict=True)
+        ]
+        is_set = files.source is None
+        return json.dumps(
+            directory_json(files.path, files.index_path, objects) if is_set else objects[0]
+        )
+    return "\n".join(_statistics_of_files(contents, listings, chosen, depth))
+
+
+def _statistics_of_run(
+    run: CapturedRun, names: tuple[str, ...], depth: int | None, step: int | None, as_json: bool
+) -> str:
+    modules = module_statistics(run, step=step, patterns=names)
+    if as_json:
+        return json.dumps(_run_json(run, modules))
+    lines = _module_lines(modules, depth, terminal())
+    totals = _totals_of(modules, step) if names or step is not None else _totals_of_run(run)
+    return "\n".join([*lines, "", totals, *_remarks_on(run)])
+
+
+def _totals_of_run(run: CapturedRun) -> str:
+    return (
+        f"{count_text(len(run.steps), 'step')}, {count_text(len(run.call_rows), 'call')}, "
+        f"{count_text(len(run.value_rows), 'value')}"
+    )
+
+
+def _totals_of(modules: list[ModuleStatistics], step: int | None) -> str:
+    """Return the totals of the listed modules or step."""
+    where = "" if step is None else f" in step {step}"
+    n_calls = sum(module.n_calls for module in modules)
+    n_tensors = sum(value.n_tensors for module in modules for value in module.values)
+    return (
+        f"{count_text(len(modules), 'module')}, {count_text(n_calls, 'call')}, "
+        f"{count_text(n_tensors, 'tensor')}{where}"
+    )
+
+
+def _remarks_on(run: CapturedRun) -> Iterator[str]:
+    if run.header.get("statistics") is False:
+        yield "captured with statistics=False"
+    if run.totals is None:
+        yield "unfinished: the process was killed"
+
+
+def _statistics_of_files(
+    contents: list[Contents],
+    listings: list[FileListing],
+    chosen: list[list[int]],
+    depth: int | None,
+) -> Iterator[str]:
+    for each, listing, numbers in zip(contents, listings, chosen, strict=True):
+        if len(contents) > 1:
+            yield f"{printable(os.path.basename(listing.path))}:"
+        nodes = listing.tree.nodes
+        shown = [number for number in numbers if depth is None or nodes[number].depth < depth]
+        found = entry_statistics(each, listing, shown)
+        yield from _entry_lines(listing, shown, found, terminal())
+        yield ""
+    yield from totals_lines(listings, chosen, terminal())
+
+
+# --------------------------------------------------------------------------------------------- text
+
+
+class _Line(NamedTuple):
+    name: str
+    cells: Mapping[str, str]
+    remark: str
+    is_alarming: bool = False  # it has NaN or infinities
+
+
+def _module_lines(
+    modules: Sequence[ModuleStatistics], max_depth: int | None, terminal: Terminal
+) -> list[str]:
+    """Return the lines of modules and their values; each module comes before its children.
+
+    If the terminal is too narrow, some statistics are left out.
+    """
+    lines: list[_Line] = []
+    for module in modules:
+        if max_depth is None or module.depth < max_depth:
+            lines += _lines_of_module(module)
+    return list(_table(lines, terminal))
+
+
+def _lines_of_module(module: ModuleStatistics) -> Iterator[_Line]:
+    indent = _INDENT * module.depth
+    class_name = module.class_name.rpartition(".")[2]
+    words = [] if module.label == class_name else [printable(class_name)]
+    if module.n_calls:
+        words.append(count_text(module.n_calls, "call"))
+    yield _Line(f"{indent}{printable(module.label)}", {}, ", ".join(filter(None, words)))
+    for value in module.values:
+        yield _line_of(f"{indent}{_INDENT}{printable(value.name)}", value)
+
+
+def _entry_lines(
+    listing: FileListing,
+    numbers: Sequence[int],
+    statistics: Mapping[int, ValueStatistics],
+    terminal: Terminal,
+) -> list[str]:
+    """Return the lines of the numbered nodes: containers, and tensors with statistics."""
+    lines = []
+    for number in numbers:
+        node = listing.tree.nodes[number]
+        name = f"{_INDENT * node.depth}{printable(str(node.key))}"
+        if number in statistics:
+            dtype, shape = listing.facts[node.tensor][:2]
+            cells = {"dtype": dtype_text(dtype), "shape": shape_text(shape)}
+            line = _line_of(name, statistics[number])
+            lines.append(line._replace(cells={**line.cells, **cells}))
+        elif listing.tree.is_container(number) and node.again is None:
+            lines.append(_Line(name, {}, ""))
+    return list(_table(lines, terminal))
+
+
+def _line_of(name: str, value: ValueStatistics) -> _Line:
+    cells = {
+        "dtype": _first_of([dtype.removeprefix("torch.") for dtype in value.dtypes]),
+        "shape": _first_of([shape_text(shape) for shape in value.shapes]),
+    }
+    found = value.statistics
+    note = [printable(value.note)] if value.note else []
+    if found is None:
+        return _Line(name, cells, "".join(note))
+    numbers = {key: _number_text(getattr(found, key)) for key in _COLUMNS[2:]}
+    remarks = [*_remarks(found)]
+    return _Line(name, {**cells, **numbers}, ", ".join([*remarks, *note]), bool(remarks))
+
+
+def statistics_line(value: ValueStatistics) -> str:
+    """Return the statistics of one tensor, or the reason why it has none."""
+    found = value.statistics
+    if found is None:
+        return printable(value.note)
+    numbers = [f"{name} {_number_text(getattr(found, name))}" for name in _COLUMNS[2:]]
+    counts = f"{found.numel:,} elements, {found.n_nan:,} NaN, {found.n_inf:,} Inf"
+    return "; ".join([", ".join(numbers), counts, *([printable(value.note)] if value.note else [])])
+
+
+def _first_of(texts: Sequence[str]) -> str:
+    more = f" +{len(texts) - 1}" if len(texts) > 1 else ""
+    return f"{printable(texts[0])}{more}" if texts else ""
+
+
+def _remarks(found: PooledStatistics) -> list[str]:
+    counts = {"NaN": found.n_nan, "Inf": found.n_inf}
+    return [f"{short_count_text(n)} {name}" for name, n in counts.items() if n]
+
+
+def _number_text(number: complex) -> str:
+    """Return a real number in up to nine characters, or a complex one in more.
+
+    >>> _number_text(12345), _number_text(0.1234567), _number_text(-1.5e-7)
+    ('12345', '0.123', '-1.5e-07')
+    """
+    if isinstance(number, int) and abs(number) < 1_000_000:
+        return str(int(number))
+    return f"{number:.3g}"
+
+
+# ----------------------------------------------------------------------------------------- table
+
+
+def _table(lines: Sequence[_Line], terminal: Terminal) -> Iterator[str]:
+    width = terminal.width
+    head = _Line("", {name: name for name in _COLUMNS}, "")
+    columns = [name for name in _COLUMNS if any(line.cells.get(name) for line in lines)]
+    if not columns:
+        yield from (f"{line.name}  {line.remark}".rstrip() for line in lines)
+        return
+    widths = {
+        name: max(n_columns(line.cells.get(name, "")) for line in (head, *lines))
+        for name in columns
+    }
+    name_width = max(n_columns(line.name) for line in lines)
+    if width is not None:
+        # A remark follows the columns, or the name of a line without columns.
+        remarks = max((n_columns(line.remark) + 2 for line in lines if line.cells), default=2) - 2
+        name_width = _fitted(widths, name_width, width - (remarks and remarks + 2))
+    for line in (head, *lines):
+        text = f"{padded(cut(line.name, name_width), name_width)}{_cells(line, widths)}"
+        text = f"{text}  {line.remark}" if line.remark else text
+        text = (text if width is None else cut(text.rstrip(), width)).rstrip()
+        if line is head or not line.cells:
+            text = terminal.paint(text, bold=True)
+        elif line.is_alarming:
+            text = terminal.paint(text, "red")
+        yield text
+
+
+def _fitted(widths: dict[str, int], name_width: int, width: int) -> int:
+    """Leave out columns until the names fit; return the width of the names."""
+    for name in _DISPENSABLE:
+        free = width - sum(widths.values()) - 2 * len(widths)
+        if free >= name_width:
+            return name_width
+        widths.pop(name, None)
+    free = width - sum(widths.values()) - 2 * len(widths)
+    return min(name_width, max(free, _MIN_NAME_WIDTH))
+
+
+def _cells(line: _Line, widths: Mapping[str, int]) -> str:
+    if not line.cells:
+        return ""
+    texts = ((line.cells.get(name, ""), name, width) for name, width in widths.items())
+    return "".join(
+        f"  {padded(text, width) if name in _TEXTS else text.rjust(width)}"
+        for text, name, width in texts
+    )
+
+
+# --------------------------------------------------------------------------------------------- JSON
+
+
+def _run_json(run: CapturedRun, modules: Iterable[ModuleStatistics]) -> dict[str, Any]:
+    """Return the JSON object for some modules of a capture."""
+    return {
+        "path": run.path,
+        "format": "capture",
+        "model": run.model,
+        "steps": [*run.steps],
+        "finished": run.totals is not None,
+        "modules": [
+            {
+                "path": module.path,
+                "class": module.class_name,
+                "calls": module.n_calls,
+                "values": [_value_json(value) for value in module.values],
+            }
+            for module in modules
+        ],
+    }
+
+
+def _add_statistics(
+    file: dict[str, Any], statistics: Mapping[int, ValueStatistics]
+) -> dict[str, Any]:
+    """Add statistics, in the order of the tensors, to the JSON object of a file; return it."""
+    for tensor, value in zip(file["tensors"], statistics.values(), strict=True):
+        tensor["note"] = value.note
+        tensor["statistics"] = statistics_json(value.statistics)
+    return file
+
+
+def _value_json(value: ValueStatistics) -> dict[str, Any]:
+    return {
+        "name": value.name,
+        "phase": value.phase,
+        "tensors": value.n_tensors,
+        "dtypes": [dtype.removeprefix("torch.") for dtype in value.dtypes],
+        "shapes": [[*shape] for shape in value.shapes],
+        "nbytes": value.nbytes,
+        "note": value.note,
+        "statistics": statistics_json(value.statistics),
+    }
+
+
+def statistics_json(found: PooledStatistics | None) -> dict[str, Any] | None:
+    """Return the JSON object for statistics, or None."""
+    if found is None:
+        return None
+    return {name: number_json(getattr(found, name)) for name in _JSON_FIELDS}
+
+
+def number_json(number: Any) -> Any:
+    """Return a number for JSON; NaN and infinities are None."""
+    if isinstance(number, complex):
+        return [number_json(number.real), number_json(number.imag)]
+    return number if math.isfinite(number) else None
