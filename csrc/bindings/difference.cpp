@@ -11,12 +11,12 @@ namespace py = pybind11;
 namespace ptsave {
 namespace {
 
-// For whole numbers, the exact int if 64 bits hold it; else a float.
+// An exact int for whole numbers, else a float.
 py::object max_abs_of(const Difference& found, bool is_integer) {
-  if (!is_integer || found.max_abs > static_cast<double>(found.max_abs_integer)) {
-    return py::float_(found.max_abs);
-  }
-  return py::int_(found.max_abs_integer);
+  if (!is_integer) return py::float_(found.max_abs);
+  const py::int_ low(found.max_abs_integer.low);
+  if (!found.max_abs_integer.overflows) return low;
+  return (py::int_(1) << py::int_(64)) + low;
 }
 
 py::dict to_python(const Difference& found, bool is_integer) {

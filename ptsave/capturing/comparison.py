@@ -16,14 +16,17 @@ from ptsave.capturing.schema import CapturedValue, Statistics
 from ptsave.capturing.sides import CapturedSide, alone, matched_parameters
 from ptsave.comparison.entries import TensorPair
 from ptsave.comparison.numbers import Tolerance, checked_tolerance
-from ptsave.comparison.tensors import cannot_compare, compare_tensors, dense_values
+from ptsave.comparison.tensors import (
+    cannot_compare,
+    compare_tensors,
+    dense_values,
+    threads_of_measure,
+)
 from ptsave.contents.opening import open_contents
 from ptsave.sources.local import position_kept
-from ptsave.support import config
 from ptsave.support.garbage import pausing_garbage_collection
 from ptsave.support.progress import ProgressCallback, progress_bar
 from ptsave.support.text import count_text
-from ptsave.support.thread_pool import ThreadPool
 
 Kind = Literal[
     "numbers",
@@ -240,7 +243,8 @@ def _aligned(
         return matched.pairs
     steps = _common_steps(a, b, step, result)
     of_a, of_b = a.values_of(steps), b.values_of(steps)
-    _note_alone(a, b, of_a, of_b, result)
+    _note_names(a, b, alone(of_a, of_b), result.only_in_a, result)
+    _note_names(b, a, alone(of_b, of_a), result.only_in_b, result)
     return [(value, of_b[name]) for name, value in of_a.items() if name in of_b]
 
 
@@ -269,18 +273,6 @@ def _steps(numbers: Iterable[int]) -> list[str]:
 def _numbers(steps: Iterable[int]) -> str:
     shown = sorted(steps)
     return ", ".join(map(str, shown[:8])) + (", ..." if len(shown) > 8 else "") or "none"
-
-
-def _note_alone(
-    a: CapturedSide,
-    b: CapturedSide,
-    of_a: Mapping[str, CapturedValue],
-    of_b: Mapping[str, CapturedValue],
-    result: CaptureComparison,
-) -> None:
-    """Note the calls and values that only one side has."""
-    _note_names(a, b, alone(of_a, of_b), result.only_in_a, result)
-    _note_names(b, a, alone(of_b, of_a), result.only_in_b, result)
 
 
 def _note_names(
@@ -496,13 +488,13 @@ class _Measure:
 
     def __init__(self, tolerances: Tolerances) -> None:
         self._tolerances = tolerances
-        self._n_threads = max(1, config.current().n_threads // 2)  # the readers need the others
+        self._n_threads = threads_of_measure()
 
     def same(self, pair: TensorPair) -> TensorDifference | None:
         return None  # NaNs must be counted even if all bytes are the same
 
     def difference(
-        self, pair: TensorPair, a: Tensor, b: Tensor, begin: Sequence[int], workers: ThreadPool
+        self, pair: TensorPair, a: Tensor, b: Tensor, begin: Sequence[int]
     ) -> TensorDifference:
         try:
             found = self._of_nested(a, b) if a.is_nested else self._of_dense(a, b)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.comparison.numbers import Tolerance
+from ptsave.comparison.numbers import Tolerance, rows_in_order
 
 
 @dataclass(frozen=True)
@@ -156,16 +156,6 @@ def _common_scale(squares: float, scale: int, other_squares: float, other_scale:
     return max(scale, other_scale) if other_squares else scale
 
 
-def row_and_order(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the numbers of two tensors in the memory order of a, and its dimensions so ordered."""
-    dims = sorted(range(a.dim()), key=a.stride().__getitem__, reverse=True)
-    return _row(a.permute(dims)), _row(b.permute(dims)), dims
-
-
-def _row(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-
-
 def difference_of_rows(
     a: Tensor, b: Tensor, tolerance: Tolerance, n_threads: int = 1
 ) -> TensorDifference | None:
@@ -182,7 +172,7 @@ def difference_of_rows(
     """
     if a.shape != b.shape:
         raise ValueError(f"tensors of {list(a.shape)} and {list(b.shape)} cannot be compared")
-    x, y, dims = row_and_order(a.detach(), b.detach())
+    x, y, dims = rows_in_order(a.detach(), b.detach())
     found = _C.tensor_difference(x, y, tolerance.rtol, tolerance.atol, n_threads)
     if found is None:
         return None

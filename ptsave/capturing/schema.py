@@ -7,7 +7,7 @@ keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
@@ -206,16 +206,6 @@ def escape(text: str) -> str:
     return text.replace("%", "%25").replace("/", "%2F").replace("#", "%23")
 
 
-def name_of(step: int, phase: str, module: str, call: int, path: Iterable[str]) -> str:
-    """Return the name of a value.
-
-    >>> name_of(3, "forward", "layers.0.mlp", 0, ("inputs", "0"))
-    '3/forward/layers.0.mlp#0/inputs/0'
-    """
-    parts = (str(step), phase, f"{escape(module)}#{call}", *map(escape, path))
-    return "/".join(parts)
-
-
 def parse_name(name: str) -> Name:
     """Return the parts of a value's name; any other text raises ValueError.
 
@@ -242,16 +232,13 @@ def is_block_key(key: object) -> bool:
     return isinstance(key, str) and "/records/" in key and key.split("/")[1] == "records"
 
 
-def block_to_plain(
-    calls: Iterable[CapturedCall | tuple[Any, ...]],
-    values: Iterable[CapturedValue | tuple[Any, ...]],
-) -> dict[str, Any]:
-    """Return a block of records as it is written: rows are tuples, in the order of the fields."""
+def block_to_plain(calls: list[Row], values: list[Row]) -> dict[str, Any]:
+    """Return a block of records as it is written."""
     return {
         "call_fields": CALL_FIELDS,
-        "calls": [_row(call) for call in calls],
+        "calls": calls,
         "value_fields": VALUE_FIELDS,
-        "values": [_row(value) for value in values],
+        "values": values,
     }
 
 
@@ -266,12 +253,3 @@ def check_header(header: Mapping[str, Any], file: str) -> None:
 
 CALL_FIELDS = tuple(each.name for each in fields(CapturedCall) if each.compare)
 VALUE_FIELDS = tuple(each.name for each in fields(CapturedValue))
-
-
-def _row(record: Any) -> tuple[Any, ...]:
-    if isinstance(record, tuple):
-        return record
-    row = {each.name: getattr(record, each.name) for each in fields(record) if each.compare}
-    if row.get("statistics") is not None:
-        row["statistics"] = tuple(row["statistics"])  # a named tuple would be saved as a class
-    return tuple(row.values())

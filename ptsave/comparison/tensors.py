@@ -16,7 +16,12 @@ from torch.nn import Parameter
 
 from ptsave.archive.views import view_as
 from ptsave.comparison.entries import TensorPair, quantizer_of
-from ptsave.comparison.numbers import NumberDifference, Tolerance, number_difference
+from ptsave.comparison.numbers import (
+    NumberDifference,
+    Tolerance,
+    number_difference,
+    rows_in_order,
+)
 from ptsave.comparison.sides import ComparedCheckpoint
 from ptsave.contents.contents import as_saved
 from ptsave.support import config
@@ -37,7 +42,6 @@ _PLAIN_BITS = {
     torch.float64: torch.int64,
     torch.int32: torch.int32,
 }
-_PART_NUMEL = 1 << 20  # of a piece, for one thread
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,7 @@ class Measure(Protocol[_Found_co]):
     def same(self, pair: TensorPair) -> _Found_co | None:
         """Return the difference of plain tensors with the same bytes; None to measure it."""
 
-    def difference(
-        self, pair: TensorPair, a: Tensor, b: Tensor, begin: Sequence[int], workers: ThreadPool
-    ) -> _Found_co:
+    def difference(self, pair: TensorPair, a: Tensor, b: Tensor, begin: Sequence[int]) -> _Found_co:
         """Return the difference of two parts that begin at an index."""
 
 
@@ -102,8 +104,7 @@ def compare_tensors(
     After each piece `done` gets the bytes of a that were compared with it.
     """
     total: _Difference | None = None
-    n_threads = config.current().n_threads
-    with ThreadPool(2) as readers, ThreadPool(n_threads) as workers:
+    with ThreadPool(2) as readers:
         for piece, values in _read_ahead(_pieces(pairs), a, b, readers, measure):
             for pair, read in zip(piece.pairs, values, strict=True):
                 if read is None:
@@ -111,7 +112,7 @@ def compare_tensors(
                     assert same is not None
                     yield pair, same
                     continue
-                found = measure.difference(pair, *read, piece.begin, workers)
+                found = measure.difference(pair, *read, piece.begin)
                 if piece.index is None:
                     yield pair, found
                     continue
@@ -335,35 +336,35 @@ def _boxes(shape: list[int], dims: list[int], max_numel: int) -> Iterator[tuple[
 # ------------------------------------------------------------------------------------------ values
 
 
+def threads_of_measure() -> int:
+    """Return how many threads compare numbers: half of all, because readers need the others."""
+    return max(1, config.current().n_threads // 2)
+
+
 class NumberMeasure:
     """Finds the `NumberDifference` of two tensors."""
 
     def __init__(self, tolerance: Tolerance | None) -> None:
         self._tolerance = tolerance
+        self._n_threads = threads_of_measure()
 
     def same(self, pair: TensorPair) -> NumberDifference:
         return NumberDifference(pair.a.numel())
 
     def difference(
-        self, pair: TensorPair, a: Tensor, b: Tensor, begin: Sequence[int], workers: ThreadPool
+        self, pair: TensorPair, a: Tensor, b: Tensor, begin: Sequence[int]
     ) -> NumberDifference:
         try:
             if _are_small_and_same(a, b):
                 return NumberDifference(a.numel())
             if a.is_quantized and _are_same_quantized(a, b):
                 return NumberDifference(a.numel())
-            return self._of_rows(*_rows(*dense_values(a, b)), workers)
+            x, y, _ = rows_in_order(*dense_values(a, b))
+            if x.dtype == y.dtype and _same_bytes(x, y):
+                return NumberDifference(x.numel())
+            return number_difference(x, y, self._tolerance, self._n_threads)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise cannot_compare(pair, a, b, error) from error
-
-    def _of_rows(self, a: Tensor, b: Tensor, workers: ThreadPool) -> NumberDifference:
-        if a.dtype == b.dtype and _same_bytes(a, b):
-            return NumberDifference(a.numel())
-        if a.numel() <= _PART_NUMEL:
-            return number_difference(a, b, self._tolerance)
-        parts = a.split(_PART_NUMEL), b.split(_PART_NUMEL)
-        found = workers.map(lambda x, y: number_difference(x, y, self._tolerance), *parts)
-        return sum(found, NumberDifference())
 
 
 def _are_same_quantized(a: Tensor, b: Tensor) -> bool:
@@ -397,18 +398,6 @@ def _are_small_and_same(a: Tensor, b: Tensor) -> bool:
         return False
     bits = _PLAIN_BITS[a.dtype]
     return torch.equal(a.view(bits), b.view(bits))
-
-
-def _rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the numbers of two tensors, in an order that needs no copy of the first tensor."""
-    dims = sorted(range(a.dim()), key=a.stride().__getitem__, reverse=True)
-    return _row(a.permute(dims)), _row(b.permute(dims))
-
-
-def _row(tensor: Tensor) -> Tensor:
-    row = tensor.resolve_conj().resolve_neg().reshape(-1).contiguous()
-    # A row of one number, or none, may have any stride; views of other dtypes require 1.
-    return row.as_strided(row.shape, (1,)) if row.numel() <= 1 else row
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from captured_runs import name_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,6 @@ from ptsave.capturing.schema import (
     VERSION,
     check_header,
     is_block_key,
-    name_of,
     parse_name,
 )
 from ptsave.contents.captures import FORMAT, HEADER, is_capture

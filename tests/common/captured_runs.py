@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,30 @@ from torch import Tensor, nn
 
 import ptsave
 from ptsave.capturing.run import CapturedRun
-from ptsave.capturing.schema import CapturedCall, CapturedValue, parse_name
+from ptsave.capturing.schema import (
+    CapturedCall,
+    CapturedValue,
+    block_to_plain,
+    escape,
+    parse_name,
+)
 
-__all__ = ["Run", "assert_bit_identical", "assert_same_bits", "captured", "tensors_in"]
+
+def name_of(step: int, phase: str, module: str, call: int, path: Iterable[str]) -> str:
+    """Return the name of a captured value."""
+    return "/".join((str(step), phase, f"{escape(module)}#{call}", *map(escape, path)))
+
+
+def block_of(calls: Iterable[CapturedCall], values: Iterable[CapturedValue]) -> dict[str, Any]:
+    """Return a block of records as it is written."""
+    return block_to_plain(list(map(_row, calls)), list(map(_row, values)))
+
+
+def _row(record: CapturedCall | CapturedValue) -> tuple[Any, ...]:
+    row = {each.name: getattr(record, each.name) for each in fields(record) if each.compare}
+    if row.get("statistics") is not None:
+        row["statistics"] = tuple(row["statistics"])  # a named tuple would be saved as a class
+    return tuple(row.values())
 
 
 class Run:

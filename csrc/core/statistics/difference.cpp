@@ -410,8 +410,9 @@ void count_special(Difference& to, Special a, Special b) {
   to.n_inf_b += b.is_inf ? 1 : 0;
 }
 
-// Adds a pair with a number that is not finite; `same`: two equal infinities.
-void add_special(Difference& to, Special a, Special b, bool same) {
+// Adds a pair with a number that is not finite; `same`: two equal infinities.  The distance is
+// finite for complex numbers with the same infinite part.
+void add_special(Difference& to, Special a, Special b, bool same, double distance = kInfinity) {
   count_special(to, a, b);
   if ((a.is_nan && b.is_nan) || (!a.is_nan && !b.is_nan && same)) {
     ++to.ulps[0];
@@ -425,8 +426,8 @@ void add_special(Difference& to, Special a, Special b, bool same) {
     return;
   }
   ++to.n_inf_mismatch;
-  to.max_abs = kInfinity;
-  to.max_rel = kInfinity;
+  to.max_abs = std::max(to.max_abs, distance);
+  if (distance == kInfinity) to.max_rel = kInfinity;
 }
 
 template <typename Number>
@@ -524,20 +525,17 @@ struct Integer {
   }
 };
 
-// The distance of two integers, which may need a 65th bit if one is signed and the other is not.
-struct IntegerDistance {
-  std::uint64_t low;
-  bool overflows;
+WholeDistance distance_of(Integer a, Integer b) {
+  const auto [less, more] = std::minmax(a.magnitude, b.magnitude);
+  if (a.is_negative == b.is_negative) return {false, more - less};
+  return {more + less < more, more + less};
+}
 
-  IntegerDistance(Integer a, Integer b) {
-    const auto [less, more] = std::minmax(a.magnitude, b.magnitude);
-    low = a.is_negative == b.is_negative ? more - less : more + less;
-    overflows = a.is_negative != b.is_negative && low < more;
-  }
-  double value() const { return static_cast<double>(low) + (overflows ? 0x1p64 : 0); }
-};
+double value_of(const WholeDistance& distance) {
+  return static_cast<double>(distance.low) + (distance.overflows ? 0x1p64 : 0);
+}
 
-std::size_t bucket_of(const IntegerDistance& distance) {
+std::size_t bucket_of(const WholeDistance& distance) {
   if (distance.overflows || distance.low > std::uint64_t{1} << 63) return kNoUlps;
   if (distance.low < 2) return distance.low;
   return static_cast<std::size_t>(std::bit_width(distance.low - 1)) + 1;
@@ -547,16 +545,14 @@ void add_integers(Difference& to, const Rows& rows, Integer a, Integer b) {
   const double x = a.value();
   const double y = b.value();
   add(to.products, {x * y, x * x, y * y});
-  const IntegerDistance distance(a, b);
+  const WholeDistance distance = distance_of(a, b);
   ++to.ulps[bucket_of(distance)];
-  if (distance.low == 0 && !distance.overflows) return;
-  const double size = distance.value();
+  if (distance == WholeDistance{}) return;
+  const double size = value_of(distance);
   if (!rows.tolerance.allows(size, y)) ++to.n_outside;
   to.max_abs = std::max(to.max_abs, size);
   to.max_rel = std::max(to.max_rel, size / std::abs(y));
-  to.max_abs_integer =
-      std::max(to.max_abs_integer,
-               distance.overflows ? std::numeric_limits<std::uint64_t>::max() : distance.low);
+  to.max_abs_integer = std::max(to.max_abs_integer, distance);
 }
 
 // Adds whole numbers whose distances a Number holds exactly.
@@ -575,7 +571,8 @@ void add_whole(Difference& to, const Rows& rows, std::size_t begin, const Number
   to.n_outside += found.n_outside;
   to.max_rel = found.max_rel;
   to.max_abs = std::max(to.max_abs, found.max_abs);
-  to.max_abs_integer = std::max(to.max_abs_integer, static_cast<std::uint64_t>(found.max_abs));
+  const WholeDistance largest{false, static_cast<std::uint64_t>(found.max_abs)};
+  to.max_abs_integer = std::max(to.max_abs_integer, largest);
   std::array<std::uint8_t, kPairsLength> ulps;
   ulps_of_integers(a, b, n, ulps.data());
   count_ulps(to, ulps.data(), n);
@@ -628,10 +625,8 @@ void add_wide_integer_block(Difference& to, const Rows& rows, const Span& span, 
   const auto b = [&](std::size_t i) { return Integer(block_b.numbers()[i], b_is_unsigned); };
   for (std::size_t i = 0; i < span.n; ++i) add_integers(to, rows, a(i), b(i));
   if (rows.element_a == rows.element_b) return;
-  add_values(to, span.begin, span.n, [&](std::size_t i) {
-    const IntegerDistance distance(a(i), b(i));
-    return distance.low != 0 || distance.overflows;
-  });
+  add_values(to, span.begin, span.n,
+             [&](std::size_t i) { return distance_of(a(i), b(i)) != WholeDistance{}; });
 }
 
 void add_integer_block(Difference& to, const Rows& rows, const Span& span, bool same) {
@@ -729,6 +724,8 @@ void add_distance(Difference& to, const Rows& rows, Complex a, Complex b) {
   to.max_rel = std::max(to.max_rel, quarter / quarter_size);
 }
 
+double part_distance(double x, double y) { return x == y ? 0 : std::abs(x - y); }
+
 void add_complex_block(Difference& to, const Rows& rows, const Span& span, bool same) {
   const ComplexBlock a(rows.element_a, span.a, span.n);
   const ComplexBlock b(same ? rows.element_a : rows.element_b, same ? span.a : span.b, span.n);
@@ -743,7 +740,9 @@ void add_complex_block(Difference& to, const Rows& rows, const Span& span, bool 
       x.push(a[i]);
       y.push(b[i]);
     } else {
-      add_special(to, special(a[i]), special(b[i]), are_same(a[i], b[i]));
+      const double distance = std::hypot(part_distance(a[i].real, b[i].real),
+                                         part_distance(a[i].imaginary, b[i].imaginary));
+      add_special(to, special(a[i]), special(b[i]), are_same(a[i], b[i]), distance);
     }
   }
   add(to.products, products_of(x.numbers(), y.numbers(), x.size()));

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 
@@ -39,6 +40,13 @@ struct Products {
   int scale_b = 0;
 };
 
+// The exact distance of two whole numbers, which has up to 65 bits.
+struct WholeDistance {
+  bool overflows = false;  // the distance is 2^64 + low
+  std::uint64_t low = 0;
+  auto operator<=>(const WholeDistance&) const = default;
+};
+
 struct Difference {
   std::uint64_t n = 0;  // elements on each side
   // Elements that differ in their bits or, between two formats, in their values.
@@ -55,12 +63,11 @@ struct Difference {
   std::uint64_t n_nan_only_b = 0;
   // Unequal pairs with an infinity and without NaN.
   std::uint64_t n_inf_mismatch = 0;
-  // Over pairs without NaN.  Both are infinite for an infinity beside another number; max_rel is
-  // infinite also for a number beside zero.
+  // Over pairs without NaN.  Both are infinite for an infinity beside another number, and max_rel
+  // for a number beside zero.
   double max_abs = 0;
   double max_rel = 0;
-  // The exact largest distance of whole numbers; the largest std::uint64_t if it needs more bits.
-  std::uint64_t max_abs_integer = 0;
+  WholeDistance max_abs_integer;  // of whole numbers
   Products products;
   // Counts of pairs by their distance in units of the coarser format, to which both numbers are
   // rounded.  For whole numbers the unit is 1; for complex numbers the larger part's distance

@@ -246,7 +246,8 @@ TEST(Difference, OfWholeNumbersIsExact) {
   const std::vector<std::int64_t> a = {low, 5, (std::int64_t{1} << 62) + 1, -3};
   const std::vector<std::int64_t> b = {high, 5, std::int64_t{1} << 62, -5};
   const Difference found = difference_of(Element::kInt64, a.data(), Element::kInt64, b.data(), 4);
-  EXPECT_EQ(found.max_abs_integer, std::numeric_limits<std::uint64_t>::max());
+  EXPECT_EQ(found.max_abs_integer,
+            (WholeDistance{false, std::numeric_limits<std::uint64_t>::max()}));
   EXPECT_EQ(found.n_different, 3U);
   EXPECT_EQ(found.ulps[0], 1U);
   EXPECT_EQ(found.ulps[1], 1U);
@@ -256,11 +257,12 @@ TEST(Difference, OfWholeNumbersIsExact) {
   const std::vector<std::uint64_t> c = {std::numeric_limits<std::uint64_t>::max()};
   const Difference mixed = difference_of(Element::kInt64, a.data(), Element::kUInt64, c.data(), 1);
   EXPECT_EQ(mixed.max_abs, 0x1p64 + 0x1p63);
+  EXPECT_EQ(mixed.max_abs_integer, (WholeDistance{true, (std::uint64_t{1} << 63) - 1}));
   EXPECT_EQ(mixed.n_different, 1U);
   const std::vector<std::int8_t> d = {-1};
   const std::vector<std::uint8_t> e = {255};
   EXPECT_EQ(difference_of(Element::kInt8, d.data(), Element::kUInt8, e.data(), 1).max_abs_integer,
-            256U);
+            (WholeDistance{false, 256}));
 }
 
 TEST(Difference, OfComplexNumbers) {
