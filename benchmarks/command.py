@@ -27,7 +27,7 @@ from tqdm import tqdm
 from benchmarks._program import Program, table
 from benchmarks.archive import yes_or_no
 from ptsave.bench.system import AS_FOUND
-from ptsave.cli.shells import LINE
+from ptsave.cli.completion import LINE
 
 N_TENSORS = 100_000
 START = "import sys; sys.argv[0] = 'ptsave'; from ptsave.cli.main import main; main()"

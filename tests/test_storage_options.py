@@ -17,8 +17,8 @@ from torch import nn
 from url_file_systems import TOKEN
 
 import ptsave
+from ptsave.cli.arguments import complete_names
 from ptsave.cli.commands import commands
-from ptsave.cli.completing import complete_names
 from ptsave.cli.ls import command as ls
 from ptsave.comparison.compare import compare
 from ptsave.conversion.compacting import compact

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ptsave.cli.arguments import FILE
 from ptsave.cli.command import Command, note, shows_progress
-from ptsave.cli.completing import FILE
 from ptsave.sources.urls import refuse_url_target
 from ptsave.support.text import size_text
 

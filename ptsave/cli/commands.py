@@ -10,7 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 import ptsave
-import ptsave.cli.shells  # the shells' completion
+import ptsave.cli.completion  # the shells' completion
 from ptsave.cli.terminal import colors_by_environment
 
 # Each command's purpose is here, so that help and completion import no command's module.

@@ -7,10 +7,8 @@ from typing import Any
 
 import click
 
+from ptsave.cli.arguments import FILE, SOURCE, STANDARD_INPUT, with_storage_options
 from ptsave.cli.command import Command, result, shows_progress, with_json, with_trust
-from ptsave.cli.completing import FILE, SOURCE
-from ptsave.cli.standard_input import STANDARD_INPUT
-from ptsave.cli.storage_options import with_storage_options
 from ptsave.support.text import count_text, size_text
 
 _EXAMPLES = """
@@ -37,16 +35,14 @@ ptsave compact path/to/model -o small   # a directory of shards
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     *,
     file: str,
     output: str | None,
     in_place: bool,
     dry_run: bool,
-    force: bool,
-    fsync: bool,
     as_json: bool,
-    storage_options: dict[str, Any] | None,
-    target_storage_options: dict[str, Any] | None,
+    **options: Any,
 ) -> None:
     """Rewrite FILE so that its storages hold only bytes that its tensors use.
 
@@ -67,16 +63,7 @@ def command(
 
     if in_place == (output is not None) and not (dry_run and output is None and not in_place):
         raise click.UsageError("pass one of --output OUT, --in-place and --dry-run")
-    done = compact(
-        file,
-        output,
-        dry_run=dry_run,
-        force=force,
-        fsync=fsync,
-        progress=shows_progress(ctx),
-        storage_options=storage_options,
-        target_storage_options=target_storage_options,
-    )
+    done = compact(file, output, dry_run=dry_run, progress=shows_progress(ctx), **options)
     if as_json:
         found = {"path": done.path, "tensors": done.n_tensors, "storages": done.n_storages}
         found |= {"nbytes_before": done.nbytes_before, "nbytes": done.nbytes}

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ptsave.cli.arguments import FILE, SOURCE, with_storage_options
 from ptsave.cli.command import (
     Command,
     note,
@@ -17,8 +18,6 @@ from ptsave.cli.command import (
     with_recovery,
     with_trust,
 )
-from ptsave.cli.completing import FILE, SOURCE
-from ptsave.cli.storage_options import with_storage_options
 from ptsave.support.text import count_text, size_text
 
 _EXAMPLES = """
@@ -39,7 +38,6 @@ ptsave convert model.pt checkpoint --format dcp         # for torch.distributed.
 @click.argument("target", type=FILE)
 @click.option(
     "--format",
-    "file_format",
     type=click.Choice(["pt", "safetensors", "dcp"]),
     help="Of a directory (default: safetensors), or of a file with another suffix; dcp: a "
     "directory for torch.distributed.checkpoint.",
@@ -62,19 +60,12 @@ ptsave convert model.pt checkpoint --format dcp         # for torch.distributed.
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     *,
     source: str,
     target: str,
-    file_format: str | None,
-    max_shard_size: str | None,
-    max_size: str | None,
-    drop: bool,
-    force: bool,
-    fsync: bool,
     as_json: bool,
-    recover: bool,
-    storage_options: dict[str, Any] | None,
-    target_storage_options: dict[str, Any] | None,
+    **options: Any,
 ) -> None:
     """Write the tensors of SOURCE in the format of TARGET.
 
@@ -90,20 +81,7 @@ def command(
     from ptsave.conversion.converting import convert
 
     begin = time.perf_counter()
-    conversion = convert(
-        source,
-        target,
-        format=file_format,  # type: ignore[arg-type]  # click has checked it
-        max_shard_size=max_shard_size,
-        max_size=max_size,
-        drop=drop,
-        force=force,
-        fsync=fsync,
-        progress=shows_progress(ctx),
-        recover=recover,
-        storage_options=storage_options,
-        target_storage_options=target_storage_options,
-    )
+    conversion = convert(source, target, progress=shows_progress(ctx), **options)
     seconds = time.perf_counter() - begin
     if as_json:
         found = {"path": conversion.path, "tensors": conversion.n_tensors}

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import click
 
+from ptsave.cli.arguments import SOURCE, with_storage_options
 from ptsave.cli.command import FAILED, NEGATIVE, Command, note, shows_progress
-from ptsave.cli.completing import SOURCE
-from ptsave.cli.storage_options import with_storage_options
 from ptsave.support.text import printable
-
-if TYPE_CHECKING:
-    from ptsave.capturing.comparison import CaptureComparison
-    from ptsave.comparison.entries import Detail
 
 _COLORS = {"-": "red", "+": "green", ">": "cyan", "~": "yellow", "!": "red"}
 _EXAMPLES = """
@@ -53,11 +49,10 @@ ptsave diff run.pt model.pt --capture --step 0  # the parameters of a step
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     a: str,
     b: str,
     *,
-    rtol: float | None,
-    atol: float | None,
     names_only: bool,
     shapes: bool,
     ignore_dtype: bool,
@@ -69,8 +64,7 @@ def command(
     exact: bool,
     recover: bool,
     plot: str | None,
-    a_storage_options: dict[str, Any] | None,
-    b_storage_options: dict[str, Any] | None,
+    **options: Any,
 ) -> None:
     """Compare two checkpoints: names, types, dtypes, shapes, values.
 
@@ -91,89 +85,45 @@ def command(
     runs recorded the same things, a step or a call of one run alone is a difference.
     """
     from ptsave.capturing.comparison import compare_captures
-    from ptsave.cli.diff_captures import check_plot
+    from ptsave.cli.diff_captures import capture_json, capture_lines, check_plot, plot_errors
     from ptsave.cli.diff_checkpoints import comparison_json, comparison_lines
     from ptsave.comparison.compare import compare
 
+    options["progress"] = shows_progress(ctx)
     if capture:
-        _refuse(ctx, names_only or shapes or ignore_dtype or bool(only), "--capture")
+        if names_only or shapes or ignore_dtype or only:
+            raise click.UsageError(
+                "--names-only, --shapes, --ignore-dtype and --only are not for --capture"
+            )
         if plot is not None:
             check_plot(plot)
-        runs = compare_captures(
-            a,
-            b,
-            rtol=rtol,
-            atol=atol,
-            exact=exact,
-            step=step,
-            recover=recover,
-            progress=shows_progress(ctx),
-            a_storage_options=a_storage_options,
-            b_storage_options=b_storage_options,
-        )
-        _show_captures(ctx, a, b, runs, top, as_json, plot)
-        return
-    _refuse(ctx, exact or recover or step is not None or plot is not None, "")
+        runs = compare_captures(a, b, exact=exact, step=step, recover=recover, **options)
+        if plot is not None:
+            plot_errors(plot, runs, f"{a} / {b}")
+        if as_json:
+            click.echo(json.dumps(capture_json(a, b, runs)))
+        else:
+            _show(ctx, runs.remarks, capture_lines(a, b, runs, top))
+        ctx.exit(NEGATIVE if not runs.equal else FAILED if runs.incomparable else 0)
+    if exact or recover or step is not None or plot is not None:
+        raise click.UsageError("--step, --exact, --recover and --plot need --capture")
     found = compare(
         a,
         b,
-        rtol=rtol,
-        atol=atol,
-        detail=_detail(names_only, shapes),
+        detail="names" if names_only else "shapes" if shapes else "values",
         ignore_dtype=ignore_dtype,
         patterns=only,
-        progress=shows_progress(ctx),
-        a_storage_options=a_storage_options,
-        b_storage_options=b_storage_options,
+        **options,
     )
     if as_json:
         click.echo(json.dumps(comparison_json(a, b, found, top)))
     else:
-        for remark in found.remarks:
-            note(ctx, printable(remark))
-        for line in comparison_lines(a, b, found, top):
-            click.echo(click.style(line, fg=_COLORS.get(line[0])))
-    if found.differences:
-        ctx.exit(NEGATIVE)
-    if found.not_compared:
-        ctx.exit(FAILED)
+        _show(ctx, found.remarks, comparison_lines(a, b, found, top))
+    ctx.exit(NEGATIVE if found.differences else FAILED if found.not_compared else 0)
 
 
-def _refuse(ctx: click.Context, given: bool, capture: str) -> None:
-    """Raise a UsageError if options for the other kind of comparison are given."""
-    if given and capture:
-        raise click.UsageError(
-            "--names-only, --shapes, --ignore-dtype and --only are not for --capture", ctx
-        )
-    if given:
-        raise click.UsageError("--step, --exact, --recover and --plot need --capture", ctx)
-
-
-def _show_captures(  # noqa: PLR0917
-    ctx: click.Context,
-    a: str,
-    b: str,
-    found: CaptureComparison,
-    top: int | None,
-    as_json: bool,
-    plot: str | None,
-) -> None:
-    from ptsave.cli.diff_captures import capture_json, capture_lines, plot_errors
-
-    if plot is not None:
-        plot_errors(plot, found, f"{a} / {b}")
-    if as_json:
-        click.echo(json.dumps(capture_json(a, b, found)))
-    else:
-        for remark in found.remarks:
-            note(ctx, printable(remark))
-        for line in capture_lines(a, b, found, top):
-            click.echo(click.style(line, fg=_COLORS.get(line[:1])))
-    if not found.equal:
-        ctx.exit(NEGATIVE)
-    if found.incomparable:
-        ctx.exit(FAILED)
-
-
-def _detail(names_only: bool, shapes: bool) -> Detail:
-    return "names" if names_only else "shapes" if shapes else "values"
+def _show(ctx: click.Context, remarks: Sequence[str], lines: Iterable[str]) -> None:
+    for remark in remarks:
+        note(ctx, printable(remark))
+    for line in lines:
+        click.echo(click.style(line, fg=_COLORS.get(line[:1])))

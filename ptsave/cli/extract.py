@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
+from ptsave.cli.arguments import FILE, SOURCE, complete_names, with_storage_options
 from ptsave.cli.command import Command, note, result, with_json, with_recovery, with_trust
-from ptsave.cli.completing import FILE, SOURCE, complete_names
-from ptsave.cli.storage_options import with_storage_options
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support.text import count_text, printable, size_text, some_of
 

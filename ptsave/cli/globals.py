@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
+from ptsave.cli.arguments import SOURCE, with_storage_options
 from ptsave.cli.command import NEGATIVE, Command, with_json
-from ptsave.cli.completing import SOURCE
-from ptsave.cli.storage_options import with_storage_options
 from ptsave.cli.terminal import terminal
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.outline import plain_pickle
@@ -53,54 +52,38 @@ def command(
     state: "allowed", "not allowed" or "never allowed". All are listed.
     """
     ordinary = _ordinary_globals(file, storage_options)
+    possible: dict[str, Any] = {}
     if ordinary is not None:
-        if as_json:
-            click.echo(_json(file, dict.fromkeys(sorted(ordinary), _ALLOWED)))
-            return
-        for name in sorted(ordinary) if show_all else ():
-            click.echo(_line(_ALLOWED, name))
-        click.echo(_nothing(len(ordinary)))
-        return
-    from ptsave.inspection.required_globals import (
-        code_to_allow,
-        never_allowed,
-        required_globals,
-        unsafe_globals,
-    )
+        states = dict.fromkeys(sorted(ordinary), _ALLOWED)
+    else:
+        from ptsave.inspection.required_globals import (
+            code_to_allow,
+            never_allowed,
+            required_globals,
+            unsafe_globals,
+        )
 
-    modules = required_globals(file, storage_options=storage_options)
-    unsafe = unsafe_globals(modules)
-    states = dict.fromkeys(sorted(modules.keys() - set(unsafe)), _ALLOWED)
-    for name in unsafe:
-        states[name] = _NEVER if never_allowed(modules[name]) else _NOT
+        modules = required_globals(file, storage_options=storage_options)
+        unsafe = unsafe_globals(modules)
+        possible = {name: modules[name] for name in unsafe if not never_allowed(modules[name])}
+        states = dict.fromkeys(sorted(modules.keys() - set(unsafe)), _ALLOWED)
+        states |= {name: _NOT if name in possible else _NEVER for name in unsafe}
+    code = 0 if {*states.values()} <= {_ALLOWED} else NEGATIVE
     if as_json:
-        click.echo(_json(file, states))
-        ctx.exit(NEGATIVE if unsafe else 0)
+        found = [{"name": name, "state": state} for name, state in states.items()]
+        click.echo(json.dumps({"path": file, "globals": found}))
+        ctx.exit(code)
     for name, state in states.items():
         if show_all or state != _ALLOWED:
-            click.echo(_line(state, name))
-    if not unsafe:
-        click.echo(_nothing(len(modules)))
-        return
-    possible = {name: modules[name] for name in unsafe if not never_allowed(modules[name])}
+            label = terminal().paint(state.ljust(len(_NEVER)), _COLORS[state])
+            click.echo(f"{label}  {printable(name)}")
+    if not code:
+        click.echo(f"Nothing beyond the allow-list ({count_text(len(states), 'global')}).")
     if possible:
         click.echo(_WARNING)
         for line in code_to_allow(possible).splitlines():
             click.echo(f"    {printable(line)}")
-    ctx.exit(NEGATIVE)
-
-
-def _line(state: str, name: str) -> str:
-    return f"{terminal().paint(state.ljust(len(_NEVER)), _COLORS[state])}  {printable(name)}"
-
-
-def _json(path: str, states: dict[str, str]) -> str:
-    found = [{"name": name, "state": state} for name, state in states.items()]
-    return json.dumps({"path": path, "globals": found})
-
-
-def _nothing(n_globals: int) -> str:
-    return f"Nothing beyond the allow-list ({count_text(n_globals, 'global')})."
+    ctx.exit(code)
 
 
 def _ordinary_globals(file: str, storage_options: dict[str, Any] | None) -> set[str] | None:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from glob import has_magic
@@ -16,12 +16,22 @@ from typing import Any, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
+from ptsave.cli.arguments import (
+    FILE,
+    complete_names,
+    names_in,
+    path_of_standard_input,
+    with_storage_options,
+)
 from ptsave.cli.command import FAILED, Command, note, report_error, with_recovery
-from ptsave.cli.completing import FILE, complete_names, names_in
-from ptsave.cli.listing_json import directory_json, file_json
-from ptsave.cli.listing_text import Style, lines_by_size, totals_lines, tree_lines
-from ptsave.cli.standard_input import path_of_standard_input
-from ptsave.cli.storage_options import with_storage_options
+from ptsave.cli.listing import (
+    Style,
+    directory_json,
+    file_json,
+    lines_by_size,
+    totals_lines,
+    tree_lines,
+)
 from ptsave.cli.terminal import terminal
 from ptsave.contents.captures import is_capture
 from ptsave.contents.checkpoint_files import PROMISING, find_files, look_into
@@ -67,9 +77,8 @@ class _Options(NamedTuple):
 def _complete(
     ctx: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    return complete_names(ctx, parameter, incomplete) or FILE.shell_complete(
-        ctx, parameter, incomplete
-    )
+    names = complete_names(ctx, parameter, incomplete)
+    return names or FILE.shell_complete(ctx, parameter, incomplete)
 
 
 @click.command("ls", cls=Command, examples=_EXAMPLES, short_help="What a file holds.")
@@ -135,24 +144,28 @@ def command(
         ctx.call_on_close(gc.enable)
     stats = True if step is not None and stats is None else stats
     is_entries = options["sort"] != "file" or options["long"] or options["chunks"]
-    _check_options(is_entries, step, stats)
+    if step is not None and stats is False:
+        raise click.UsageError("--step is for --stats")
+    if is_entries and stats:
+        raise click.UsageError(
+            "--stats lists tensors in the order of the file: leave --sort, --long and --chunks out"
+        )
     stats = False if is_entries else stats
     needs_values = bool(stats or options["recover"])
 
     def source(text: str) -> str:
-        if text != "-":
-            return text
-        return path_of_standard_input(ctx, needs_values=needs_values)
+        return path_of_standard_input(ctx, needs_values=needs_values) if text == "-" else text
 
     file = source(file)
-    places, names = _places_and_names(file, others, stats is not False, options)
-    files = [*map(source, places)]
+    places = _places(file, others, stats is not False, options["storage_options"])
+    names = tuple(each for each in others if each not in places)
     asked = _Options(names, stats=stats, step=step, **options)
-    if not files:
+    if not places:
         _write(_listed(ctx, file, asked))
         return
     code = 0
-    for number, path in enumerate([file, *files]):
+    files = [file, *(source(each) for each in others if each in places)]
+    for number, path in enumerate(files):
         try:
             text = _listed(ctx, path, asked)
         except click.ClickException:
@@ -167,25 +180,22 @@ def command(
     ctx.exit(code)
 
 
-def _places_and_names(
-    file: str, others: Sequence[str], of_modules: bool, options: dict[str, Any]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split the other arguments into files and names of entries."""
-    places = {each for each in others if _is_place(each)}
+def _places(
+    file: str, others: Sequence[str], of_modules: bool, storage_options: dict[str, Any] | None
+) -> set[str]:
+    """Return which of the other arguments are files, and no names of entries."""
+    places = {
+        each
+        for each in others
+        if each == "-" or is_url(each) or re.fullmatch(PROMISING, each) or os.path.lexists(each)
+    }
     if places:
         with suppress(Exception):  # reported when the file is listed
-            found = set(names_in(file, options["storage_options"], of_modules))
+            found = set(names_in(file, storage_options, of_modules))
             patterns = {each for each in places - found if has_magic(each)}
             places -= found
             places -= {each for each in patterns if any(fnmatchcase(name, each) for name in found)}
-    return tuple(each for each in others if each in places), tuple(
-        each for each in others if each not in places
-    )
-
-
-def _is_place(text: str) -> bool:
-    is_called_so = text == "-" or is_url(text) or re.fullmatch(PROMISING, text)
-    return bool(is_called_so) or os.path.lexists(text)
+    return places
 
 
 def _listed(ctx: click.Context, file: str, asked: _Options) -> str:
@@ -210,7 +220,7 @@ def _listed(ctx: click.Context, file: str, asked: _Options) -> str:
     folder = folder_at(file, asked.storage_options) if is_set else None
     if folder is not None:
         _note_others(ctx, folder, files)
-    return "\n".join(_lines(listings, chosen, asked, headings=_headings(files) if is_set else {}))
+    return "\n".join(_lines(listings, chosen, asked, files))
 
 
 def _note_others(ctx: click.Context, folder: Folder, files: ShardFiles) -> None:
@@ -232,15 +242,6 @@ def _write(text: str) -> None:
         sys.stdout.write(f"{text}\n")
 
 
-def _check_options(is_entries: bool, step: int | None, stats: bool | None) -> None:
-    if step is not None and stats is False:
-        raise click.UsageError("--step is for --stats")
-    if is_entries and stats:
-        raise click.UsageError(
-            "--stats lists tensors in the order of the file: leave --sort, --long and --chunks out"
-        )
-
-
 def _keep_until_exit(listings: list[FileListing]) -> None:
     """Keep objects until the process ends, which is faster than to free 100,000 of them."""
     cycle: list[object] = [listings]
@@ -248,30 +249,18 @@ def _keep_until_exit(listings: list[FileListing]) -> None:
     gc.freeze()
 
 
-def _headings(files: ShardFiles) -> dict[str, str]:
-    """Return the text after each file's name in its heading: the keys of a rank's file."""
-    keys = files.ranks or ((),) * len(files.paths)
-    return {
-        path: f" ({'.'.join(names)})" if names else ""
-        for path, names in zip(files.paths, keys, strict=True)
-    }
-
-
 def _lines(
-    listings: list[FileListing],
-    chosen: list[list[int]],
-    asked: _Options,
-    *,
-    headings: Mapping[str, str],
+    listings: list[FileListing], chosen: list[list[int]], asked: _Options, files: ShardFiles
 ) -> list[str]:
     shown_on = terminal()
+    style = Style(shown_on, with_places=asked.long, with_chunks=asked.chunks or asked.long)
+    keys = dict(zip(files.paths, files.ranks or (), strict=False))  # of a rank's file
     lines: list[str] = []
     for listing, numbers in zip(listings, chosen, strict=True):
-        if headings:
-            name = printable(os.path.basename(listing.path))
-            heading = f"{name}{printable(headings.get(listing.path, ''))}:"
-            lines.append(shown_on.paint(heading, bold=True))
-        style = Style(shown_on, with_places=asked.long, with_chunks=asked.chunks or asked.long)
+        if files.source is None:
+            names = keys.get(listing.path)
+            heading = os.path.basename(listing.path) + (f" ({'.'.join(names)})" if names else "")
+            lines.append(shown_on.paint(f"{printable(heading)}:", bold=True))
         if asked.sort == "size":
             lines += lines_by_size(listing, numbers, style)
         else:

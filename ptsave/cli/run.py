@@ -35,17 +35,7 @@ _TO_THE_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": Fa
 @click.option("--weights-only-check", is_flag=True, help="Warn of objects that need code to load.")
 @click.option("-m", "module", metavar="MODULE", help="Run a module, as python -m does.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [ARGUMENTS]...")
-def command(
-    *,
-    safetensors: bool,
-    fsync: bool,
-    no_atomic: bool,
-    no_verify: bool,
-    distributed: bool,
-    weights_only_check: bool,
-    module: str | None,
-    arguments: tuple[str, ...],
-) -> None:
+def command(*, module: str | None, arguments: tuple[str, ...], **switches: bool) -> None:
     """Run SCRIPT with ptsave.install() in it and in every Python that it starts.
 
     So workers of launchers, multiprocessing and data loaders have it, too. It happens when torch is
@@ -60,16 +50,8 @@ def command(
             f"No such option: {arguments[0]}. Options of the program go behind its name: "
             "ptsave run SCRIPT --epochs 3"
         )
-    words = {
-        "safetensors": safetensors,
-        "fsync": fsync,
-        "no-atomic": no_atomic,
-        "no-verify": no_verify,
-        "distributed": distributed,
-        "weights-only-check": weights_only_check,
-    }
-    asked = [word for word, is_asked in words.items() if is_asked]
-    if safetensors:
+    asked = [word.replace("_", "-") for word, is_asked in switches.items() if is_asked]
+    if switches["safetensors"]:
         from ptsave.streaming.safetensors_functions import require_library
 
         require_library()

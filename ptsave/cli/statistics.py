@@ -34,8 +34,7 @@ from ptsave.capturing.statistics import (
     entry_statistics,
     module_statistics,
 )
-from ptsave.cli.listing_json import directory_json, file_json
-from ptsave.cli.listing_text import totals_lines
+from ptsave.cli.listing import directory_json, file_json, totals_lines
 from ptsave.cli.terminal import Terminal, terminal
 from ptsave.contents.captures import captured_run, is_capture
 from ptsave.contents.contents import Contents

@@ -1,18 +1,33 @@
-"""The width and colours of the terminal that shows text."""
+"""The terminal: its width and colours, and Ctrl-C."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import click
-
+INTERRUPTED = 130  # the exit code after Ctrl-C
 _MIN_WIDTH = 20
 
 
-@dataclass(frozen=True)
-class Terminal:
+def exit_when_interrupted() -> None:
+    """End the process at Ctrl-C, because a traceback in the middle of an import helps no user."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the signal may be ignored
+        signal.signal(signal.SIGINT, _exit)
+
+
+def raise_when_interrupted() -> None:
+    """Raise KeyboardInterrupt at Ctrl-C again, as Python does."""
+    if signal.getsignal(signal.SIGINT) is _exit:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exit(*_: Any) -> None:
+    os._exit(INTERRUPTED)
+
+
+class Terminal(NamedTuple):
     """A terminal, or a file, where `width` is None and lines are not cut."""
 
     width: int | None = None
@@ -24,7 +39,11 @@ class Terminal:
         >>> Terminal(has_colors=True).paint("whole", "green")
         '\x1b[32mwhole\x1b[0m'
         """
-        return click.style(text, fg=color, bold=bold or None) if self.has_colors else text
+        if not self.has_colors:
+            return text
+        import click
+
+        return click.style(text, fg=color, bold=bold or None)
 
 
 PLAIN = Terminal()

@@ -1,16 +1,45 @@
-"""``ptsave verify``: checks that files are whole, and names the damaged parts."""
+"""``ptsave verify``: checks that files are whole, and names the damaged parts.
+
+Programs rely on the form of ``--json``: keys are added, never changed.  It is an object with
+
+- ``whole``: whether nothing is damaged, and all could be read;
+- ``arguments``: a list of objects, one for each FILE, with ``path``, ``files``, ``problems`` (texts
+  about inconsistent shards and indices), ``not_looked_at`` (names in a directory) and ``error`` (a
+  text, or null if it could be read).
+
+An object of ``files`` has
+
+- ``path``, ``nbytes``, ``records`` (how many; 0 for a file that is no archive), ``tensors`` (how
+  many, or null) and ``unfinished`` (whether its end is missing);
+- ``state``: ``"whole"``, ``"damaged"``, ``"no checksums"`` or ``"unreadable"``;
+- ``problems``: objects with ``reason``, ``record``, ``offset`` and ``entries``, the damaged
+  tensors; and ``readable``, the names of tensors that can still be read, or null;
+- ``remarks``, and ``error`` (a text, or null if the file is readable).
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 
-from ptsave.cli.command import Command, shows_progress, with_json, with_recovery
-from ptsave.cli.completing import SOURCE
-from ptsave.cli.storage_options import with_storage_options
-from ptsave.cli.verify_report import Report
+from ptsave.cli.arguments import SOURCE, with_storage_options
+from ptsave.cli.command import (
+    FAILED,
+    NEGATIVE,
+    Command,
+    note,
+    one_line,
+    report_error,
+    shows_progress,
+    with_json,
+    with_recovery,
+)
+from ptsave.cli.terminal import terminal
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.contents.rank_sets import nbytes_of_ranks
 from ptsave.contents.shard_files import ShardFiles
@@ -19,7 +48,9 @@ from ptsave.inspection.whole_files import whole_file
 from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.urls import is_url
 from ptsave.support.progress import ProgressCallback, progress_bar, progress_from
+from ptsave.support.text import count_text, printable, size_text
 
+_N_SHOWN = 5
 _EXAMPLES = """
 ptsave verify checkpoint.pt
 ptsave verify --list checkpoint.pt   # names every damaged tensor, and every one that is whole
@@ -57,7 +88,7 @@ def command(
     that use them, and the tensors that are whole. Files without checksums (safetensors, torch
     before 1.6) get the checks that are possible.
     """
-    report = Report(ctx, list_all, as_json)
+    report = _Report(ctx, list_all, as_json)
     found = []
     for file in files:
         argument = report.begin(file)
@@ -65,48 +96,41 @@ def command(
             checkpoints = checkpoint_files(file, storage_options)
             for each in checkpoints.sets:
                 each.close()  # many files would use up the descriptors
-            found.append((argument, checkpoints, _sizes_of(checkpoints)))
+            # A remote file is asked once for its size.
+            sizes = {path: _nbytes(each, path) for each in checkpoints.sets for path in each.paths}
+            found.append((argument, checkpoints, sizes))
         except Exception as error:
-            report.fail(argument, error)
-    nbytes = sum(sum(map(sum, sizes)) for _, _, sizes in found)
+            argument["error"] = report.fail(error)
+    nbytes = sum(sum(sizes.values()) for _, _, sizes in found)
     with progress_bar(shows_progress(ctx), "verifying", nbytes, delay=1) as bar:
         done = 0
         for argument, checkpoints, sizes in found:
-            _verify_all(report, argument, checkpoints, sizes, recover, progress_from(bar, done))
-            done += sum(map(sum, sizes))
+            problems = [Problem(text) for text in checkpoints.problems]
+            for each in checkpoints.sets:
+                shards = []
+                for path in each.paths:
+                    try:
+                        shard = _verify(path, each, recover, progress_from(bar, done))
+                    except Exception as error:
+                        unreadable = _file_json(Verification(path, []))
+                        unreadable |= {"state": "unreadable", "nbytes": None, "records": None}
+                        argument["files"].append({**unreadable, "error": report.fail(error)})
+                    else:
+                        shards.append(shard)
+                        report.add(argument, shard)
+                    done += sizes[path]
+                problems += compare_with_index(each, shards)
+            report.add_problems(argument, checkpoints, problems)
     report.end()
 
 
-def _sizes_of(found: CheckpointFiles) -> list[list[int]]:
-    """Return the size of each file of each set; a remote file is asked once."""
-    return [[_file_nbytes(files, path) for path in files.paths] for files in found.sets]
-
-
-def _verify_all(  # noqa: PLR0917
-    report: Report,
-    argument: dict[str, Any],
-    checkpoints: CheckpointFiles,
-    sizes: list[list[int]],
-    recover: bool,
-    progress: ProgressCallback | None,
-) -> None:
-    """Report the findings about one argument."""
-    problems = [Problem(text) for text in checkpoints.problems]
-    done = 0
-    for files, file_sizes in zip(checkpoints.sets, sizes, strict=True):
-        shards = []
-        for path, nbytes in zip(files.paths, file_sizes, strict=True):
-            try:
-                found = _verify(path, files, recover, progress_from(progress, done))
-            except Exception as error:
-                report.fail(argument, error, path)
-            else:
-                shards.append(found)
-                report.add(argument, found)
-            done += nbytes
-        problems += compare_with_index(files, shards)
-    report.add_problems(argument, checkpoints.path, problems)
-    report.add_rest(argument, checkpoints.path, _rest_of(checkpoints))
+def _nbytes(files: ShardFiles, path: str) -> int:
+    try:
+        if is_url(path):
+            return FsspecFile(path, dict(files.storage_options)).nbytes
+        return os.stat(path).st_size + nbytes_of_ranks(path)
+    except OSError:
+        return 0  # reading the file reports the error
 
 
 def _verify(
@@ -121,16 +145,120 @@ def _verify(
     return verify_file(path, progress, recover=recover, storage_options=files.storage_options)
 
 
-def _rest_of(files: CheckpointFiles) -> list[str]:
-    """Return the names in a directory that are not verified, with reasons."""
-    ignored = [f"{name} ({what})" if what else name for name, what in files.ignored.items()]
-    return ignored + [f"{name}/" for name in files.directories]
+class _Report:
+    """The findings about all arguments, and the exit code; JSON is printed at the end."""
+
+    def __init__(self, ctx: click.Context, list_all: bool, as_json: bool) -> None:
+        self._ctx = ctx
+        self._list_all = list_all
+        self._as_json = as_json
+        self._terminal = terminal()
+        self._code = 0
+        self._arguments: list[dict[str, Any]] = []
+
+    def begin(self, path: str) -> dict[str, Any]:
+        """Begin with an argument; return its JSON object, to which the other methods add."""
+        self._arguments.append(
+            {"path": path, "files": [], "problems": [], "not_looked_at": [], "error": None}
+        )
+        return self._arguments[-1]
+
+    def fail(self, error: Exception) -> str:
+        """Report an argument or file that cannot be read; return the error as one line."""
+        self._code = FAILED
+        report_error(self._ctx, error)
+        return one_line(error)
+
+    def add(self, argument: dict[str, Any], found: Verification) -> None:
+        """Report on a file."""
+        if found.problems:
+            self._code = max(self._code, NEGATIVE)
+        if self._as_json:
+            argument["files"].append(_file_json(found))
+            return
+        click.echo("\n".join(self._file_lines(found)))
+        for remark in found.remarks:
+            note(self._ctx, f"{printable(found.path)}: {printable(remark)}")
+
+    def add_problems(
+        self, argument: dict[str, Any], files: CheckpointFiles, problems: list[Problem]
+    ) -> None:
+        """Report files that are inconsistent with each other, and names that are not verified."""
+        ignored = [f"{name} ({what})" if what else name for name, what in files.ignored.items()]
+        names = ignored + [f"{name}/" for name in files.directories]
+        if problems:
+            self._code = max(self._code, NEGATIVE)
+        argument["problems"] = [problem.reason for problem in problems]
+        argument["not_looked_at"] = names
+        if self._as_json:
+            return
+        path = printable(files.path)
+        for problem in problems:
+            click.echo(f"{path}: {self._damaged()}: {printable(problem.reason)}")
+        if names:
+            shown, more = self._shown(names)
+            more = f" {more}" if more else ""
+            click.echo(f"{path}: not looked at: {', '.join(map(printable, shown))}{more}")
+
+    def end(self) -> None:
+        """Print the JSON object, and exit."""
+        if self._as_json:
+            click.echo(json.dumps({"whole": self._code == 0, "arguments": self._arguments}))
+        self._ctx.exit(self._code)
+
+    def _file_lines(self, found: Verification) -> Iterator[str]:
+        """Yield the lines about one file: its state, and all damage."""
+        path = printable(found.path)
+        records = [count_text(found.n_records, "record")] if found.n_records else []
+        n_tensors = [] if found.tensors is None else [count_text(len(found.tensors), "tensor")]
+        facts = ", ".join([*records, *n_tensors, size_text(found.nbytes)])
+        if not found.problems:
+            state, color = ("whole", "green") if found.has_checksums else ("no checksums", "yellow")
+            begin = "unfinished, but " if found.is_unfinished else ""
+            yield f"{path}: {begin}{self._terminal.paint(state, color)} ({facts})"
+            return
+        yield f"{path}: {self._damaged()} ({facts})"
+        for problem in found.problems:
+            where = "" if problem.record is None else f"record {problem.record}: "
+            at = "" if problem.offset is None else f" (at offset {problem.offset})"
+            yield f"  {printable(where + problem.reason)}{at}"
+            yield from self._name_lines("damaged:", problem.entries)
+        if found.whole is None or found.tensors is None:
+            return
+        yield f"  {len(found.whole):,} of {count_text(len(found.tensors), 'tensor')} can be read"
+        if self._list_all:
+            yield from self._name_lines("whole:", found.whole)
+        if found.whole and (found.n_records or found.is_unfinished):
+            path = shlex.quote(printable(found.path))
+            yield f"  read them with: ptsave extract {path} --whole -o OUT"
+
+    def _damaged(self) -> str:
+        return self._terminal.paint("DAMAGED", "red", bold=True)
+
+    def _name_lines(self, label: str, names: Sequence[str]) -> Iterator[str]:
+        shown, more = self._shown(names)
+        yield from (f"    {label} {printable(name)}" for name in shown)
+        if more:
+            yield f"    {label} {more}"
+
+    def _shown(self, names: Sequence[str]) -> tuple[Sequence[str], str]:
+        """Return the names to show, and a text about the others."""
+        shown = names if self._list_all else names[:_N_SHOWN]
+        n_others = len(names) - len(shown)
+        return shown, f"and {n_others:,} more (--list shows all)" if n_others else ""
 
 
-def _file_nbytes(files: ShardFiles, path: str) -> int:
-    try:
-        if is_url(path):
-            return FsspecFile(path, dict(files.storage_options)).nbytes
-        return os.stat(path).st_size + nbytes_of_ranks(path)
-    except OSError:
-        return 0  # reading the file reports the error
+def _file_json(found: Verification) -> dict[str, Any]:
+    state = "damaged" if found.problems else "whole" if found.has_checksums else "no checksums"
+    return {
+        "path": found.path,
+        "state": state,
+        "unfinished": found.is_unfinished,
+        "nbytes": found.nbytes,
+        "records": found.n_records,
+        "tensors": None if found.tensors is None else len(found.tensors),
+        "readable": found.whole if found.problems else None,
+        "problems": [vars(problem) for problem in found.problems],
+        "remarks": found.remarks,
+        "error": None,
+    }

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import ptsave
 from ptsave.cli.commands import commands
-from ptsave.cli.shells import LINE
+from ptsave.cli.completion import LINE
 from ptsave.inspection.extraction import read_whole, write_entries
 
 # The tests run in a folder of their own.

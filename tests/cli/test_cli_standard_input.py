@@ -13,8 +13,8 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
+from ptsave.cli.arguments import copy_header
 from ptsave.cli.commands import commands
-from ptsave.cli.standard_input import copy_header
 
 START = f"{sys.executable} -c 'from ptsave.cli.main import main; main()'"
 

@@ -7,8 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ptsave.cli.listing_json import file_json
-from ptsave.cli.listing_text import Style, lines_by_size, totals_lines, tree_lines
+from ptsave.cli.listing import Style, file_json, lines_by_size, totals_lines, tree_lines
 from ptsave.contents.opening import open_file
 from ptsave.contents.outline import Outline, outline_of
 from ptsave.inspection.listing import FileListing, listing_of

@@ -1,7 +1,36 @@
-"""Formats the entries of a file as text: one line each, in columns."""
+"""Formats the entries of a file as text, one line each in columns, and as JSON.
+
+Programs rely on the form of ``ptsave ls --json``: keys are added, never changed.
+
+A file is an object with
+
+- ``path``, ``format`` (``pt``, ``safetensors``, ...) and ``metadata``, the file's own;
+- ``tensors``, a list of objects;
+- ``values``, the other leaves: objects with ``name``, ``path``, ``type`` and, if JSON can express
+  it, ``value``;
+- ``totals`` of the whole file, even if names were given: ``tensors``, ``tensor_nbytes``,
+  ``storages``, ``storage_nbytes``, ``unused_nbytes`` and ``file_nbytes``;
+- ``listed``: the first four totals for the listed tensors.
+
+A tensor is an object with
+
+- ``name`` (dotted) and ``path``, the keys; a key that JSON cannot express is text;
+- ``dtype``, ``shape`` (-1 where the parts of a nested tensor differ), ``nbytes`` (elements times
+  their size) and ``stride`` in elements, null for nested tensors and other layouts;
+- ``location``: the device that the tensor was saved from;
+- ``record`` and ``offset``, the first byte's position in the file;
+- ``storage`` (tensors with the same number share a storage) and ``storage_nbytes``;
+- ``chunks`` in a distributed checkpoint, the parts of ranks: objects with ``offsets`` (index of
+  the first element), ``sizes`` (a shape), ``file`` (its name in the directory), ``offset`` and
+  ``nbytes`` (the item's place in that file).
+
+Unknown facts are null.  A directory is an object with ``path``, ``index`` (the path of the
+index, or null), ``files`` (a list of file objects), ``totals`` and ``listed``.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -22,7 +51,7 @@ from ptsave.support.text import (
     size_text,
 )
 from ptsave.tree.opaque import type_name_of
-from ptsave.tree.tree import EntryTree, Node, is_plain
+from ptsave.tree.tree import Node, is_plain
 
 if TYPE_CHECKING:
     from ptsave.contents.contents import ChunkInfo
@@ -56,11 +85,12 @@ def tree_lines(
     if max_depth is not None:
         numbers = [number for number in numbers if nodes[number].depth < max_depth]
     alone = len(nodes) == 1 and not listing.tree.path_of(0)
-    names = [
-        "" if alone else _INDENT * nodes[i].depth + _key_text(str(nodes[i].key)) for i in numbers
-    ]
-    lines = _Table(listing, style).lines(numbers, names)
-    return _with_chunks(listing, numbers, lines) if style.with_chunks else lines
+    return _lines(
+        listing,
+        numbers,
+        ["" if alone else _INDENT * nodes[i].depth + _key_text(str(nodes[i].key)) for i in numbers],
+        style,
+    )
 
 
 def _key_text(key: str) -> str:
@@ -73,13 +103,16 @@ def lines_by_size(listing: FileListing, numbers: Sequence[int], style: Style) ->
     nodes, facts = listing.tree.nodes, listing.facts
     numbers = [number for number in numbers if nodes[number].tensor >= 0]
     numbers.sort(key=lambda number: -facts[nodes[number].tensor][4])
-    names = [printable(nodes[i].name) for i in numbers]
+    return _lines(listing, numbers, [printable(nodes[i].name) for i in numbers], style)
+
+
+def _lines(
+    listing: FileListing, numbers: Sequence[int], names: Sequence[str], style: Style
+) -> list[str]:
+    """Return a line for each node, and after a tensor's line one for each of its parts."""
     lines = _Table(listing, style).lines(numbers, names)
-    return _with_chunks(listing, numbers, lines) if style.with_chunks else lines
-
-
-def _with_chunks(listing: FileListing, numbers: Sequence[int], lines: Sequence[str]) -> list[str]:
-    """Insert a line for each part of a tensor after the tensor's line."""
+    if not style.with_chunks:
+        return lines
     result: list[str] = []
     for number, line in zip(numbers, lines, strict=True):
         result.append(line)
@@ -118,7 +151,9 @@ class _Table:
         self._terminal = style.terminal
         self._with_places = style.with_places
         self._tree = listing.tree
-        self._sizes = _sizes_before(listing.tree, listing.facts)
+        # The bytes of tensors before each node, then their total.
+        sizes = (0 if node[5] < 0 else listing.facts[node[5]][4] for node in listing.tree.nodes)
+        self._sizes = [*accumulate(sizes, initial=0)]
 
     def lines(self, numbers: Sequence[int], names: Sequence[str]) -> list[str]:
         nodes, facts = self._tree.nodes, self._listing.facts
@@ -240,12 +275,6 @@ def _columns_of_tensor(facts: Facts) -> tuple[str, str, str, str]:
     return dtype_text(dtype), shape_text(shape), size_text(nbytes), remark
 
 
-def _sizes_before(tree: EntryTree, facts: Sequence[Facts]) -> list[int]:
-    """Return the bytes of tensors before each node, then their total."""
-    sizes = (0 if node[5] < 0 else facts[node[5]][4] for node in tree.nodes)
-    return [*accumulate(sizes, initial=0)]
-
-
 def _joined(row: tuple[str, str, str, str], widths: Sequence[int]) -> str:
     kind, shape, size, rest = row
     if not shape and not size:  # a value has no more columns
@@ -286,7 +315,8 @@ def value_text(value: Any) -> str:
     if not is_plain(value):
         return ""
     if not isinstance(value, (list, tuple)):
-        return _cut(repr(value[: 4 * _MAX_VALUE_LENGTH] if _has_length(value) else value))
+        begin = value[: 4 * _MAX_VALUE_LENGTH] if isinstance(value, (str, bytes)) else value
+        return _cut(repr(begin))
     text = repr(value) if len(value) <= _MAX_VALUE_LENGTH else ""
     if 0 < len(text) <= _MAX_VALUE_LENGTH:
         return printable(text)
@@ -314,10 +344,6 @@ def _text_of_torchs(value: Any) -> str | None:
     return str(value) if isinstance(value, (torch.dtype, torch.device)) else None
 
 
-def _has_length(value: Any) -> bool:
-    return isinstance(value, (str, bytes))
-
-
 def _cut(text: str) -> str:
     shown = text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 3]}..."
     return printable(shown)
@@ -343,3 +369,90 @@ def totals_lines(
             "leaves them out"
         )
     return lines
+
+
+def file_json(listing: FileListing, numbers: Sequence[int]) -> dict[str, Any]:
+    """Return the JSON object for the numbered nodes of a file."""
+    nodes = listing.tree.nodes
+    tensors = [number for number in numbers if nodes[number].tensor >= 0]
+    values = [
+        number
+        for number in numbers
+        if nodes[number].tensor < 0 and not listing.tree.is_container(number)
+    ]
+    return {
+        "path": listing.path,
+        "format": listing.kind,
+        "metadata": listing.metadata,
+        "tensors": [_tensor_json(listing, number) for number in tensors],
+        "values": [
+            {**_name_json(listing, number), **_value_json(nodes[number])} for number in values
+        ],
+        "totals": {
+            **_sums_json(listing.totals),
+            "unused_nbytes": listing.totals.unused_nbytes,
+            "file_nbytes": listing.totals.file_nbytes,
+        },
+        "listed": _sums_json(totals_of(listing, numbers)),
+    }
+
+
+def directory_json(path: str, index_path: str, files: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the JSON object for a directory of shards."""
+    sums: dict[str, dict[str, int]] = {"totals": {}, "listed": {}}
+    for file in files:
+        for kind, found in sums.items():
+            for key, value in file[kind].items():
+                found[key] = found.get(key, 0) + value
+    return {"path": path, "index": index_path or None, "files": list(files), **sums}
+
+
+def _tensor_json(listing: FileListing, number: int) -> dict[str, Any]:
+    node = listing.tree.nodes[number]
+    dtype, shape, stride, begin, nbytes, storage_nbytes = listing.facts[node.tensor]
+    _, record, offset, location = listing.places[node.tensor]
+    is_strided = len(stride) == len(shape)
+    chunks = listing.chunks.get(node.tensor)
+    return {
+        **_name_json(listing, number),
+        "dtype": dtype_text(dtype),
+        "shape": [*shape],
+        "stride": [*stride] if is_strided else None,
+        "nbytes": nbytes,
+        "location": location,
+        "record": record,
+        "offset": None if offset is None else offset + begin,
+        "storage": listing.sharing.get(node.tensor, [node.tensor])[0],
+        "storage_nbytes": storage_nbytes,
+        **({} if chunks is None else {"chunks": [chunk._asdict() for chunk in chunks]}),
+    }
+
+
+def _name_json(listing: FileListing, number: int) -> dict[str, Any]:
+    path = listing.tree.path_of(number)
+    return {
+        "name": listing.tree.nodes[number].name,
+        "path": [key if _is_json(key) else str(key) for key in path],
+    }
+
+
+def _value_json(node: Node) -> dict[str, Any]:
+    value = node.value
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    is_shown = node.again is None and is_plain(value) and all(map(_is_json, parts))
+    return {"type": type_name_of(value), **({"value": value} if is_shown else {})}
+
+
+def _is_json(value: Any) -> bool:
+    if type(value) is float:
+        return math.isfinite(value)
+    return value is None or type(value) in (str, int, bool)
+
+
+def _sums_json(totals: Totals) -> dict[str, int]:
+    return {
+        "tensors": totals.n_tensors,
+        "tensor_nbytes": totals.tensor_nbytes,
+        "storages": totals.n_storages,
+        "storage_nbytes": totals.storage_nbytes,
+    }
