@@ -15,23 +15,15 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
+from command_line import fail, run, run_process
+from stock_comparison import save_without_checksums
 
 import ptsave
 from ptsave.cli.command import FAILED, Command, note
-from ptsave.cli.commands import commands
 
 
 def test_module_and_version() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "ptsave", "--version"], check=True, capture_output=True, text=True
-    )
-    assert result.stdout == f"ptsave, version {ptsave.__version__}\n"
-
-
-def test_unknown_command() -> None:
-    result = CliRunner().invoke(commands, ["lsx"])
-    assert result.exit_code == FAILED
-    assert "No such command" in result.stderr
+    assert run_process("--version").stdout == f"ptsave, version {ptsave.__version__}\n"
 
 
 @pytest.fixture
@@ -96,10 +88,9 @@ def test_refusal_of_weights_only_is_short(tmp_path: Path) -> None:
     torch.save([Runs(os.getcwd)], tmp_path / "never.pt", **old)
     path_type = f"{type(tmp_path).__module__}.PosixPath"  # pathlib._local's from Python 3.13 on
     for name, needed in (("file.pt", path_type), ("never.pt", "posix.getcwd")):
-        result = CliRunner().invoke(commands, ["ls", str(tmp_path / name)])
-        assert result.exit_code == FAILED
-        assert f"allows: {needed} (`ptsave globals FILE`" in result.stderr
-        assert len(result.stderr.replace(str(tmp_path), "")) < 200
+        message = fail("ls", tmp_path / name)
+        assert f"allows: {needed} (`ptsave globals FILE`" in message
+        assert len(message.replace(str(tmp_path), "")) < 200
 
 
 class Runs:
@@ -112,17 +103,11 @@ class Runs:
 
 def test_warnings_are_remarks(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save([torch.eye(3).to_sparse()], path)  # which is loaded as a whole
-    finally:
-        torch.serialization.set_crc32_options(True)
-    command = [sys.executable, "-m", "ptsave", "ls", str(path)]
-    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    save_without_checksums([torch.eye(3).to_sparse()], path)  # which is loaded as a whole
+    result = run_process("ls", path)
     assert result.stderr.startswith(f"ptsave: {path} was written without checksums")
     assert len(result.stderr.splitlines()) == 1
-    quiet = subprocess.run([*command, "--quiet"], check=True, capture_output=True, text=True)
-    assert quiet.stderr == ""
+    assert run_process("ls", path, "--quiet").stderr == ""
 
 
 def test_interrupt(tmp_path: Path) -> None:
@@ -140,13 +125,6 @@ def test_interrupt(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_script(shell: str) -> None:
-    result = CliRunner().invoke(commands, ["completion", shell])
+    result = run("completion", shell)
     assert result.exit_code == 0
     assert "_PTSAVE_COMPLETE" in result.stdout
-
-
-def test_help_names_all_commands() -> None:
-    text = CliRunner().invoke(commands, ["--help"]).stdout
-    listed = text.partition("Commands:\n")[2].splitlines()
-    assert [line.split()[0] for line in listed] == commands.list_commands(click.Context(commands))
-    assert "..." not in text.partition("Commands:")[2]

@@ -10,18 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from click.testing import CliRunner
+from command_line import run
 
 from ptsave.bench import disk, limits, rounds, system, worker
 from ptsave.bench.disk import MIN_NBYTES, plan_disk
 from ptsave.bench.rounds import LIMIT, SPEED_HEADER, Results
 from ptsave.bench.system import filesystem_of
 from ptsave.bench.worker import Figure, Task
-from ptsave.cli.commands import commands
 
 MIB = 1 << 20
 
@@ -48,8 +48,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     return Fake(tasks)
 
 
-def bench(*arguments: str) -> Any:
-    return CliRunner().invoke(commands, ["bench", *arguments])
+bench = partial(run, "bench")
 
 
 @pytest.fixture(params=["disk", "memory"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,21 +18,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import command_line
 import fsspec
 import pytest
 import torch
 from _corruption import flip, offset_of
 from _system import Child, mounted
-from click.testing import CliRunner, Result
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from stock_comparison import deflated, saved_bytes
+from stock_comparison import deflated, save_without_checksums, saved_bytes
 from torch import Tensor
 from torch.utils.serialization import config as _config
 
 import ptsave
 from ptsave.archive.views import unfilled_tensors
-from ptsave.cli.commands import commands
 from ptsave.contents.safetensors_fields import let_library_read
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
@@ -51,22 +49,8 @@ DTYPES = (
 )
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(commands, ["convert", *map(str, arguments)])
-
-
-def succeed(*arguments: object) -> Result:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.stderr
-    return result
-
-
-def fail(*arguments: object) -> str:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("ptsave: ")
-    assert result.stderr.count("\n") == 1
-    return result.stderr
+succeed = partial(command_line.succeed, "convert")
+fail = partial(command_line.fail, "convert")
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -415,8 +399,7 @@ def test_shards_of_another_kind(tmp_path: Path) -> None:
 def test_the_same_name_in_two_shards(tmp_path: Path) -> None:
     for name in ("model-a.pt", "model-b.pt"):
         torch.save({"x": torch.ones(2)}, tmp_path / name)
-    message = fail(tmp_path, tmp_path / "out.safetensors")
-    assert "'x' is in" in message
+    assert "'x' is in" in fail(tmp_path, tmp_path / "out.safetensors")
     assert nothing_but(tmp_path, "model-a.pt", "model-b.pt")
 
 
@@ -460,8 +443,9 @@ def test_urls(tmp_path: Path) -> None:
     assert "web servers are only read from" in fail(tmp_path / "a.pt", "http://localhost:1/c.pt")
     flip(tmp_path / "a.pt", bytes(bits_of(tensors["a"]).tolist()))
     memory.pipe("/convert/damaged.pt", (tmp_path / "a.pt").read_bytes())
-    message = fail("memory://convert/damaged.pt", tmp_path / "c.safetensors")
-    assert "memory://convert/damaged.pt: record data/0" in message
+    assert "memory://convert/damaged.pt: record data/0" in fail(
+        "memory://convert/damaged.pt", tmp_path / "c.safetensors"
+    )
     message = fail(tmp_path / "a.pt", tmp_path / "c.safetensors")
     assert "Restore the file from a copy. (`ptsave verify FILE` says" in message
     assert "verify=False" not in message  # convert has no such option
@@ -522,52 +506,14 @@ def test_damage_is_an_error_of_its_own(tmp_path: Path) -> None:
     assert (caught.value.record, caught.value.entries) == ("data/0", ["a"])
 
 
-def test_cut_short(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(20)}, tmp_path / "a.pt")
-    save_file({"a": torch.ones(20)}, tmp_path / "a.safetensors")
-    for source, target in (("a.pt", "b.safetensors"), ("a.safetensors", "b.pt")):
-        data = (tmp_path / source).read_bytes()
-        for nbytes in (*range(0, len(data), 41), len(data) - 1):
-            (tmp_path / "cut").mkdir()
-            (tmp_path / "cut" / source).write_bytes(data[:nbytes])
-            fail(tmp_path / "cut" / source, tmp_path / "cut" / target)
-            assert nothing_but(tmp_path / "cut", source)
-            shutil.rmtree(tmp_path / "cut")
-
-
 def test_no_checksums(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save({"a": torch.ones(20)}, tmp_path / "a.pt")
-    finally:
-        torch.serialization.set_crc32_options(True)
+    save_without_checksums({"a": torch.ones(20)}, tmp_path / "a.pt")
     result = succeed(tmp_path / "a.pt", tmp_path / "a.safetensors")
     assert "has no checksums" in result.stderr
     check_same(load_file(tmp_path / "a.safetensors"), {"a": torch.ones(20)})
 
 
 # ------------------------------------------------------------------------------------ bad arguments
-
-
-@pytest.mark.parametrize(
-    ("contents", "words"),
-    [
-        (b"", "it is empty"),
-        (b"<!DOCTYPE html><title>404</title>", "an HTML page"),
-        (b"version https://git-lfs.github.com/spec/v1\nsize 5\n", "a git-lfs pointer"),
-        (b"hello", "it is text"),
-        (b"\x1f\x8b123", "gzip"),
-        (b"PK\x03\x04 and nothing", "record"),
-    ],
-)
-@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
-def test_no_checkpoint(tmp_path: Path, contents: bytes, words: str, name: str) -> None:
-    (tmp_path / name).write_bytes(contents)
-    message = fail(tmp_path / name, tmp_path / "out.safetensors")
-    assert str(tmp_path / name) in message
-    if words != "record":
-        assert words in message
-    assert nothing_but(tmp_path, name)
 
 
 class Evil:
@@ -732,17 +678,6 @@ def test_interrupted_and_killed(tmp_path: Path) -> None:
             assert target.read_bytes() == expected
     convert(tmp_path / "a.pt", target, force=True)
     assert nothing_but(tmp_path, "a.pt", "b.safetensors", "expected.safetensors")
-
-
-def test_as_a_program(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
-    command = [sys.executable, "-m", "ptsave", "convert", f"{tmp_path}/a.pt", f"{tmp_path}/a.x"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert result.stderr.count("\n") == 1
-    command[-1] = f"{tmp_path}/a.safetensors"
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert result.stdout.startswith("wrote ")
 
 
 @pytest.mark.usefixtures("_leaves_nothing_open")

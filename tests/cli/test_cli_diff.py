@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import run
 from safetensors.torch import save_file
 from stock_comparison import stock_save
 from torch import nn
-
-from ptsave.cli.commands import commands
 
 Run = Callable[..., Result]
 
@@ -26,15 +23,15 @@ Run = Callable[..., Result]
 def diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
 
-    def run(a: Any, b: Any, *options: str) -> Result:
+    def compare(a: Any, b: Any, *options: str) -> Result:
         names = []
         for obj, name in ((a, "a.pt"), (b, "b.pt")):
             if not isinstance(obj, str):
                 stock_save(obj, name)
             names.append(obj if isinstance(obj, str) else name)
-        return CliRunner().invoke(commands, ["diff", *names, *options])
+        return run("diff", *names, *options)
 
-    return run
+    return compare
 
 
 def test_equal(diff: Run) -> None:
@@ -122,36 +119,6 @@ def test_names_that_would_move_the_cursor(diff: Run) -> None:
     assert len(result.stdout.splitlines()) == 2
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "bad.pt: No such file or directory"),
-        (b"", "it is empty"),
-        (b"<!DOCTYPE html><html>", "HTML page"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer"),
-        (b"PK\x03\x04" + bytes(500), "bad.pt"),
-    ],
-)
-def test_bad_input(diff: Run, content: bytes | None, message: str) -> None:
-    if content is not None:
-        Path("bad.pt").write_bytes(content)
-    for a, b in (("bad.pt", {"w": 1}), ({"w": 1}, "bad.pt")):
-        result = diff(a, b)
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert message in result.stderr
-        assert result.stderr.count("\n") == 1
-
-
-def test_truncated_files(diff: Run) -> None:
-    stock_save({"w": torch.ones(100), "step": 1}, "whole.pt")
-    data = Path("whole.pt").read_bytes()
-    for nbytes in range(0, len(data), 37):
-        Path("cut.pt").write_bytes(data[:nbytes])
-        result = diff("whole.pt", "cut.pt")
-        assert result.exit_code == 2, nbytes
-        assert result.stderr.count("\n") == 1
-
-
 def test_errors_say_what_to_do(diff: Run) -> None:
     result = diff({"model": torch.ones(2)}, {"model": torch.ones(2)}, "--only", "modle")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
@@ -159,14 +126,3 @@ def test_errors_say_what_to_do(diff: Run) -> None:
     Path("nothing").mkdir()
     assert "no *.safetensors" in diff("nothing", "a.pt").stderr
     assert diff("a.pt", "b.pt", "--atol", "-1").exit_code == 2
-
-
-def test_as_a_process(tmp_path: Path) -> None:
-    stock_save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    command = [sys.executable, "-m", "ptsave", "diff", "a.pt", "a.pt"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (
-        0,
-        "equal: 1 tensor compared (8 B)\n",
-        "",
-    )

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import fail, run
 from torch import nn
 
 import ptsave
-from ptsave.cli.commands import commands
 
 Run = Callable[..., Result]
 
@@ -37,10 +37,10 @@ def diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             model(torch.ones(2, 4))
     ptsave.save(model.state_dict(), "model.pt")
 
-    def run(*arguments: str) -> Result:
-        return CliRunner().invoke(commands, ["diff", *arguments, "--capture"])
+    def compare(*arguments: str) -> Result:
+        return run("diff", *arguments, "--capture")
 
-    return run
+    return compare
 
 
 def test_equal(diff: Run) -> None:
@@ -130,9 +130,7 @@ def test_errors(diff: Run, arguments: tuple[str, ...], words: str) -> None:
 
 
 def test_options_that_need_it(diff: Run) -> None:
-    result = CliRunner().invoke(commands, ["diff", "a.pt", "b.pt", "--step", "0"])
-    assert result.exit_code == 2
-    assert "need --capture" in result.stderr
+    assert "need --capture" in fail("diff", "a.pt", "b.pt", "--step", "0")
 
 
 class Two(nn.Module):
@@ -150,7 +148,7 @@ def two_runs(a: nn.Module, b: nn.Module) -> list[str]:
     for name, model in (("a.pt", a), ("b.pt", b)):
         with ptsave.capture(model, name, what=["outputs"]):
             model(torch.ones(1))
-    result = CliRunner().invoke(commands, ["diff", "a.pt", "b.pt", "--capture"])
+    result = run("diff", "a.pt", "b.pt", "--capture")
     assert result.exit_code == 1
     return result.stdout.splitlines()
 
@@ -175,13 +173,13 @@ def test_the_table_has_maxima_of_each_column(
 
 def test_hint(diff: Run) -> None:
     """It says that it could do more with captures."""
-    result = CliRunner().invoke(commands, ["diff", "a.pt", "a.pt"])
+    result = run("diff", "a.pt", "a.pt")
     assert (result.exit_code, "--capture" in result.stderr) == (0, True)
 
 
 def test_totals_of_what_is_listed(diff: Run) -> None:
     def last(*arguments: str) -> str:
-        result = CliRunner().invoke(commands, ["ls", "a.pt", "--stats", *arguments])
+        result = run("ls", "a.pt", "--stats", *arguments)
         return result.stdout.splitlines()[-1]
 
     assert last() == "1 step, 31 calls, 91 values"

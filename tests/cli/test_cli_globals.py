@@ -7,17 +7,17 @@ import datetime
 import fractions
 import pickle
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from command_line import fail, run
 from safetensors.torch import save_file
 from stock_comparison import deflated, stock_load
 
-from ptsave.cli.commands import commands
 from ptsave.inspection.required_globals import code_to_allow, required_globals, unsafe_globals
 
 stock_globals = torch.serialization.get_unsafe_globals_in_checkpoint
@@ -42,8 +42,7 @@ OBJECTS: dict[str, Any] = {
 }
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(commands, ["globals", *map(str, arguments)])
+globals_of = partial(run, "globals")
 
 
 @pytest.mark.parametrize("name", OBJECTS)
@@ -52,7 +51,7 @@ def test_as_torch_says(name: str, tmp_path: Path) -> None:
     torch.save(OBJECTS[name], path)
     expected = sorted(stock_globals(path))
     assert unsafe_globals(required_globals(path)) == expected
-    result = run(path)
+    result = globals_of(path)
     assert result.exit_code == (1 if expected else 0)
     for each in expected:
         assert f"not allowed    {each}\n" in result.stdout
@@ -79,10 +78,10 @@ def test_the_code_allows_the_file(tmp_path: Path) -> None:
     with pytest.raises(pickle.UnpicklingError):
         stock_load(path, weights_only=True)
     code = code_to_allow({name: needed[name] for name in unsafe_globals(needed)})
-    assert code.splitlines()[1] in run(path).stdout
+    assert code.splitlines()[1] in globals_of(path).stdout
     exec(code)
     assert stock_load(path, weights_only=True)["d"] == datetime.timedelta(1)
-    assert run(path).exit_code == 0  # those that the user has allowed
+    assert globals_of(path).exit_code == 0  # those that the user has allowed
 
 
 def test_nothing_runs_and_what_is_never_allowed(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_nothing_runs_and_what_is_never_allowed(tmp_path: Path) -> None:
     import os
 
     torch.save(Runs(os.mkdir, str(mark)), path)
-    result = run(path)
+    result = globals_of(path)
     assert result.exit_code == 1
     assert "never allowed  posix.mkdir" in result.stdout
     assert "add_safe_globals" not in result.stdout
@@ -99,7 +98,7 @@ def test_nothing_runs_and_what_is_never_allowed(tmp_path: Path) -> None:
 
 def test_all(tmp_path: Path) -> None:
     torch.save(OBJECTS["tensors"], tmp_path / "file.pt")
-    result = run("--all", tmp_path / "file.pt")
+    result = globals_of("--all", tmp_path / "file.pt")
     assert result.exit_code == 0
     assert "allowed        torch._utils._rebuild_tensor_v2" in result.stdout
 
@@ -125,12 +124,9 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
 
 def test_files_without_pickles(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert run(tmp_path / "model.safetensors").exit_code == 0
+    assert globals_of(tmp_path / "model.safetensors").exit_code == 0
     (tmp_path / "page.pt").write_text("<html>")
-    assert run(tmp_path).exit_code == 0  # the model in the directory is that file
-    for name in ("page.pt", "missing.pt"):
-        result = run(tmp_path / name)
-        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert globals_of(tmp_path).exit_code == 0  # the model in the directory is that file
 
 
 def test_damaged_pickle(tmp_path: Path) -> None:
@@ -139,5 +135,4 @@ def test_damaged_pickle(tmp_path: Path) -> None:
     data = path.read_bytes()
     for end in range(30, 200, 7):
         path.write_bytes(data[:end])
-        result = run(path)
-        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+        fail("globals", path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,67 @@ import numpy as np
 import pytest
 import torch
 from _corruption import flip
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from command_line import fail, run, run_process
 from safetensors.torch import save_file
 from stock_comparison import saved_bytes, zip_records, zipped
 
 import ptsave
 from ptsave.cli.command import Command
-from ptsave.cli.commands import commands
 from ptsave.errors import CheckpointWarning
 from ptsave.inspection.required_globals import required_globals
 from ptsave.inspection.verification import verify_file
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(commands, [*map(str, arguments)])
-
-
 def archive_of(path: Path, records: dict[str, bytes]) -> Path:
     path.write_bytes(zipped(records))
     return path
+
+
+NO_CHECKPOINTS = {
+    None: "No such file",
+    b"": "it is empty",
+    b"<!DOCTYPE html><title>404</title>": "an HTML page",
+    b"version https://git-lfs.github.com/spec/v1\nsize 5\n": "a git-lfs pointer",
+    b"hello": "it is text",
+    b"\x1f\x8b123": "gzip",
+    b"PK\x03\x04" + bytes(500): "",
+}
+READERS = [
+    *("ls FILE", "show FILE", "extract FILE w -o out.pt", "convert FILE out.safetensors"),
+    *("compact FILE -o out.pt", "diff FILE whole.pt", "diff whole.pt FILE"),
+]
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+@pytest.mark.parametrize("line", [*READERS, "globals FILE"])
+def test_what_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(2)}, "whole.pt")
+    for content, words in NO_CHECKPOINTS.items():
+        if content is not None:
+            Path(name).write_bytes(content)
+        message = fail(*line.replace("FILE", name).split())
+        assert name in message
+        assert words in message
+        assert {*os.listdir()} <= {name, "whole.pt"}
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+@pytest.mark.parametrize("line", READERS)
+def test_files_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(20)}, "whole.pt")
+    save_file({"w": torch.ones(20)}, "a.safetensors")
+    data = Path("whole.pt" if name == "a.pt" else name).read_bytes()
+    for nbytes in (*range(0, len(data), 29), len(data) - 1):
+        Path(name).write_bytes(data[:nbytes])
+        fail(*line.replace("FILE", name).split())
+        assert {*os.listdir()} <= {"a.pt", "a.safetensors", "whole.pt"}
 
 
 def test_format_that_a_safetensors_file_claims(tmp_path: Path) -> None:
@@ -203,12 +244,12 @@ def test_damaged_index(tmp_path: Path, index: bytes) -> None:
 def test_pipe_that_nobody_reads(tmp_path: Path) -> None:
     """1 would be an answer: of verify, that the file is damaged."""
     torch.save([torch.ones(3)], tmp_path / "a.pt")
-    command = [sys.executable, "-m", "ptsave", "verify", str(tmp_path / "a.pt")]
     reader, writer = os.pipe()
     os.close(reader)
-    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    pipes = {"capture_output": False, "stdout": writer, "stderr": subprocess.PIPE}
+    ended = run_process("verify", tmp_path / "a.pt", **pipes)
     os.close(writer)
-    assert (ended.returncode, ended.stderr) == (141, b"")
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 @pytest.mark.parametrize(
@@ -223,20 +264,20 @@ def test_output_that_cannot_be_written(
     """Python 3.13 and later flush once more at exit, and would exit with 120."""
     torch.save([torch.ones(3)], tmp_path / "a.pt")
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "ptsave", *arguments],
+        ended = run_process(
+            *arguments,
             cwd=tmp_path,
             env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            capture_output=False,
             stdout=full,
             stderr=subprocess.PIPE,
-            check=False,
         )
-    assert (ended.returncode, ended.stderr) == (2, b"ptsave: No space left on device\n")
+    assert (ended.returncode, ended.stderr) == (2, "ptsave: No space left on device\n")
 
 
 def test_extract_to_a_directory(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
     for force in ([], ["--force"]):
-        result = run("extract", tmp_path / "a.pt", "a", "-o", tmp_path, *force)
-        assert result.exit_code == 2
-        assert "is a directory: name a file in it" in result.stderr
+        assert "is a directory: name a file in it" in fail(
+            "extract", tmp_path / "a.pt", "a", "-o", tmp_path, *force
+        )

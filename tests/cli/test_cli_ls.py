@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import fail, run, run_process
 from safetensors.torch import save_file
 from stock_comparison import stock_load, typed_storage
 
 import ptsave
-from ptsave.cli.commands import commands
 from ptsave.tree.paths import MAX_DEPTH
 from ptsave.tree.tree import EntryTree
 
@@ -42,8 +42,7 @@ def checkpoint() -> dict[str, Any]:
     }
 
 
-def ls(*arguments: object) -> Result:
-    return CliRunner().invoke(commands, ["ls", *map(str, arguments)])
+ls = partial(run, "ls")
 
 
 @pytest.fixture
@@ -140,9 +139,7 @@ def test_selection(path: Path) -> None:
     by_size = rows_of(ls(path, "--sort", "size"))
     assert [*by_size][:2] == ["turned", "view"]
     assert "epoch" not in by_size
-    result = ls(path, "modle")
-    assert result.exit_code == 2
-    assert result.stderr == f"ptsave: {path}: no entry 'modle'; did you mean 'model'?\n"
+    assert fail("ls", path, "modle") == f"ptsave: {path}: no entry 'modle'; did you mean 'model'?\n"
 
 
 def test_sizes_of_containers_are_those_of_all_that_is_in_them(path: Path) -> None:
@@ -246,26 +243,6 @@ def test_tensors_that_are_loaded_as_a_whole(path: Path) -> None:
     assert rows_of(ls(path)) == {"dense": ["float32", "[2]", "8 B"]}
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
-    for content in (b"", b"<html>", b"version https://git-lfs.github.com/spec/v1\nsize 3\n"):
-        (tmp_path / "file.pt").write_bytes(content)
-        result = ls(tmp_path / "file.pt")
-        assert result.exit_code == 2
-        assert len(result.stderr.splitlines()) == 1
-        assert "no checkpoint" in result.stderr
-    missing = ls(tmp_path / "missing.pt")
-    assert missing.stderr == f"ptsave: {tmp_path / 'missing.pt'}: {os.strerror(errno.ENOENT)}\n"
-
-
-def test_truncated_at_any_byte(path: Path) -> None:
-    torch.save({"a": torch.ones(3)}, path)
-    data = path.read_bytes()
-    for end in range(0, len(data), 7):
-        path.write_bytes(data[:end])
-        result = ls(path)
-        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-
-
 def test_closed_pipe_is_quiet(path: Path) -> None:
     torch.save({f"layer.{i}": torch.ones(1) for i in range(5000)}, path)
     command = f"{sys.executable} -m ptsave ls {path} | head -n 1"
@@ -276,13 +253,7 @@ def test_closed_pipe_is_quiet(path: Path) -> None:
 
 def test_names_that_the_terminal_cannot_show(path: Path) -> None:
     torch.save({"\u5c42": torch.ones(1)}, path)
-    result = subprocess.run(
-        [sys.executable, "-m", "ptsave", "ls", str(path)],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    result = run_process("ls", path, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert result.stdout.startswith("\\u5c42 ")
 
 

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_line import run
 
 import ptsave
-from ptsave.cli.commands import commands
 
 START = {"bash": ["bash", "-i"], "zsh": ["zsh", "-i"], "fish": ["fish", "-i"]}
 SECONDS = 20
@@ -53,7 +52,7 @@ def account(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def setups() -> list[str]:
-    text = CliRunner().invoke(commands, ["completion", "--help"]).stdout
+    text = run("completion", "--help").stdout
     return [line.strip() for line in text.partition("Examples:")[2].splitlines()]
 
 

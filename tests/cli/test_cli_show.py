@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,11 @@ import fsspec
 import pytest
 import torch
 from _corruption import flip
-from click.testing import CliRunner, Result
+from command_line import fail, run
 from safetensors.torch import save_file
 from stock_comparison import typed_storage
 
 import ptsave
-from ptsave.cli.commands import commands
 
 BIG = torch.arange(20_000.0).view(100, 200)
 STATE: dict[str, Any] = {
@@ -33,8 +33,7 @@ STATE: dict[str, Any] = {
 }
 
 
-def show(*arguments: object) -> Result:
-    return CliRunner().invoke(commands, ["show", *map(str, arguments)])
+show = partial(run, "show")
 
 
 def lines_of(*arguments: object) -> list[str]:
@@ -101,16 +100,14 @@ def test_tensors_of_other_kinds(path: Path) -> None:
 
 
 def test_containers_of_tensors_are_listed(path: Path) -> None:
-    listed = CliRunner().invoke(commands, ["ls", str(path), "model"]).stdout.split("\n\n")[0]
+    listed = run("ls", path, "model").stdout.split("\n\n")[0]
     flip(path, path.read_bytes().index(BIG.numpy().tobytes()))  # which is not read
     assert lines_of(path, "model") == listed.splitlines()
     names = [tensor["name"] for tensor in json_of(path, "model")["tensors"]]
     assert names == ["model.a.b", "model.bad"]
     assert len(lines_of(path)) > 10
     assert lines_of(path, "model.bad")  # beside the damage
-    result = show(path, "model.a.b")
-    assert result.exit_code == 2
-    assert "is damaged" in result.stderr
+    assert "is damaged" in fail("show", path, "model.a.b")
 
 
 def test_objects_that_are_not_built(path: Path) -> None:
@@ -156,9 +153,9 @@ def test_other_sources(tmp_path: Path) -> None:
 
 
 def test_names_that_are_not_there(path: Path) -> None:
-    result = show(path, "epohc")
-    assert result.exit_code == 2
-    assert result.stderr == f"ptsave: {path}: no entry 'epohc'; did you mean 'epoch'?\n"
+    assert (
+        fail("show", path, "epohc") == f"ptsave: {path}: no entry 'epohc'; did you mean 'epoch'?\n"
+    )
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
@@ -170,7 +167,7 @@ def test_a_nested_tensor(tmp_path: Path, layout: torch.layout) -> None:
     found = json_of(tmp_path / "a.pt", "n")
     assert (found["shape"], found["statistics"]["numel"]) == ([2, -1], 5)
     assert "[2, -1]" in lines_of(tmp_path / "a.pt", "n")[0]
-    listed = CliRunner().invoke(commands, ["ls", "--stats", str(tmp_path / "a.pt")])
+    listed = run("ls", "--stats", tmp_path / "a.pt")
     assert (listed.exit_code, listed.stderr) == (0, "")
     with ptsave.open(tmp_path / "a.pt") as archive:
         assert all(map(torch.equal, archive["n"].unbind(), parts))

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_line import run
 from safetensors.torch import save_file
 
 from ptsave.cli.arguments import copy_header
-from ptsave.cli.commands import commands
 
 START = f"{sys.executable} -c 'from ptsave.cli.main import main; main()'"
 
@@ -26,7 +25,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "a.pt"
 
 
-def run(line: str) -> subprocess.CompletedProcess[str]:
+def shell(line: str) -> subprocess.CompletedProcess[str]:
     """Run a line of a shell, in which ``ptsave`` is the command."""
     return subprocess.run(
         ["sh", "-c", f'ptsave() {{ {START} "$@"; }}\n{line}'],
@@ -47,8 +46,8 @@ def run(line: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_files_and_pipes(line: str) -> None:
-    assert "\n  a    float32    [3]  12 B\n" in run(line.format("ls")).stdout
-    assert run(line.format("verify")).stdout.startswith("/dev/stdin: whole (")
+    assert "\n  a    float32    [3]  12 B\n" in shell(line.format("ls")).stdout
+    assert shell(line.format("verify")).stdout.startswith("/dev/stdin: whole (")
 
 
 def test_the_header_of_a_safetensors_file_is_enough(path: Path) -> None:
@@ -56,15 +55,15 @@ def test_the_header_of_a_safetensors_file_is_enough(path: Path) -> None:
     tensors = {"a": torch.ones(3), "b": torch.zeros(1000, 1000)}
     save_file(tensors, "a.safetensors", metadata={"by": "us"})
     for options in ("", "--json"):
-        listed = run(f"ptsave ls a.safetensors {options}").stdout
+        listed = shell(f"ptsave ls a.safetensors {options}").stdout
         assert "3.81 MiB" in listed or '"nbytes": 4000000' in listed
-        piped = run(f"head -c 500 a.safetensors | ptsave ls - {options}")
+        piped = shell(f"head -c 500 a.safetensors | ptsave ls - {options}")
         assert (piped.returncode, piped.stderr) == (0, "")
         assert piped.stdout.replace("/dev/stdin", "a.safetensors") == listed
-    assert "mean" in run("cat a.safetensors | ptsave ls - --stats").stdout
-    assert run("head -c 500 a.safetensors | ptsave ls - --stats").returncode == 2
+    assert "mean" in shell("cat a.safetensors | ptsave ls - --stats").stdout
+    assert shell("head -c 500 a.safetensors | ptsave ls - --stats").returncode == 2
     # Two files, of which one is piped.
-    both = run("cat a.safetensors | ptsave ls a.pt -").stdout
+    both = shell("cat a.safetensors | ptsave ls a.pt -").stdout
     assert both.count("==>") == 2
     assert "==> /dev/stdin <==" in both
 
@@ -90,9 +89,9 @@ def test_headers_that_are_damaged(path: Path, header: str) -> None:
 
 
 def test_other_commands() -> None:
-    done = run("ptsave extract a.pt model -o - | ptsave extract - a -o b.npy")
+    done = shell("ptsave extract a.pt model -o - | ptsave extract - a -o b.npy")
     assert (done.returncode, done.stdout) == (0, "wrote b.npy: 1 tensor, 12 B\n")
-    done = run("ptsave diff - a.pt < a.pt")
+    done = shell("ptsave diff - a.pt < a.pt")
     assert (done.returncode, done.stdout[:6]) == (0, "equal:")
 
 
@@ -108,7 +107,7 @@ def test_other_commands() -> None:
     ],
 )
 def test_refusals(line: str, message: str) -> None:
-    done = run(line)
+    done = shell(line)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -118,11 +117,11 @@ def test_refusals(line: str, message: str) -> None:
 @pytest.mark.parametrize("command", ["ls", "ls --stats", "verify", "globals"])
 def test_standard_output_that_is_closed(command: str) -> None:
     """Whoever closes it wants to know the exit code only."""
-    done = run(f"ptsave {command} a.pt >&-")
+    done = shell(f"ptsave {command} a.pt >&-")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_file_of_that_name(path: Path) -> None:
     path.rename("-")
-    result = CliRunner().invoke(commands, ["verify", "./-"])
+    result = run("verify", "./-")
     assert result.stdout.startswith("./-: whole")

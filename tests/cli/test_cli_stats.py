@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.shell_completion import ShellComplete
-from click.testing import CliRunner, Result
+from command_line import fail, run, succeed
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -19,15 +19,9 @@ import ptsave
 from ptsave.cli.commands import commands
 
 
-def ls(*arguments: object, width: int | None = None) -> Result:
-    env = {"COLUMNS": None if width is None else str(width)}
-    return CliRunner().invoke(commands, ["ls", "--stats", *map(str, arguments)], env=env)
-
-
 def output_of(*arguments: object, width: int | None = None) -> str:
-    result = ls(*arguments, width=width)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    columns = None if width is None else str(width)
+    return succeed("ls", "--stats", *arguments, COLUMNS=columns).stdout
 
 
 class Twice(nn.Module):
@@ -45,7 +39,7 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def run(model: nn.Module, tmp_path: Path) -> Path:
+def captured(model: nn.Module, tmp_path: Path) -> Path:
     with ptsave.capture(model, tmp_path / "run.pt") as capture:
         for step in range(2):
             model(torch.full((2, 4), float(step))).sum().backward()
@@ -58,8 +52,8 @@ def modules_of(*arguments: object) -> dict[str, Any]:
     return {module["path"]: module for module in found["modules"]}
 
 
-def test_modules_and_their_values(run: Path, model: nn.Module) -> None:
-    modules = modules_of(run)
+def test_modules_and_their_values(captured: Path, model: nn.Module) -> None:
+    modules = modules_of(captured)
     assert [*modules] == [path for path, _ in model.named_modules()]
     assert [each["calls"] for each in modules.values()] == [2, 2, 2, 4]
     values = {value["name"]: value for value in modules["twice.inner"]["values"]}
@@ -67,7 +61,7 @@ def test_modules_and_their_values(run: Path, model: nn.Module) -> None:
     assert {"outputs.grad", "weight", "bias", "weight.grad", "bias.grad"} <= {*values}
     assert values["outputs"]["tensors"] == 4
     assert values["outputs"]["shapes"] == [[2, 3]]
-    with ptsave.open(run) as opened:
+    with ptsave.open(captured) as opened:
         names = [v.name for v in opened.captured_values("forward") if "inner#" in v.name]
         outputs = [opened.tensor(name) for name in names if name.endswith("/outputs")]
     together = torch.cat(outputs).double()
@@ -79,37 +73,37 @@ def test_modules_and_their_values(run: Path, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",), ("--step", "1"), ("--depth", "2", "twice")])
-def test_a_capture_has_them_by_default(run: Path, arguments: tuple[str, ...]) -> None:
-    shown = CliRunner().invoke(commands, ["ls", str(run), *arguments])
-    assert (shown.exit_code, shown.stdout) == (0, output_of(run, *arguments))
+def test_a_capture_has_them_by_default(captured: Path, arguments: tuple[str, ...]) -> None:
+    shown = run("ls", captured, *arguments)
+    assert (shown.exit_code, shown.stdout) == (0, output_of(captured, *arguments))
     for entries in (["--no-stats"], ["--sort", "size"], ["-l"]):
-        assert "0/records/0" in CliRunner().invoke(commands, ["ls", str(run), "--no-stats"]).stdout
-        assert CliRunner().invoke(commands, ["ls", str(run), *entries]).stdout != shown.stdout
+        assert "0/records/0" in run("ls", captured, "--no-stats").stdout
+        assert run("ls", captured, *entries).stdout != shown.stdout
 
 
-def test_one_step_and_some_modules(run: Path) -> None:
-    modules = modules_of(run, "--step", 1, "twice")
+def test_one_step_and_some_modules(captured: Path) -> None:
+    modules = modules_of(captured, "--step", 1, "twice")
     assert [*modules] == ["twice", "twice.inner"]
     assert modules["twice.inner"]["calls"] == 2
-    inputs = modules_of(run, "--step", 1)["first"]["values"][0]
+    inputs = modules_of(captured, "--step", 1)["first"]["values"][0]
     assert (inputs["name"], inputs["statistics"]["min"], inputs["tensors"]) == ("inputs/0", 1, 1)
-    assert [*modules_of(run, "*.inner")] == ["twice.inner"]
+    assert [*modules_of(captured, "*.inner")] == ["twice.inner"]
 
 
-def test_the_table(run: Path) -> None:
-    lines = output_of(run).splitlines()
+def test_the_table(captured: Path) -> None:
+    lines = output_of(captured).splitlines()
     assert lines[0].split() == ["dtype", "shape", "mean", "std", "min", "max", "norm"]
     assert lines[1].split() == ["Sequential", "2", "calls"]
     assert any(line.split()[:4] == ["inner", "Linear,", "4", "calls"] for line in lines)
     inputs = next(line for line in lines if "inputs/0" in line)
     assert inputs.split() == ["inputs/0", "float32", "[2,", "4]", "0.5", "0.516", "0", "1", "2.83"]
     assert lines[-1].startswith("3 steps" if "3 steps" in lines[-1] else "2 steps")
-    assert not any("inner" in line for line in output_of(run, "--depth", 2).splitlines())
+    assert not any("inner" in line for line in output_of(captured, "--depth", 2).splitlines())
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
-def test_lines_fit_the_terminal(run: Path, width: int) -> None:
-    lines = output_of(run, width=width).splitlines()
+def test_lines_fit_the_terminal(captured: Path, width: int) -> None:
+    lines = output_of(captured, width=width).splitlines()
     assert max(map(len, lines)) <= width
     columns = lines[0].split()
     assert {"mean", "min", "max"} <= {*columns} or width < 60
@@ -161,21 +155,17 @@ def test_captures_without_tensors_or_statistics(model: nn.Module, tmp_path: Path
         assert ("statistics=False" in output_of(path)) == ("statistics" in options)
 
 
-def test_what_makes_no_sense(run: Path, tmp_path: Path) -> None:
+def test_what_makes_no_sense(captured: Path, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, plain := tmp_path / "plain.pt")
     for arguments, message in (
-        ((run, "--step", 7), "no records of step 7: there are 0, 1"),
-        ((run, "nothing"), "no entry 'nothing'"),
-        ((run, "--sort", "size"), "leave --sort, --long and"),
+        ((captured, "--step", 7), "no records of step 7: there are 0, 1"),
+        ((captured, "nothing"), "no entry 'nothing'"),
+        ((captured, "--sort", "size"), "leave --sort, --long and"),
         ((plain, "--step", 1), "is no capture, and has no steps"),
         ((plain, "nothing"), "no entry 'nothing'"),
     ):
-        result = ls(*arguments)
-        assert result.exit_code == 2
-        assert message in result.stderr
-    result = CliRunner().invoke(commands, ["ls", "--no-stats", "--step", "1", str(run)])
-    assert result.exit_code == 2
-    assert "--step is for --stats" in result.stderr
+        assert message in fail("ls", "--stats", *arguments)
+    assert "--step is for --stats" in fail("ls", "--no-stats", "--step", "1", captured)
 
 
 def test_names_that_are_not_printable(tmp_path: Path) -> None:
@@ -187,39 +177,37 @@ def test_names_that_are_not_printable(tmp_path: Path) -> None:
     assert any("a/b#\\x1b[31m" in line for line in lines)
 
 
-def test_names_of_modules_complete(run: Path) -> None:
+def test_names_of_modules_complete(captured: Path) -> None:
     complete = ShellComplete(commands, {}, "ptsave", "_PTSAVE_COMPLETE")
     for options in ([], ["--stats"]):
-        found = complete.get_completions(["ls", *options, str(run)], "tw")
+        found = complete.get_completions(["ls", *options, str(captured)], "tw")
         assert [item.value for item in found] == ["twice", "twice.inner"]
-    found = complete.get_completions(["ls", "--no-stats", str(run)], "0/rec")
+    found = complete.get_completions(["ls", "--no-stats", str(captured)], "0/rec")
     assert found[0].value == "0/records/0"
-    (file,) = complete.get_completions(["ls", str(run)], "other.p")  # which may be another FILE
+    (file,) = complete.get_completions(
+        ["ls", str(captured)], "other.p"
+    )  # which may be another FILE
     assert file.type == "file"
 
 
-def test_records_are_listed_in_one_line(run: Path) -> None:
-    result = CliRunner().invoke(commands, ["ls", "--no-stats", str(run)])
+def test_records_are_listed_in_one_line(captured: Path) -> None:
+    result = run("ls", "--no-stats", captured)
     assert result.exit_code == 0
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("0/records/0"))
-    with ptsave.open(run) as opened:
+    with ptsave.open(captured) as opened:
         calls = [call for call in opened.calls() if call.step == 0]
         values = opened.captured_values(step=0)
         n_tensors = len(opened.keys())
     assert line.split("  ")[-1] == f"{len(calls)} calls, {len(values)} values"
-    listed = json.loads(
-        CliRunner().invoke(commands, ["ls", "--no-stats", "--json", str(run)]).stdout
-    )
+    listed = json.loads(run("ls", "--no-stats", "--json", captured).stdout)
     assert len(listed["tensors"]) == n_tensors
 
 
 def test_records_that_are_damaged_are_listed_whole(tmp_path: Path) -> None:
     header = {"format": "ptsave.capture", "version": 1}
     torch.save({"capture": header, "0/records/0": {"calls": [torch.ones(2)]}}, tmp_path / "x.pt")
-    listed = (
-        CliRunner().invoke(commands, ["ls", "--no-stats", "--json", str(tmp_path / "x.pt")]).stdout
-    )
+    listed = run("ls", "--no-stats", "--json", tmp_path / "x.pt").stdout
     assert [each["name"] for each in json.loads(listed)["tensors"]] == ["0/records/0.calls.0"]
-    result = ls(tmp_path / "x.pt")
-    assert result.exit_code == 2
-    assert "a damaged capture: '0/records/0' has no list of calls" in result.stderr
+    assert "a damaged capture: '0/records/0' has no list of calls" in fail(
+        "ls", "--stats", tmp_path / "x.pt"
+    )

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import run
 
-from ptsave.cli.commands import commands
 from ptsave.support.text import n_columns
 
 _NAMES = [f"model.layers.{i}.self_attention.query_projection.weight" for i in range(12)]
@@ -25,10 +25,6 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = dict.fromkeys(_NAMES[:2], shared) | {name: torch.ones(7) for name in _NAMES[2:]}
     torch.save({"model": model, "日本語" * 20: shared, "text": "x" * 200}, tmp_path / "a.pt")
     return tmp_path / "a.pt"
-
-
-def run(*arguments: object, **variables: str) -> Result:
-    return CliRunner().invoke(commands, [*map(str, arguments)], env=variables)
 
 
 @pytest.mark.parametrize("columns", [24, 40, 80, 120])

@@ -7,6 +7,7 @@ import pickle
 import random
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ import fsspec
 import pytest
 import torch
 from _corruption import flip, offset_of
-from click.testing import CliRunner, Result
+from command_line import fail, run
 from safetensors.torch import save_file
-from stock_comparison import deflated, stock_load
+from stock_comparison import deflated, save_without_checksums, stock_load
 from torch import Tensor
 
 import ptsave
-from ptsave.cli.commands import commands
 from ptsave.inspection.verification import verify_directory, verify_file
 
 N_TENSORS = 12
@@ -32,8 +32,7 @@ def tensors() -> dict[str, Tensor]:
     return made
 
 
-def verify(*arguments: object) -> Result:
-    return CliRunner().invoke(commands, ["verify", *map(str, arguments)])
+verify = partial(run, "verify")
 
 
 @pytest.fixture
@@ -134,11 +133,7 @@ def test_damage_in_front_of_the_cut(path: Path) -> None:
 
 
 def test_without_checksums(path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(tensors(), path)
-    finally:
-        torch.serialization.set_crc32_options(True)
+    save_without_checksums(tensors(), path)
     flip(path, offset_of(path, "layer.2"))
     result = verify(path)
     assert result.exit_code == 0
@@ -381,9 +376,7 @@ def test_directories_without_checkpoints(tmp_path: Path) -> None:
     assert result.stderr == f"ptsave: {tmp_path}: no checkpoint in this directory\n"
     (tmp_path / "unet").mkdir()
     (tmp_path / "model_index.json").write_text("{}")
-    result = verify(tmp_path)
-    assert result.exit_code == 2
-    assert "subdirectories are not looked into: name one (unet)" in result.stderr
+    assert "subdirectories are not looked into: name one (unet)" in fail("verify", tmp_path)
     (tmp_path / ".metadata").write_bytes(b"x")
     assert "torch.distributed.checkpoint" in verify(tmp_path).stderr
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+from command_line import fail, run
 
 import ptsave
 from ptsave.cli.commands import commands
@@ -31,7 +31,7 @@ finally:
 """
 
 
-def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the command, under its own name."""
     return subprocess.run(
         [sys.executable, "-c", _RUN, *arguments],
@@ -44,7 +44,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def imported_by(*arguments: str, **variables: str) -> set[str]:
     """Return the heavy modules that a command imports."""
-    lines = run(*arguments, **variables).stderr.splitlines()
+    lines = start(*arguments, **variables).stderr.splitlines()
     (line,) = [line for line in lines if line.startswith("imported:")]
     return set(line.split()[1:])
 
@@ -60,32 +60,28 @@ def test_help_imports_no_torch(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("words", ["ptsave ", "ptsave l", "ptsave diff --", "ptsave ls --so"])
 def test_completion_imports_no_torch(words: str) -> None:
-    result = run(_PTSAVE_COMPLETE="bash_complete", **{LINE: words})
+    result = start(_PTSAVE_COMPLETE="bash_complete", **{LINE: words})
     assert result.stderr == "imported:\n"
     assert result.stdout
 
 
 def test_completion_of_what_is_no_text() -> None:
-    result = run(_PTSAVE_COMPLETE="bash_complete", **{LINE: "ptsave ls b\udcff"})
+    result = start(_PTSAVE_COMPLETE="bash_complete", **{LINE: "ptsave ls b\udcff"})
     assert (result.stdout, result.stderr) == ("file\tb?\t\n", "imported:\n")
 
 
 def test_help_says_what_the_commands_say() -> None:
-    context = click.Context(commands)
-    text = CliRunner().invoke(commands, ["--help"]).stdout
-    for name in commands.list_commands(context):
-        command = commands.get_command(context, name)
+    listed = run("--help").stdout.partition("Commands:\n")[2].splitlines()
+    for line, name in zip(listed, NAMES, strict=True):
+        command = commands.get_command(click.Context(commands), name)
         assert command is not None
-        assert f"{name}  " in text
-        assert command.short_help
-        assert command.short_help in text
+        assert line.split(maxsplit=1) == [name, command.short_help]
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("lsx", "ls"), ("verfiy", "verify"), ("dif", "diff")])
 def test_did_you_mean(typed: str, meant: str) -> None:
-    result = CliRunner().invoke(commands, [typed])
-    assert f"No such command '{typed}'. Did you mean '{meant}'" in result.stderr
-    assert CliRunner().invoke(commands, ["xyzzy"]).stderr.endswith("No such command 'xyzzy'.\n")
+    assert f"No such command '{typed}'. Did you mean '{meant}'" in fail(typed)
+    assert fail("xyzzy").endswith("No such command 'xyzzy'.\n")
 
 
 def test_interrupt_at_the_start_is_quiet() -> None:

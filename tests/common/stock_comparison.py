@@ -31,6 +31,7 @@ __all__ = [
     "assert_same_outcome",
     "deflated",
     "failure_of",
+    "save_without_checksums",
     "saved_bytes",
     "sparse_tensors_to_validate",
     "stock_load",
@@ -132,6 +133,14 @@ def zipped(records: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes
 def deflated(data: bytes) -> bytes:
     """Return an archive with its records compressed."""
     return zipped(zip_records(data), zipfile.ZIP_DEFLATED)
+
+
+def save_without_checksums(obj: Any, path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        stock_save(obj, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
 
 
 def typed_storage(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
