@@ -6,7 +6,7 @@ import math
 import os
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -172,15 +172,11 @@ def comparison_json(a: str, b: str, found: Comparison, top: int | None) -> dict[
         "n_tensors": found.n_tensors,
         "nbytes": found.nbytes,
         "n_differences": len(found.differences),
-        "differences": _entries([*others, *_largest(numbers, top)]),
-        "within_tolerance": _entries(found.within_tolerance),
+        "differences": [*map(_entry, [*others, *_largest(numbers, top)])],
+        "within_tolerance": [*map(_entry, found.within_tolerance)],
         "not_compared": found.not_compared,
         "remarks": found.remarks,
     }
-
-
-def _entries(differences: Iterable[EntryDifference]) -> list[dict[str, Any]]:
-    return [_entry(each) for each in differences]
 
 
 def _entry(difference: EntryDifference) -> dict[str, Any]:
@@ -197,9 +193,10 @@ def _entry(difference: EntryDifference) -> dict[str, Any]:
             "n_outside_tolerance": numbers.n_outside,
             "n_nan_only_in_a": numbers.n_nan_a,
             "n_nan_only_in_b": numbers.n_nan_b,
-            "max_abs": _json_number(numbers.max_abs),
-            "max_rel": _json_number(numbers.max_rel),
         }
+        for name in ("max_abs", "max_rel"):  # an infinity becomes a string
+            number = getattr(numbers, name)
+            entry[name] = str(number) if number is not None and math.isinf(number) else number
     return entry
 
 
@@ -209,8 +206,3 @@ def _json_value(difference: EntryDifference, value: Any) -> Any:
     if isinstance(value, Tensor):
         return {"dtype": dtype_text(value.dtype), "shape": list(value.shape)}
     return _value_text(value)
-
-
-def _json_number(number: float | None) -> float | str | None:
-    """Return a number for JSON; infinities become strings."""
-    return str(number) if number is not None and math.isinf(number) else number
