@@ -12,9 +12,6 @@ PlannedRecord: TypeAlias = tuple[str, bytes | int | Callable[[], int] | None, in
 Progress: TypeAlias = Callable[[int], None] | None
 _T = TypeVar("_T")
 
-class FormatError(RuntimeError):
-    args: tuple[str, str, str | None, int | None]
-
 class LayoutMismatchError(RuntimeError): ...
 
 @final
@@ -129,7 +126,7 @@ class WritePlan(_FilePlan):
         sources: PayloadSources,
         payloads: Sequence[tuple[str, int, int, int | None, Sequence[SourcePart]]],
     ) -> None: ...
-    # The records with a wrong CRC, and the CRC found, if the last write raised FormatError.
+    # The records with a wrong CRC, and the CRC found, in the last write.
     @property
     def damaged(self) -> list[tuple[str, int]]: ...
     # Fixes the values of accelerators' tensors after the work now on this thread's current
@@ -178,7 +175,7 @@ class PackedPlan(_FilePlan):
     def of_tensors(header: bytes, tensors: Sequence[torch.Tensor]) -> PackedPlan: ...
     # As WritePlan.follow(); all payloads must be in host memory.
     def follow(self, copies: Snapshot) -> None: ...
-    # The payloads with a wrong CRC, and the CRC found, if the last write raised FormatError.
+    # The payloads with a wrong CRC, and the CRC found, in the last write.
     @property
     def damaged(self) -> list[tuple[int, int]]: ...
 
@@ -370,7 +367,7 @@ class Reader(StorageSource):
     @staticmethod
     def open_descriptor(fd: int, offset: int, name: bytes, *, direct: bool) -> Reader: ...
     @staticmethod
-    def open_memory(buffer: Buffer, name: str) -> Reader: ...
+    def open_memory(buffer: Buffer, name: bytes) -> Reader: ...
     # Closes the file until lend_file() opens it again.  Neither may be called during a read.
     def close_file(self) -> None: ...
     def lend_file(self, fd: int, offset: int, *, direct: bool) -> None: ...
@@ -457,8 +454,9 @@ class Reader(StorageSource):
 # The bytes at an archive's end that find_central_directory may need.
 MAX_TAIL_NBYTES: int
 
-# Offset and size of the central directory in an archive of `nbytes` bytes that ends with `tail`.
-def find_central_directory(tail: bytes, nbytes: int) -> tuple[int, int]: ...
+# Offset and size of the central directory in an archive of `nbytes` bytes that ends with `tail`;
+# `name` is the file's in errors.
+def find_central_directory(tail: bytes, nbytes: int, name: bytes) -> tuple[int, int]: ...
 
 # (dtype, shape, stride, offset in the storage, size, size of the storage) of each tensor, the last
 # three in bytes; None for a tensor that is not strided.

@@ -5,9 +5,6 @@ from typing import Any, NamedTuple, TypeAlias, final
 # As of contents.tensor_info, but for the dtype, which is its name.
 Facts: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], int, int, int]
 
-class FormatError(RuntimeError):
-    args: tuple[str, str, str | None, int | None]
-
 # Stands for a tensor of a file; (number, record, offset, location) of its storage, None for an
 # empty one.
 class OutlinedTensor(NamedTuple):

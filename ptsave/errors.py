@@ -59,6 +59,11 @@ class CorruptCheckpointError(RuntimeError):
     True
     """
 
+    # For ptsave's own modules; an unpickled error of an older release has these values.
+    lacks_end = False  # an archive has lost its end, or never got one
+    finding = ""  # what the engine has found, without the file and the place
+    advice = ""  # the part of the message that only helps callers in Python
+
     def __init__(
         self,
         message: str,
@@ -68,6 +73,7 @@ class CorruptCheckpointError(RuntimeError):
         offset: int | None = None,
         entries: list[str] | None = None,
         rank: int | None = None,
+        advice: str = "",
     ) -> None:
         super().__init__(message)
         self.path = path
@@ -75,6 +81,12 @@ class CorruptCheckpointError(RuntimeError):
         self.offset = offset
         self.entries = entries or []
         self.rank = rank
+        self.advice = advice
+
+    @property
+    def brief(self) -> str:
+        """The message without the advice that only helps callers in Python."""
+        return str(self).replace(self.advice, "")
 
 
 class NotCheckpointError(CorruptCheckpointError):
@@ -131,6 +143,39 @@ class CorruptPickleError(CorruptCheckpointError, pickle.UnpicklingError):
 
 class CorruptRecordError(CorruptCheckpointError, ValueError):
     """A small record has unexpected contents; also the ValueError that torch's loader raises."""
+
+
+def corrupt_archive(
+    path: str,
+    reason: str,
+    detail: str,
+    *,
+    record: str | None,
+    offset: int | None,
+    lacks_end: bool,
+) -> CorruptCheckpointError:
+    """Return the error for damage that the engine has found; the engine raises it.
+
+    `reason` is in the words of torch's reader where it finds the same damage.
+    """
+    advice = MINIZ_ADVICE if reason.startswith("Pytorch") else ""
+    message = f"{path}: {reason}{advice} ({detail})"
+    if record is not None:
+        message += f"; record {record}"
+    if offset is not None:
+        message += f"; offset {offset}"
+    kind = CorruptPickleError if record == "data.pkl" else CorruptCheckpointError
+    error = kind(message, path=path, record=record, offset=offset, advice=advice)
+    error.finding = f"{detail} ({reason})"
+    error.lacks_end = lacks_end
+    return error
+
+
+def bare_message(error: BaseException, path: str) -> str:
+    """Return the message of an error without the file, the record and advice for Python."""
+    if not isinstance(error, CorruptCheckpointError):
+        return str(error).removeprefix(f"{path}: ")
+    return error.brief.removeprefix(f"{path}: ").removeprefix(f"record {error.record}: ")
 
 
 class MalformedPickleError(CorruptPickleError):

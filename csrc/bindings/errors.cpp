@@ -27,33 +27,34 @@ std::string encode(const py::str& text) {
 
 namespace {
 
+void set_error(const py::object& error) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+}
+
 void set_os_error(const IoError& error) {
   const auto os_error = py::reinterpret_borrow<py::object>(PyExc_OSError);
   const py::object value =
       os_error(error.errnum(), std::string(std::strerror(error.errnum())), decode(error.path()));
   value.attr("operation") = error.operation();
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
+  set_error(value);
 }
 
-// Sets FormatError with (reason, detail, record or None, offset or None).
-void set_format_error(const py::object& type, const FormatError& error) {
+// Sets a CorruptCheckpointError.  ptsave.errors is imported by the first error.
+void set_corrupt(const FormatError& error) {
   const py::object record =
       error.record().empty() ? py::none() : py::object(decode(error.record()));
   const py::object offset =
       error.offset() == FormatError::kNoOffset ? py::none() : py::object(py::int_(error.offset()));
-  PyErr_SetObject(
-      type.ptr(),
-      py::make_tuple(decode(error.reason()), decode(error.detail()), record, offset).ptr());
+  const bool lacks_end = dynamic_cast<const MissingEndError*>(&error) != nullptr;
+  const py::object make = py::module_::import("ptsave.errors").attr("corrupt_archive");
+  set_error(make(decode(error.path()), decode(error.reason()), decode(error.detail()),
+                 py::arg("record") = record, py::arg("offset") = offset,
+                 py::arg("lacks_end") = lacks_end));
 }
 
 }  // namespace
 
 void register_errors(py::module_& module) {
-  const std::string name = py::cast<std::string>(module.attr("__name__")) + ".FormatError";
-  static PyObject* format_error = PyErr_NewExceptionWithDoc(
-      name.c_str(), "(reason, detail, record, offset) of what is wrong with an archive.",
-      PyExc_RuntimeError, nullptr);
-  module.attr("FormatError") = py::reinterpret_borrow<py::object>(format_error);
   // Register them locally: pybind11 would otherwise ask every module about the exceptions of all.
   py::register_local_exception<LayoutMismatch>(module, "LayoutMismatchError", PyExc_RuntimeError);
   py::register_local_exception_translator([](std::exception_ptr pointer) {
@@ -61,11 +62,11 @@ void register_errors(py::module_& module) {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const IoError& error) {
       if (error.errnum() != 0) return set_os_error(error);
-      set_format_error(
-          py::reinterpret_borrow<py::object>(format_error),
-          FormatError("unexpected end of file", error.path() + " ends before what was to be read"));
+      set_corrupt(FormatError("unexpected end of file",
+                              error.path() + " ends before what was to be read", {},
+                              FormatError::kNoOffset, error.path()));
     } catch (const FormatError& error) {
-      set_format_error(py::reinterpret_borrow<py::object>(format_error), error);
+      set_corrupt(error);
     } catch (const PythonError&) {
       if (PyErr_Occurred() == nullptr) py::set_error(PyExc_SystemError, "an exception got lost");
     }

@@ -11,7 +11,8 @@ namespace ptsave {
 pybind11::str decode(const std::string& text);
 std::string encode(const pybind11::str& text);
 
-// Gives a module its FormatError, and translates its C++ exceptions into that or OSError.
+// Translates a module's C++ exceptions into CorruptCheckpointError or OSError, with the file's
+// name.
 void register_errors(pybind11::module_& module);
 
 }  // namespace ptsave

@@ -18,6 +18,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
+#include "core/base/error.h"
 #include "core/format/archive.h"
 #include "core/io/file.h"
 #include "core/read/reader.h"
@@ -306,13 +307,13 @@ void bind_reading(py::module_& module) {
   module.attr("MAX_TAIL_NBYTES") = kMaxTailNbytes;
   module.def(
       "find_central_directory",
-      [](const py::bytes& tail, std::uint64_t nbytes) {
+      [](const py::bytes& tail, std::uint64_t nbytes, const std::string& name) {
         const auto bytes = static_cast<std::string_view>(tail);
-        const CentralDirectory where =
-            find_central_directory(std::as_bytes(std::span(bytes)), nbytes);
+        const CentralDirectory where = naming_file(
+            name, [&] { return find_central_directory(std::as_bytes(std::span(bytes)), nbytes); });
         return std::pair(where.offset, where.nbytes);
       },
-      py::arg("tail"), py::arg("nbytes"));
+      py::arg("tail"), py::arg("nbytes"), py::arg("name"));
 }
 
 }  // namespace ptsave

@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from ptsave import _C
-from ptsave.archive.format_errors import bare_message
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import ArchiveSpans, Damage
-from ptsave.errors import CorruptCheckpointError, NotCheckpointError
+from ptsave.errors import CorruptCheckpointError, NotCheckpointError, bare_message
 from ptsave.support.progress import ProgressCallback
 
 _READ_AT_ONCE_NBYTES = 512 << 20  # between two updates of a progress bar

@@ -43,15 +43,16 @@ def damage_of(
     others = f"; {len(damaged) - 1} more damaged records" if len(damaged) > 1 else ""
     used_by = f"; used by {', '.join(entries[:8])}" if entries else ""
     more = ", ..." if len(entries) > 8 else ""
+    advice = ", or pass verify=False to load it as it is"
     return CorruptCheckpointError(
         f"{reader.path}: record {first.name} at offset {first.payload_offset} is damaged: its "
         f"CRC-32 is {first.actual_crc:08x}, not {first.expected_crc:08x}"
-        f"{others}{used_by}{more}. "
-        "Restore the file from a copy, or pass verify=False to load it as it is.",
+        f"{others}{used_by}{more}. Restore the file from a copy{advice}.",
         path=reader.path,
         record=first.name,
         offset=first.payload_offset,
         entries=entries,
+        advice=advice,
     )
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.reader import ID_RECORD, RecordReader
 from ptsave.errors import CheckpointWarning
 from ptsave.support import config
@@ -56,16 +55,13 @@ def fill(
     reader: RecordReader, records: Iterable[int], *, verify: bool, progress: ProgressCallback | None
 ) -> None:
     """Make the planned copies, and read `records` into their storages."""
-    try:
-        damaged = reader.engine.fill(
-            list(records),
-            n_threads=reader.limits.n_readers,
-            verify=verify,
-            max_pinned_nbytes=reader.limits.max_pinned_nbytes,
-            progress=progress,
-        )
-    except _C.FormatError as error:
-        raise_corrupt(error, reader.path)
+    damaged = reader.engine.fill(
+        list(records),
+        n_threads=reader.limits.n_readers,
+        verify=verify,
+        max_pinned_nbytes=reader.limits.max_pinned_nbytes,
+        progress=progress,
+    )
     if damaged:
         from ptsave.archive.damage import damage_of
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from ptsave import _C
 from ptsave.archive.checks import torchscript_error
 from ptsave.archive.damage import RecordDamage, damage_of
-from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.group_records import ENDED, GroupRecord, GroupRecords, Take
 from ptsave.archive.opening import open_source_archive
 from ptsave.archive.reader import RecordReader
@@ -37,12 +36,9 @@ class ReceivedReader(RecordReader):
         self._file = SparseFile(outline.nbytes)
         for offset, piece in outline.pieces:
             self._file.write(offset, piece)
-        try:
-            engine = _C.Reader.open_descriptor(
-                self._file.descriptor, 0, os.fsencode(path), direct=False
-            )
-        except _C.FormatError as error:
-            raise_corrupt(error, path)
+        engine = _C.Reader.open_descriptor(
+            self._file.descriptor, 0, os.fsencode(path), direct=False
+        )
         super().__init__(engine, path, config.current(), verify=verify)
 
     def get_record_offset(self, name: str) -> int:

@@ -15,7 +15,6 @@ import torch
 from torch.serialization import UNSAFE_MESSAGE, get_default_mmap_options
 from torch.utils.serialization import config as torch_config
 
-from ptsave.archive.format_errors import naming_what_needs_memory
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import fills_storages, unpickle, unpickle_without_bytes
 from ptsave.archive.weights_only import raise_with_advice, resolve_weights_only
@@ -165,7 +164,7 @@ def rebuild(
     arguments = {"encoding": "utf-8", **options.pickle_load_args}
     reader.check_version()
     try:
-        with naming_what_needs_memory(reader.path, reader.engine.nbytes):
+        with reader.naming_what_needs_memory():
             result = unpickle(
                 reader,
                 map_location=options.map_location,

@@ -7,14 +7,12 @@ import os
 import stat
 import tempfile
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ptsave import _C
-from ptsave.archive.format_errors import corrupt, raise_corrupt
 from ptsave.archive.reader import RecordReader
 from ptsave.errors import RECOVERY_ADVICE, CorruptCheckpointError
 from ptsave.sources.kinds import (
-    HEAD_NBYTES,
     ZIP_MAGIC,
     refuse_special_file,
     refuse_special_stream,
@@ -26,8 +24,6 @@ from ptsave.support import config
 
 if TYPE_CHECKING:
     from ptsave.sources.ranges import LocalFile, RangeSource
-
-_SIGNS_OF_A_CUT = ("failed finding central directory", "not a ZIP archive")
 
 
 def open_archive(f: Any, *, verify: bool) -> RecordReader | None:
@@ -43,8 +39,6 @@ def open_archive(f: Any, *, verify: bool) -> RecordReader | None:
     except OSError as error:
         name_file(error, describe(f))
         raise
-    except _C.FormatError as error:
-        raise_corrupt(error, describe(f))
 
 
 def _open_path(path: str | bytes, verify: bool) -> RecordReader | None:
@@ -69,7 +63,7 @@ def _open_file_object(f: Any, verify: bool) -> RecordReader | None:
         with f.getbuffer() as view:
             if view[begin : begin + 4] != ZIP_MAGIC:
                 return None
-            engine = _C.Reader.open_memory(view[begin:], name="BytesIO")
+            engine = _C.Reader.open_memory(view[begin:], os.fsencode(path))
         return RecordReader(engine, path, config.current(), verify=verify)
     raw = real_file(f)
     if raw is None or not raw.readable():
@@ -83,11 +77,11 @@ def _open_stream(stream: Any, path: str, verify: bool) -> RecordReader | None:
     if not stat.S_ISREG(os.fstat(fd).st_mode) or os.pread(fd, 4, begin) != ZIP_MAGIC:
         return None
     limits = config.current()
-    name = os.fsencode(str(stream.name))
     try:
-        engine = _C.Reader.open_descriptor(fd, begin, name, direct=limits.direct_reads)
-    except _C.FormatError as error:
-        _raise_corrupt(error, path, os.pread(fd, HEAD_NBYTES, begin))
+        engine = _C.Reader.open_descriptor(fd, begin, os.fsencode(path), direct=limits.direct_reads)
+    except CorruptCheckpointError as error:
+        _advise(error, RECOVERY_ADVICE)
+        raise
     return RecordReader(engine, path, limits, verify=verify)
 
 
@@ -108,9 +102,12 @@ def reader_for(f: Any, mmap: bool, verify: bool) -> RecordReader | None:
     return open_stream(f, verify=verify)
 
 
-def open_source_archive(source: RangeSource, *, verify: bool) -> RecordReader:
+def open_source_archive(
+    source: RangeSource, *, verify: bool, advice: str = RECOVERY_ADVICE
+) -> RecordReader:
     """Open an archive in a source that begins as a zip archive.
 
+    The error about a missing end ends with `advice`.
     Raises OSError for a local file that is not a regular file.
     """
     from ptsave.sources.ranges import Buffer, LocalFile
@@ -120,7 +117,7 @@ def open_source_archive(source: RangeSource, *, verify: bool) -> RecordReader:
         if isinstance(source, LocalFile):
             engine = _open_local_file(source, direct=limits.direct_reads)
         elif isinstance(source, Buffer):
-            engine = _C.Reader.open_memory(source.view, name="BytesIO")
+            engine = _C.Reader.open_memory(source.view, os.fsencode(source.name))
         else:
             from ptsave.archive.remote import RemoteReader
 
@@ -128,25 +125,16 @@ def open_source_archive(source: RangeSource, *, verify: bool) -> RecordReader:
     except OSError as error:
         name_file(error, source.name)
         raise
-    except _C.FormatError as error:
-        _raise_corrupt(error, source.name, source.head)
     except CorruptCheckpointError as error:
-        _advised(error, source.head)
+        _advise(error, advice)
         raise
     return RecordReader(engine, source.name, limits, verify=verify)
 
 
-def _raise_corrupt(error: _C.FormatError, path: str, head: bytes) -> NoReturn:
-    # Not in a local variable: the traceback would keep the error and the file's bytes alive.
-    raise _advised(corrupt(error, path), head) from None
-
-
-def _advised(error: CorruptCheckpointError, head: bytes) -> CorruptCheckpointError:
+def _advise(error: CorruptCheckpointError, advice: str) -> None:
     """Add advice on how to read the file to an error about a missing end."""
-    is_cut = any(sign in str(error) for sign in _SIGNS_OF_A_CUT)
-    if is_cut and head.startswith(ZIP_MAGIC):
-        error.args = (f"{error}: it is cut short, or was never finished: {RECOVERY_ADVICE}",)
-    return error
+    if error.lacks_end:
+        error.args = (f"{error}: it is cut short, or was never finished: {advice}",)
 
 
 def _open_local_file(file: LocalFile, *, direct: bool) -> _C.Reader:

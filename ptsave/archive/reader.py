@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,10 +13,10 @@ import torch
 from torch.serialization import LoadEndianness
 
 from ptsave import _C
-from ptsave.archive.format_errors import raise_corrupt
 from ptsave.errors import MINIZ_ADVICE, CorruptCheckpointError, CorruptRecordError
 from ptsave.support.config import Config
 from ptsave.support.progress import ProgressCallback
+from ptsave.support.text import size_text
 from ptsave.support.torch_tensors import CHECKPOINT_OFFSET
 
 if TYPE_CHECKING:
@@ -87,22 +87,16 @@ class RecordReader:
         if name not in self.small:
             record = self._find(name)
             self.require_small(record)
-            try:
-                with self.opened():
-                    self.small[name] = self.engine.read(record, verify=self.verify)
-            except _C.FormatError as error:
-                raise_corrupt(error, self.path)
+            with self.opened():
+                self.small[name] = self.engine.read(record, verify=self.verify)
         return self.small[name]
 
     def get_record_size(self, name: str) -> int:
         return self.engine.record(self._find(name)).nbytes
 
     def get_record_offset(self, name: str) -> int:
-        try:
-            with self.opened():
-                return self.engine.payload_offset(self._find(name))
-        except _C.FormatError as error:
-            raise_corrupt(error, self.path)
+        with self.opened():
+            return self.engine.payload_offset(self._find(name))
 
     def get_record_header_offset(self, name: str) -> int:
         return self.engine.record(self._find(name)).header_offset
@@ -254,18 +248,31 @@ class RecordReader:
         if record is None:
             name = name.encode("utf-8", "backslashreplace").decode()
             message = f"PytorchStreamReader failed locating file {name}: file not found"
-            self.fail(f"{message}{MINIZ_ADVICE}", name)
+            self.fail(f"{message}{MINIZ_ADVICE}", name, MINIZ_ADVICE)
         return record
 
-    def fail(self, message: str, record: str) -> NoReturn:
+    def fail(self, message: str, record: str, advice: str = "") -> NoReturn:
         """Raise a :class:`CorruptCheckpointError` about a record."""
-        raise self.failure(message, record)
+        raise self.failure(message, record, advice)
 
-    def failure(self, message: str, record: str) -> CorruptCheckpointError:
+    def failure(self, message: str, record: str, advice: str = "") -> CorruptCheckpointError:
         """Return a :class:`CorruptCheckpointError` about a record."""
-        return CorruptCheckpointError(
-            f"{self.path}: record {record}: {message}", path=self.path, record=record
-        )
+        message = f"{self.path}: record {record}: {message}"
+        return CorruptCheckpointError(message, path=self.path, record=record, advice=advice)
+
+    @contextmanager
+    def naming_what_needs_memory(self) -> Iterator[None]:
+        """Name the file and its size in a `MemoryError` that has no message of its own."""
+        try:
+            yield
+        except MemoryError as error:
+            if str(error) not in ("", "std::bad_alloc"):
+                raise
+            raise MemoryError(
+                f"{self.path}: the system has no memory for its {size_text(self.engine.nbytes)}: "
+                "free some, raise the limit (ulimit -v, a container's), or read parts of it with "
+                "ptsave.open"
+            ) from None
 
 
 class LoadersView:

@@ -22,7 +22,7 @@ from ptsave.archive.cut import ZIP64, CutArchive, CutRecord
 from ptsave.archive.opening import open_source_archive
 from ptsave.archive.reader import SMALL_RECORDS
 from ptsave.archive.surviving import SavedEntries
-from ptsave.errors import RECOVERY_ADVICE, CorruptCheckpointError
+from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import ZIP_MAGIC
 from ptsave.sources.ranges import RangeSource
 
@@ -116,13 +116,12 @@ def recover_archive(source: RangeSource) -> Recovery | None:
     """
     if source.kind is None:
         return _recovery(source)
+    hopeless = "nothing of it can be recovered, as neither data.pkl nor a journal is whole"
     try:
-        open_source_archive(source, verify=False)
+        open_source_archive(source, verify=False, advice=hopeless)
     except CorruptCheckpointError as error:
         found = _recovery(source)
         if found is None:
-            reason = "nothing of it can be recovered, as neither data.pkl nor a journal is whole"
-            error.args = (str(error).replace(RECOVERY_ADVICE, reason),)
             raise error from None
         return found
     return None

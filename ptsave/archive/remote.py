@@ -11,7 +11,6 @@ import os
 
 from ptsave import _C
 from ptsave.archive.damage import RecordDamage, damage_of
-from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.reader import SMALL_RECORDS, RecordReader
 from ptsave.sources.ranges import RangeSource, SparseFile
 from ptsave.support.config import Config
@@ -28,25 +27,21 @@ class RemoteReader(RecordReader):
         self._fetched: set[int] = set()  # records whose payloads are there as well
         self._tail_begin = max(source.nbytes - _C.MAX_TAIL_NBYTES, 0)
         self._file = SparseFile(source.nbytes)
-        try:
-            engine = self._open()
-        except _C.FormatError as error:
-            raise_corrupt(error, source.name)
+        engine = self._open()
         super().__init__(engine, source.name, limits, verify=verify)
         records = (engine.find(name) for name in SMALL_RECORDS)
         self._fetch_records([record for record in records if record is not None])
 
     def _open(self) -> _C.Reader:
-        nbytes = self.source.nbytes
+        nbytes, name = self.source.nbytes, os.fsencode(self.source.name)
         (tail,) = self.source.read([(self._tail_begin, nbytes)])
-        begin, directory_nbytes = _C.find_central_directory(tail, nbytes)
+        begin, directory_nbytes = _C.find_central_directory(tail, nbytes, name)
         self._file.write(self._tail_begin, tail)
         if begin < self._tail_begin:
             # The part of the directory that lies before the tail.
             end = min(begin + directory_nbytes, self._tail_begin)
             (directory,) = self.source.read([(begin, end)])
             self._file.write(begin, directory)
-        name = os.fsencode(self.source.name)
         return _C.Reader.open_descriptor(self._file.descriptor, 0, name, direct=False)
 
     def get_record(self, name: str) -> bytes:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.format_errors import bare_message, corrupt, raise_corrupt
 from ptsave.archive.reader import RecordReader
-from ptsave.errors import CorruptCheckpointError
+from ptsave.errors import CorruptCheckpointError, bare_message
 
 if TYPE_CHECKING:
     from ptsave.archive.remote import RemoteReader
@@ -99,17 +98,14 @@ class EngineSpans:
     def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
         whole, parts = _divide(self._engine, spans)
         verify = verify if self._can_verify else False
-        try:
-            with self._reader.opened():
-                if verify and parts:
-                    self._check([span.record for span in parts])
-                if whole:
-                    targets = [span.target for span in whole]
-                    self._transfer([s.record for s in whole], targets, verify=verify is not False)
-                if parts:
-                    self._read_parts(parts)
-        except _C.FormatError as error:
-            raise_corrupt(error, self._reader.path)
+        with self._reader.opened():
+            if verify and parts:
+                self._check([span.record for span in parts])
+            if whole:
+                targets = [span.target for span in whole]
+                self._transfer([s.record for s in whole], targets, verify=verify is not False)
+            if parts:
+                self._read_parts(parts)
 
     def _read_parts(self, parts: Sequence[Span]) -> None:
         records = {span.record for span in parts}
@@ -122,11 +118,8 @@ class EngineSpans:
         )
 
     def check(self, records: Sequence[int]) -> None:
-        try:
-            with self._reader.opened():
-                self._check(records)
-        except _C.FormatError as error:
-            raise_corrupt(error, self._reader.path)
+        with self._reader.opened():
+            self._check(records)
 
     def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
         try:
@@ -138,7 +131,7 @@ class EngineSpans:
                     verify=verify,
                     max_pinned_nbytes=self._reader.limits.max_pinned_nbytes,
                 )
-        except (_C.FormatError, OSError) as error:
+        except (CorruptCheckpointError, OSError) as error:
             if len(records) > 1:  # the engine stops at the first error
                 return [d for number in records for d in self.find_damage([number], verify=verify)]
             return [_damage_of(self._reader, records[0], error)]
@@ -236,10 +229,7 @@ class FetchedSpans:
         for number, header in zip(new, pieces, strict=False):
             self._reader.add_header(number, header)
         pieces = pieces[len(new) :]
-        try:
-            offsets = {number: self._engine.payload_offset(number) for number in records}
-        except _C.FormatError as error:
-            raise_corrupt(error, self._reader.path)
+        offsets = {number: self._engine.payload_offset(number) for number in records}
         found = [_range_of(span, offsets[span.record]) for span in spans]
         if found != wanted:
             pieces = self._source.read(found)
@@ -247,10 +237,11 @@ class FetchedSpans:
             memory_of(span.target)[:] = piece
 
     def _damaged(self, record: _C.Record, crc: int) -> CorruptCheckpointError:
+        advice = ", or pass verify=False to read it as it is"
         return self._reader.failure(
-            f"it is damaged: its CRC-32 is {crc:08x}, not {record.crc:08x}. Copy it again, or pass "
-            "verify=False to read it as it is.",
+            f"it is damaged: its CRC-32 is {crc:08x}, not {record.crc:08x}. Copy it again{advice}.",
             record.name,
+            advice,
         )
 
 
@@ -267,10 +258,9 @@ def spans_of(reader: RecordReader) -> ArchiveSpans:
 def _damage_of(reader: RecordReader, number: int, error: Exception) -> Damage:
     record = reader.engine.record(number)
     at = record.header_offset
-    if isinstance(error, _C.FormatError):
-        reason, detail, _, offset = error.args
-        at = at if offset is None else offset
-        return Damage(record.name, at, f"{detail} ({reason})", corrupt(error, reader.path))
+    if isinstance(error, CorruptCheckpointError) and error.finding:
+        at = at if error.offset is None else error.offset
+        return Damage(record.name, at, error.finding, error)
     return Damage(record.name, at, bare_message(error, reader.path), error)
 
 

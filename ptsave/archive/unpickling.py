@@ -31,7 +31,6 @@ from ptsave.archive.filling import (
     may_reach_accelerator,
     verifies_storages,
 )
-from ptsave.archive.format_errors import naming_what_needs_memory, raise_corrupt
 from ptsave.archive.reader import RecordReader, UnfilledView
 from ptsave.errors import MalformedPickleError
 from ptsave.support.torch_serialization import (
@@ -99,8 +98,6 @@ def unpickle(
                 result = load(view, module)
             reader.engine.release_storages()
             return result
-        except _C.FormatError as error:
-            raise_corrupt(error, reader.path)
         except _C.LayoutMismatchError:
             # The payloads are not where torch's writer would have put them.  Only blind rebuilding
             # has happened so far, so it can be repeated.
@@ -255,11 +252,8 @@ def _unpickle_to_places(
 
 def _reserve(reader: RecordReader) -> None:
     """Give storages their places without reading them; `fill` reads them."""
-    try:
-        with naming_what_needs_memory(reader.path, reader.engine.nbytes):
-            reader.engine.reserve()
-    except _C.FormatError as error:
-        raise_corrupt(error, reader.path)
+    with reader.naming_what_needs_memory():
+        reader.engine.reserve()
     reader.wait_for_bytes = False
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from ptsave.cli.terminal import INTERRUPTED, colors_by_environment, raise_when_interrupted
-from ptsave.errors import MINIZ_ADVICE, CheckpointWarning, CorruptCheckpointError, SaveError
+from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
 from ptsave.sources.urls import is_url
 from ptsave.support.text import printable
 
@@ -30,8 +30,6 @@ _MAX_SCANNED = 100 * _MAX_LENGTH  # before blanks and torch's C++ frames are rem
 _WEIGHTS_ONLY = "Weights only load failed"
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 _REASON = re.compile(r"WeightsUnpickler error:\s*(.+)")
-# Advice for Python callers.  The advice --no-verify of `ptsave extract` stays.
-_NO_OPTION_HERE = re.compile(r",? or pass verify=False to (?:load|read) it as it is")
 _CPP_FRAMES = "\nException raised from "  # follows the messages of torch's C++ part
 
 
@@ -148,9 +146,9 @@ def one_line(error: BaseException) -> str:
     elif type(error) is KeyError:
         text = f"no entry {error}"
     else:
-        text = str(error).replace(MINIZ_ADVICE, "") or type(error).__name__
+        text = error.brief if isinstance(error, CorruptCheckpointError) else str(error)
+        text = text or type(error).__name__
         if type(error) is CorruptCheckpointError and not is_url(error.path):
-            text = _NO_OPTION_HERE.sub("", text)
             is_storage = (error.record or "").startswith("data/")
             taken = ", `ptsave extract --whole` takes it" if is_storage and error.entries else ""
             text += f" (`ptsave verify FILE` says what is whole{taken})"

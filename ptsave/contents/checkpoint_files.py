@@ -29,6 +29,7 @@ from ptsave.contents.shard_files import (
 )
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError, UnsupportedSourceError
 from ptsave.sources.kinds import (
+    is_gguf,
     is_known,
     is_legacy,
     is_safetensors,
@@ -118,11 +119,10 @@ def _only_checkpoint_in(folder: Folder) -> ShardFiles:
         )
     if found.problems:
         raise CorruptCheckpointError(found.problems[0], path=folder.path)
-    gguf = [name for name, what in found.ignored.items() if "GGUF" in what]
-    if gguf:
+    if found.gguf:
         raise NotCheckpointError(
-            f"{folder.path} holds a GGUF model ({some_of(gguf, 3)}) and no checkpoint: open it "
-            "with the gguf package",
+            f"{folder.path} holds a GGUF model ({some_of(found.gguf, 3)}) and no checkpoint: open "
+            "it with the gguf package",
             path=folder.path,
         )
     raise FileNotFoundError(
@@ -143,6 +143,7 @@ class CheckpointFiles:
         # Missing shards, damaged indices, and files named like checkpoints that are none.
         self.problems: list[str] = []
         self.ignored: dict[str, str] = {}  # names of other files, and their formats if known
+        self.gguf: list[str] = []  # those of GGUF models
         self.directories: list[str] = []  # names of subdirectories, which are not searched
 
 
@@ -281,12 +282,15 @@ def _sort_by_content(found: CheckpointFiles, folder: Folder, entries: list[str])
             found.problems.append(f"{path} is no checkpoint: {what.text}")
         else:
             found.ignored[name] = what.text
+            if what.is_gguf:
+                found.gguf.append(name)
     return names
 
 
 class _Else(NamedTuple):
     text: str
     is_damage: bool = False
+    is_gguf: bool = False
 
 
 def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
@@ -311,7 +315,8 @@ def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
     is_something_else = what_came_instead(head, nbytes) is None and is_known(head)
     if is_promising and not is_something_else:
         return _Else(what, is_damage=True)
-    return _Else(what.partition(":")[0].removeprefix("it is ") if is_something_else else "")
+    text = what.partition(":")[0].removeprefix("it is ") if is_something_else else ""
+    return _Else(text, is_gguf=is_gguf(head))
 
 
 def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[str]) -> None:

@@ -94,7 +94,7 @@ def outline_of(source: RangeSource) -> Outline | None:
     try:
         small = {name: archive.read(name) for name in _SMALL if archive.nbytes_of(name) is not None}
         found = archive.outline(archive.read("data.pkl"))
-    except _core.FormatError:
+    except CorruptCheckpointError:
         return None
     if found is None:
         return None
@@ -120,7 +120,7 @@ def plain_archive(source: RangeSource) -> _core.Archive | None:
             direct=config.current().direct_reads,
         )
         return archive if _is_plain(archive) else None
-    except _core.FormatError:
+    except CorruptCheckpointError:
         return None
 
 
@@ -141,7 +141,7 @@ def plain_pickle(source: RangeSource) -> bytes | None:
     archive = plain_archive(source)
     try:
         return None if archive is None else archive.read("data.pkl")
-    except _core.FormatError:
+    except CorruptCheckpointError:
         return None
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.filling import to_device
-from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.spans import MAX_FETCHED_GAP, MAX_READ_GAP, Span, batches, memory_of
 from ptsave.archive.views import (
     Allocator,
@@ -85,14 +84,7 @@ class SafetensorsContents(OneFile):
         file, stored = self.source, self._stored[number]
         if not isinstance(file, LocalFile) or stored.nbytes < _MIN_MAPPED_NBYTES:
             return None
-        memory: Tensor | None
-        try:
-            if self._maps:
-                memory = file.map(stored.offset, stored.nbytes)
-            else:
-                memory = file.map_cached(stored.offset, stored.nbytes)
-        except _C.FormatError as error:  # the file has become shorter
-            raise_corrupt(error, file.name)
+        memory = (file.map if self._maps else file.map_cached)(stored.offset, stored.nbytes)
         if memory is None:
             return None
         if memory.data_ptr() % stored.dtype.itemsize:
@@ -152,20 +144,17 @@ class _SourceSpans:
     def _read_local(self, file: LocalFile, spans: Sequence[Span]) -> None:
         limits = config.current()
         begins = [self._tensors[span.record].offset + span.begin for span in spans]
-        try:
-            with file.opened() as open_file:
-                files = _C.RangeFiles(
-                    [open_file.for_engine], n_threads=limits.n_readers, direct=limits.direct_reads
-                )
-            files.read(
-                [(0, file.begin + at, each.target) for at, each in zip(begins, spans, strict=True)],
-                n_threads=limits.n_readers,
-                max_pinned_nbytes=limits.max_pinned_nbytes,
-                max_gap=self.max_gap,
-                progress=None,
+        with file.opened() as open_file:
+            files = _C.RangeFiles(
+                [open_file.for_engine], n_threads=limits.n_readers, direct=limits.direct_reads
             )
-        except _C.FormatError as error:  # the file has become shorter
-            raise_corrupt(error, file.name)
+        files.read(
+            [(0, file.begin + at, each.target) for at, each in zip(begins, spans, strict=True)],
+            n_threads=limits.n_readers,
+            max_pinned_nbytes=limits.max_pinned_nbytes,
+            max_gap=self.max_gap,
+            progress=None,
+        )
 
     def check(self, records: Sequence[int]) -> None:
         """Do nothing: there are no checksums."""

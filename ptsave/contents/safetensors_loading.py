@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.filling import accelerator_of
-from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.loading import LoadOptions
 from ptsave.archive.unpickling import fills_storages, is_meta_location
 from ptsave.contents.safetensors import SafetensorsContents
@@ -78,18 +77,13 @@ def _read(
         if each.nbytes > 0
     ]
     limits = config.current()
-    try:
-        files = _C.RangeFiles(
-            [file.for_engine], n_threads=limits.n_readers, direct=limits.direct_reads
-        )
-        files.read(
-            ranges,
-            n_threads=limits.n_readers,
-            max_pinned_nbytes=limits.max_pinned_nbytes,
-            progress=progress,
-        )
-    except _C.FormatError as error:  # the file has become shorter
-        raise_corrupt(error, file.name)
+    files = _C.RangeFiles([file.for_engine], n_threads=limits.n_readers, direct=limits.direct_reads)
+    files.read(
+        ranges,
+        n_threads=limits.n_readers,
+        max_pinned_nbytes=limits.max_pinned_nbytes,
+        progress=progress,
+    )
     return values
 
 

@@ -22,8 +22,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.nn import Parameter
 
-from ptsave import _C
-from ptsave.archive.format_errors import raise_corrupt
 from ptsave.conversion.source_checkpoints import SourceCheckpoint
 from ptsave.dcp.blocks import table_nbytes
 from ptsave.dcp.metadata import set_checked_files
@@ -128,11 +126,9 @@ class RankWriting:
             written = self._file.write(
                 directory.file(name), fsync=fsync, sources=self._sources.open(), progress=progress
             )
-        except BaseException as error:
+        except BaseException:
             if not existed and not os.listdir(path):
                 os.rmdir(path)
-            if isinstance(error, _C.FormatError):
-                raise_corrupt(error, "a source")
             raise
         for info in self._infos:
             info.relative_path = name

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ptsave.archive.format_errors import bare_message
 from ptsave.dcp.checkpoint import DcpCheckpoint
 from ptsave.dcp.rank_files import RankFiles
 from ptsave.dcp.stock_items import damage_in
-from ptsave.errors import CorruptCheckpointError
+from ptsave.errors import CorruptCheckpointError, bare_message
 from ptsave.support.progress import progress_from
 
 

@@ -232,7 +232,7 @@ class RankFiles:
         """Open an item that is an archive; errors name it `path`."""
         offset, length = self.place_of(info, name)
         view = self.view(info.relative_path)[offset : offset + length]
-        engine = _C.Reader.open_memory(view, name=path)
+        engine = _C.Reader.open_memory(view, os.fsencode(path))
         return RecordReader(engine, path, config.current(), verify=verify)
 
     def file(self, name: str) -> str:

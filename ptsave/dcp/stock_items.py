@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptsave import _C
 from ptsave.archive.checks import find_damage
-from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.remote import RemoteReader
 from ptsave.archive.spans import Damage, spans_of
@@ -39,8 +37,6 @@ def stored_tensor(files: RankFiles, info: Any, name: str) -> StoredTensor | None
         return _describe(tensor, reader, info.relative_path, name, offset)
     except UnpicklingError as error:
         raise_with_advice(error, restricted_unpickler)
-    except _C.FormatError as error:
-        raise_corrupt(error, path)
 
 
 def damage_in(files: RankFiles, info: Any, name: str) -> list[Damage] | None:
@@ -48,10 +44,7 @@ def damage_in(files: RankFiles, info: Any, name: str) -> list[Damage] | None:
     path = files.file(info.relative_path)
     if is_legacy(files.head_of(info, name, 64)):
         return None
-    try:
-        reader = files.archive_of(info, name, path, verify=True)
-    except _C.FormatError as error:
-        raise_corrupt(error, path)
+    reader = files.archive_of(info, name, path, verify=True)
     damage = find_damage(reader, spans_of(reader), None)
     return damage if damage or reader.engine.storages_have_crcs else None
 

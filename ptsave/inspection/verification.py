@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from ptsave.archive.checks import find_damage
 from ptsave.archive.cut import CutArchive
 from ptsave.archive.damage import entries_with_records
-from ptsave.archive.format_errors import bare_message
 from ptsave.archive.opening import open_source_archive
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.recovery import Recovery
@@ -27,7 +26,7 @@ from ptsave.contents.rank_sets import (
     require_files_beside,
 )
 from ptsave.contents.recovery import recover as recovery_of
-from ptsave.errors import RECOVERY_ADVICE, CorruptCheckpointError, NotCheckpointError
+from ptsave.errors import CorruptCheckpointError, NotCheckpointError, bare_message
 from ptsave.inspection.findings import NO_CHECKSUMS, Problem, Verification, compare_with_index
 from ptsave.inspection.pickle_globals import globals_in_pickle
 from ptsave.sources.local import position_kept
@@ -258,7 +257,6 @@ def _verify_archive(
     )
 
 
-_SIGNS_OF_A_CUT = ("failed finding central directory", "not a ZIP archive")
 _UNKNOWN_TENSORS = (
     "its tensors cannot be named: its object needs more than weights_only=True, or values that are "
     "damaged"
@@ -329,13 +327,13 @@ def _verify_without_directory(source: RangeSource, error: CorruptCheckpointError
     archive = CutArchive(source)
     whole = {record.name for record in archive.records if record.is_whole}
     tensors, kept = archive.entries()
-    if RECOVERY_ADVICE in str(error) and not tensors:
+    if error.lacks_end and not tensors:
         with suppress(CorruptCheckpointError):  # nothing of it can be recovered
             return _verify_unfinished(source)
     n_records, nbytes = len(archive.records), archive.nbytes
     lost = [name for name in tensors if name not in set(kept)]
     reason = f"its directory is damaged: {bare_message(error, path)}"
-    if any(sign in str(error) for sign in _SIGNS_OF_A_CUT):
+    if error.lacks_end:
         reason = (
             "it is cut short, or was never finished: its directory, which comes last, is missing"
         )

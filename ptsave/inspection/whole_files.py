@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ptsave import _core
 from ptsave.contents.outline import Outline, outline_of
+from ptsave.errors import CorruptCheckpointError
 from ptsave.inspection.findings import NO_CHECKSUMS, Verification
 from ptsave.sources.ranges import LocalFile
 from ptsave.sources.urls import is_url
@@ -37,7 +38,7 @@ def whole_file(path: str, progress: ProgressCallback | None) -> Verification | N
     try:
         outline = outline_of(source)
         return None if outline is None else _verified(outline, progress)
-    except (OSError, _core.FormatError):
+    except (OSError, CorruptCheckpointError):
         return None
     finally:
         source.close()

@@ -218,8 +218,8 @@ class ReadStream(io.FileIO):
             return None  # JSON, metadata, safetensors: no checksums
         limits = config.current()
         try:
-            engine = _C.Reader.open_memory(data, self._path)
-        except _C.FormatError:
+            engine = _C.Reader.open_memory(data, os.fsencode(self._path))
+        except CorruptCheckpointError:
             return None  # truncated, or another kind of zip file: the caller decides
         reader = RecordReader(engine, self._path, limits, verify=True)
         if not (engine.has_crcs and engine.storages_have_crcs and engine.all_stored):

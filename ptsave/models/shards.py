@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.filling import to_devices
-from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.views import bytes_of, new_storage, unfilled_tensors, view_as
 from ptsave.contents.shard_files import (
@@ -499,7 +498,7 @@ class ShardReader:
             if len(ranges) > 1 and ranges[0][1].nbytes < _MIN_DIRECT_NBYTES:
                 # A direct read would get whole blocks of the file system for each range.
                 files = _files_of([shard], direct=False)
-                _read(files, [(0, *each) for each in ranges], [shard.path], max_gap=_MAX_GAP)
+                _read(files, [(0, *each) for each in ranges], max_gap=_MAX_GAP)
             else:
                 self._read_ranges([(self._numbers[shard], *each) for each in ranges], None)
             with torch.no_grad():
@@ -531,7 +530,7 @@ class ShardReader:
             if files is None:
                 files = _files_of(shards, direct=config.current().direct_reads)
             for some in _rounds(numbered):
-                _read(files, some, [shard.path for shard in shards], _shifted(progress, done))
+                _read(files, some, _shifted(progress, done))
                 if progress is not None:
                     done += sum(target.nbytes for *_, target in some)
 
@@ -549,21 +548,17 @@ def _files_of(shards: Sequence[SafetensorsShard], *, direct: bool) -> _C.RangeFi
 def _read(
     files: _C.RangeFiles,
     ranges: Sequence[_Range],
-    paths: Sequence[str],
     progress: ProgressCallback | None = None,
     **options: int,
 ) -> None:
     limits = config.current()
-    try:
-        files.read(
-            ranges,
-            n_threads=limits.n_readers,
-            max_pinned_nbytes=limits.max_pinned_nbytes,
-            progress=progress,
-            **options,
-        )
-    except _C.FormatError as error:  # a file has become shorter; the message names it
-        raise_corrupt(error, next((path for path in paths if path in error.args[1]), ""))
+    files.read(
+        ranges,
+        n_threads=limits.n_readers,
+        max_pinned_nbytes=limits.max_pinned_nbytes,
+        progress=progress,
+        **options,
+    )
 
 
 def _rounds(

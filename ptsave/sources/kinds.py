@@ -24,6 +24,7 @@ _DCP_METADATA = (
     rb"|megatron\.core\.dist_checkpointing\..{1,24}MCoreMetadata)"
 )
 _LFS_POINTER = b"version https://git-lfs"
+_GGUF = b"GGUF"
 _EMPTY_ZIP = b"PK\x05\x06"
 _SIGNATURES = {
     b"\x1f\x8b": "it is compressed with gzip: decompress it first (gunzip)",
@@ -34,7 +35,7 @@ _SIGNATURES = {
     b"Rar!": "it is a RAR archive: unpack it first",
     b"\x89HDF\r\n\x1a\n": "it is an HDF5 file: open it with h5py",
     b"\x93NUMPY": "it is a NumPy array: load it with numpy.load",
-    b"GGUF": "it is a GGUF model: open it with the gguf package",
+    _GGUF: "it is a GGUF model: open it with the gguf package",
     b"%PDF": "it is a PDF document",
     _EMPTY_ZIP: "it is an empty zip archive",
 }
@@ -103,6 +104,11 @@ def is_legacy(head: bytes) -> bool:
 def is_dcp(head: bytes) -> bool:
     """Return whether a file begins as the metadata of a torch.distributed.checkpoint directory."""
     return re.match(_DCP_METADATA, head) is not None
+
+
+def is_gguf(head: bytes) -> bool:
+    """Return whether a file begins as a GGUF model."""
+    return head.startswith(_GGUF)
 
 
 def is_safetensors(head: bytes, nbytes: int) -> bool:

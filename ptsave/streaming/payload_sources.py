@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.checks import member_pieces
-from ptsave.archive.format_errors import raise_corrupt
 from ptsave.archive.opening import open_source_archive
 from ptsave.archive.spans import memory_of
 from ptsave.archive.views import bytes_of, unfilled_tensors
@@ -370,13 +369,9 @@ def _place_in(contents: UnreadContents, source: int, number: int) -> StoragePlac
     engine = contents.reader.engine
     record = engine.record(number)
     verify = contents.reader.verify and engine.storages_have_crcs
-    try:
-        offset = engine.payload_offset(number)
-    except _C.FormatError as error:
-        raise_corrupt(error, contents.path)
     return StoragePlace(
         source,
-        contents.begin + offset,
+        contents.begin + engine.payload_offset(number),
         record.nbytes,
         record.crc if verify else None,
         contents,

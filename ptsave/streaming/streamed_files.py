@@ -6,14 +6,13 @@ import pickle
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.damage import RecordDamage, damage_of
-from ptsave.archive.format_errors import raise_corrupt
 from ptsave.contents.contents import UnreadContents
 from ptsave.contents.safetensors_fields import let_library_read
 from ptsave.contents.safetensors_header import (
@@ -58,10 +57,12 @@ class StreamedPlan:
         )
         try:
             writer.write_file(self._target)
-        except _C.FormatError as error:
-            self._raise_damage(error)
+        except CorruptCheckpointError:
+            self._require_undamaged()
+            raise
 
-    def _raise_damage(self, error: _C.FormatError) -> NoReturn:
+    def _require_undamaged(self) -> None:
+        """Raise if the last write has found damage, with the entries that it reaches."""
         damaged: dict[UnreadContents, list[RecordDamage]] = {}
         for key, crc in self._plan.damaged:
             place = self._places[key]
@@ -77,7 +78,6 @@ class StreamedPlan:
             damaged.setdefault(place.contents, []).append(each)
         for contents, records in damaged.items():
             raise damage_of(contents.reader, records)
-        raise_corrupt(error, "a source")
 
     @property
     def engine_plan(self) -> _C.WritePlan | _C.PackedPlan:

@@ -20,7 +20,6 @@ from torch.utils.serialization import config as torch_config
 
 from ptsave import _C
 from ptsave.archive.filling import fill, verifies_storages
-from ptsave.archive.format_errors import naming_what_needs_memory
 from ptsave.archive.loading import LoadOptions
 from ptsave.archive.opening import open_archive
 from ptsave.archive.reader import RecordReader
@@ -145,7 +144,7 @@ def _restoring_from(
                 locations = {str(map_location)} - {"cpu"}
                 check_locations(locations)
             yield holder.pop(), copier, locations
-            with naming_what_needs_memory(reader.path, reader.engine.nbytes):
+            with reader.naming_what_needs_memory():
                 copier.finish()
         except BaseException as error:
             _tell_what_changed(error, reader, copier.changed())

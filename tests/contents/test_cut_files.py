@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import warnings
 from collections import OrderedDict
 from pathlib import Path
@@ -400,3 +401,16 @@ def test_keys_that_take_for_ever_to_hash() -> None:
         body += bytes([0x68, i, 0x68, i, 0x86, 0x71, i + 1])
     with pytest.raises(ValueError, match="keys that take too long to hash"):
         SavedEntries(b"\x80\x02}" + body + b"K\1s.")
+
+
+def test_error_of_the_engine_is_pickled_with_its_attributes(tmp_path: Path) -> None:
+    path = tmp_path / "cut.pt"
+    path.write_bytes(saved(checkpoint())[:-50])
+    with pytest.raises(ptsave.CorruptCheckpointError, match="internal miniz error") as raised:
+        ptsave.open(path)
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert type(again) is ptsave.CorruptCheckpointError
+    assert (str(again), vars(again)) == (str(raised.value), vars(raised.value))
+    assert (again.path, again.lacks_end) == (str(path), True)
+    assert "miniz" not in again.brief
+    assert "--recover of the commands" in again.brief

@@ -1,8 +1,8 @@
 // Exceptions of the core library.
 //
 // Core code throws; `bindings/errors.cpp` translates each type into one Python exception:
-// FormatError -> ptsave.CorruptCheckpointError, IoError -> OSError (errno and file name kept),
-// Cancelled -> whatever the poll callback raised.
+// FormatError -> ptsave.CorruptCheckpointError with the file's name, IoError -> OSError (errno and
+// file name kept), Cancelled -> whatever the poll callback raised.
 #pragma once
 
 #include <cstdint>
@@ -19,26 +19,48 @@ class FormatError : public std::runtime_error {
 
   // `reason` is the wording of torch's own reader for the same fault where it has one (tools match
   // on it), `detail` ptsave's own findings.  `record` is the record's name without the root
-  // folder, or empty; `offset` is an absolute position in the archive, or kNoOffset.
+  // folder, or empty; `offset` is an absolute position in the archive, or kNoOffset.  `path`
+  // is the file as the user named it; parsers leave it empty, and naming_file() sets it.
   FormatError(std::string reason, std::string detail, std::string record = {},
-              std::uint64_t offset = kNoOffset)
+              std::uint64_t offset = kNoOffset, std::string path = {})
       : std::runtime_error(reason + ": " + detail),
         reason_(std::move(reason)),
         detail_(std::move(detail)),
         record_(std::move(record)),
-        offset_(offset) {}
+        offset_(offset),
+        path_(std::move(path)) {}
 
   const std::string& reason() const { return reason_; }
   const std::string& detail() const { return detail_; }
   const std::string& record() const { return record_; }
   std::uint64_t offset() const { return offset_; }
+  const std::string& path() const { return path_; }
+  void set_path(const std::string& path) { path_ = path; }
 
  private:
   std::string reason_;
   std::string detail_;
   std::string record_;
   std::uint64_t offset_;
+  std::string path_;
 };
+
+// The end of an archive is missing, and its central directory with it.
+class MissingEndError : public FormatError {
+ public:
+  using FormatError::FormatError;
+};
+
+// Calls a function, and names the file in its FormatError.
+template <typename Function>
+auto naming_file(const std::string& path, const Function& function) {
+  try {
+    return function();
+  } catch (FormatError& error) {
+    error.set_path(path);
+    throw;
+  }
+}
 
 // A system call failed.  `operation` is the call's name ("pwrite"), `path` the file as the user
 // named it.

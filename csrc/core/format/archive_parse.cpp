@@ -22,10 +22,11 @@ constexpr const char* kInvalidName = "invalid filename";
 constexpr const char* kMultidisk = "unsupported multidisk archive";
 constexpr const char* kEncryption = "unsupported encryption";
 
+template <typename Error = FormatError>
 [[noreturn]] void fail_archive(const char* miniz_error, std::string detail, std::string record = {},
                                std::uint64_t offset = FormatError::kNoOffset) {
-  throw FormatError(std::string("PytorchStreamReader failed reading zip archive: ") + miniz_error,
-                    std::move(detail), std::move(record), offset);
+  throw Error(std::string("PytorchStreamReader failed reading zip archive: ") + miniz_error,
+              std::move(detail), std::move(record), offset);
 }
 
 [[noreturn]] void fail_record(const char* miniz_error, std::string detail,
@@ -58,8 +59,8 @@ std::optional<Zip64End> find_zip64_end(std::span<const std::byte> tail, std::siz
   const std::uint64_t offset = locator->end_offset;
   const std::uint64_t locator_offset = tail_offset + locator_index;
   if (offset > locator_offset || locator_offset - offset < zip::kZip64EndNbytes) {
-    fail_archive("not a ZIP archive", "zip64 locator points outside the file's end", {},
-                 locator_offset);
+    fail_archive<MissingEndError>(
+        "not a ZIP archive", "zip64 locator points outside the file's end", {}, locator_offset);
   }
   if (offset < tail_offset) {
     fail_archive(kCorrupt, "zip64 end record is not near the end of the file", {}, offset);
@@ -131,12 +132,14 @@ CentralDirectory find_central_directory(std::span<const std::byte> tail,
                                         std::uint64_t file_nbytes) {
   if (tail.size() > file_nbytes) throw std::invalid_argument("the tail is longer than the file");
   if (file_nbytes < zip::kEndNbytes) {
-    fail_archive("not a ZIP archive", "file of " + std::to_string(file_nbytes) + " bytes");
+    fail_archive<MissingEndError>("not a ZIP archive",
+                                  "file of " + std::to_string(file_nbytes) + " bytes");
   }
   const auto end_index = zip::find_end(tail);
   if (!end_index) {
-    fail_archive("failed finding central directory",
-                 "no end record in the last 64 KiB: truncated, or not a zip archive");
+    fail_archive<MissingEndError>(
+        "failed finding central directory",
+        "no end record in the last 64 KiB: truncated, or not a zip archive");
   }
   const std::uint64_t tail_offset = file_nbytes - tail.size();
   const std::uint64_t end_offset = tail_offset + *end_index;

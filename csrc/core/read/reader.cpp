@@ -15,12 +15,12 @@ namespace ptsave {
 namespace {
 
 // Refuses all other records, because the file's size does not bound the size they claim.
-void require_stored(const IndexedRecord& record) {
+void require_stored(const IndexedRecord& record, const ByteSource& source) {
   if (record.stored() && !record.encrypted()) return;
   throw FormatError("PytorchStreamReader failed retrieving file meta-data for " + record.name +
                         ": " +
                         (record.encrypted() ? "unsupported encryption" : "unsupported method"),
-                    "the member cannot be read", record.name, record.header_offset);
+                    "the member cannot be read", record.name, record.header_offset, source.name());
 }
 
 ArchiveIndex read_index(const ByteSource& source) {
@@ -36,7 +36,8 @@ ArchiveIndex read_index(const ByteSource& source) {
 }  // namespace
 
 ArchiveReader::ArchiveReader(ByteSource source)
-    : source_(std::move(source)), index_(read_index(source_)) {}
+    : source_(std::move(source)),
+      index_(naming_file(source_.name(), [&] { return read_index(source_); })) {}
 
 ArchiveReader::~ArchiveReader() = default;
 
@@ -53,12 +54,14 @@ std::uint64_t ArchiveReader::payload_offset(std::size_t i) const {
   std::vector<std::byte> header(
       std::min<std::uint64_t>(kLocalHeaderNbytes + full_name_nbytes, limit - record.header_offset));
   source_.read_at(record.header_offset, header.data(), header.size());
-  return ptsave::payload_offset(header, record, index_.root().size(), limit);
+  return naming_file(source_.name(), [&] {
+    return ptsave::payload_offset(header, record, index_.root().size(), limit);
+  });
 }
 
 std::uint64_t ArchiveReader::stored_payload_offset(std::size_t i) const {
   const std::uint64_t offset = payload_offset(i);
-  require_stored(index_.records()[i]);
+  require_stored(index_.records()[i], source_);
   return offset;
 }
 
@@ -74,7 +77,8 @@ void ArchiveReader::read(std::size_t i, std::uint64_t offset, void* payload, boo
     done += nbytes;
   }
   if (compare && crc != record.crc) {
-    throw FormatError("CRC-32 mismatch", "the record is damaged", record.name, offset);
+    throw FormatError("CRC-32 mismatch", "the record is damaged", record.name, offset,
+                      source_.name());
   }
 }
 
@@ -115,7 +119,7 @@ std::shared_ptr<const TransferPlan> ArchiveReader::plan(const std::vector<std::s
   wanted.reserve(records.size());
   for (const std::size_t i : records) {
     const IndexedRecord& record = index_.records()[i];
-    require_stored(record);
+    require_stored(record, source_);
     if (record.nbytes == 0) continue;
     wanted.push_back({i, exact_offsets ? payload_offset(i) : record.payload_offset});
   }

@@ -25,7 +25,10 @@ std::unique_ptr<Stager> SourcedPayloads::begin_write(WriteOptions& options) {
   if (!options.compute_crcs) return stager;
   options.check_crcs = [this](std::span<const std::uint32_t> crcs) {
     damaged_ = damaged_payloads(payloads_, crcs);
-    if (!damaged_.empty()) throw FormatError("a checksum does not match", "what was read");
+    if (damaged_.empty()) return;
+    const ByteSource& source = (*sources_)[payloads_[damaged_.front().record].source];
+    throw FormatError("a checksum does not match", "what was read", {}, FormatError::kNoOffset,
+                      source.name());
   };
   return stager;
 }

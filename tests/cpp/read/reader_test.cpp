@@ -437,14 +437,34 @@ TEST(ReaderForeign, HeadersCannotPushPayloadsIntoTheNextRecord) {
 
 TEST(ReaderDamage, NoArchiveAtAll) {
   for (const std::string& bytes : {std::string(), std::string("PK\3\4"), noise(100000, 3)}) {
-    EXPECT_THROW(ArchiveReader(memory_source(bytes)), FormatError);
-    EXPECT_THROW(ArchiveReader(ArchiveFile(bytes).source()), FormatError);
+    EXPECT_THROW(ArchiveReader(memory_source(bytes)), MissingEndError);
+    EXPECT_THROW(ArchiveReader(ArchiveFile(bytes).source()), MissingEndError);
   }
   const std::string bytes = archive(records_of({1000, 2000}));
   for (std::size_t nbytes = 0; nbytes < bytes.size(); nbytes += 37) {
     const std::string cut = bytes.substr(0, nbytes);
-    EXPECT_THROW(ArchiveReader(memory_source(cut)), FormatError) << nbytes;
+    EXPECT_THROW(ArchiveReader(memory_source(cut)), MissingEndError) << nbytes;
   }
+}
+
+TEST(ReaderDamage, NamesTheFile) {
+  const auto file_in = [](const auto& function) -> std::string {
+    try {
+      function();
+    } catch (const FormatError& error) {
+      return error.path();
+    }
+    return "no error";
+  };
+  std::string bytes = archive(records_of({1000, 2000}));
+  const ArchiveReader whole(memory_source(bytes));
+  std::string payload(1000, '\0');
+  const std::uint64_t offset = whole.stored_payload_offset(0);
+  bytes[offset] ^= 1;
+  EXPECT_EQ(file_in([&] { whole.read(0, offset, payload.data(), true); }), "memory");
+  bytes[0] ^= 1;
+  EXPECT_EQ(file_in([&] { static_cast<void>(whole.payload_offset(0)); }), "memory");
+  EXPECT_EQ(file_in([&] { ArchiveReader(memory_source("PK")); }), "memory");
 }
 
 // ------------------------------------------------------------------- files that change, cancelling
