@@ -16,7 +16,6 @@
 #include "bindings/file_plans.h"
 #include "bindings/gil.h"
 #include "core/crc/crc32.h"
-#include "core/io/checked_blocks.h"
 #include "core/read/checked_read.h"
 #include "core/write/checked_plan.h"
 #include "device/accelerator_payloads.h"

@@ -9,8 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/io/range_files.h"
-#include "core/io/range_read.h"
+#include "core/io/ranges.h"
 
 namespace ptsave {
 

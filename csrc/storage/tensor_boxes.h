@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/io/range_list.h"
+#include "core/io/ranges.h"
 
 namespace ptsave {
 

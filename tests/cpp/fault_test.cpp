@@ -24,7 +24,7 @@
 #include "core/base/error.h"
 #include "core/io/file.h"
 #include "core/io/late_release.h"
-#include "core/io/page_cache.h"
+#include "core/io/source.h"
 #include "core/io/system.h"
 #include "core/read/reader.h"
 #include "core/write/appended_archive.h"

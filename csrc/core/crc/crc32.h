@@ -26,6 +26,10 @@ std::uint32_t crc32_combine(std::uint32_t crc_a, std::uint32_t crc_b, std::uint6
 // step finds them in the cache.
 inline constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
 
+// Bytes per checksum in a file of checked blocks, which has a table of them behind the last block
+// (little-endian).  A small read costs at least this much, and the table is 0.1 % of the file.
+inline constexpr std::size_t kCheckedBlockNbytes = 4096;
+
 // One implementation; tests and benchmarks run over all of them.
 struct Crc32Kernel {
   const char* name;  // "portable", "pclmulqdq", "vpclmulqdq_avx2", "vpclmulqdq", "arm64"

@@ -19,7 +19,6 @@
 #include <thread>
 
 #include "core/base/error.h"
-#include "core/io/disk_space.h"
 #include "core/io/late_release.h"
 #include "core/io/system.h"
 #include "core/memory/pages.h"

@@ -15,7 +15,6 @@
 #include <thread>
 #include <utility>
 
-#include "core/io/disk_space.h"
 #include "core/io/system.h"
 
 namespace ptsave {

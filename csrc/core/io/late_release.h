@@ -5,11 +5,30 @@
 // the call, it happens inside that descriptor's close() instead, and no saver has to wait for that.
 #pragma once
 
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+
+#include <cstdint>
+#include <limits>
 #include <string>
 
 #include "core/io/file.h"
 
 namespace ptsave {
+
+// Bytes that the file's blocks take: less than its size if it has holes.
+inline std::uint64_t allocated_nbytes(const struct stat& status) {
+  constexpr std::uint64_t kBlockNbytes = 512;  // of st_blocks, on every file system
+  return static_cast<std::uint64_t>(status.st_blocks) * kBlockNbytes;
+}
+
+// Free bytes of a file's file system; the maximum if unknown (an unlimited tmpfs has no blocks).
+inline std::uint64_t free_nbytes(int fd) {
+  struct statvfs disk{};
+  const bool tells = ::fstatvfs(fd, &disk) == 0 && disk.f_blocks > 0;
+  if (!tells) return std::numeric_limits<std::uint64_t>::max();
+  return std::uint64_t{disk.f_bavail} * disk.f_frsize;
+}
 
 // Holds the blocks of the file `name` in `directory`, which is about to be replaced or removed.
 // Empty if the blocks are better freed at once: for small files, files with other names, and disks

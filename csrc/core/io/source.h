@@ -1,18 +1,123 @@
 // Sources of an archive's bytes: a file, through the page cache or past it, or memory.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <semaphore>
 #include <string>
 #include <utility>
 
-#include "core/io/co_readers.h"
 #include "core/io/file.h"
-#include "core/io/page_cache.h"
 
 namespace ptsave {
+
+// Detects other readers of a file.
+//
+// Reading past the page cache is fastest for the only reader of a file.  But if eight ranks of one
+// host load the same checkpoint that way, they fetch it eight times.  Through the page cache, each
+// byte is fetched once.
+
+// The beginning of a load, read through the page cache, because ranks start some milliseconds
+// apart.  The files of one checkpoint share it.  Safe for concurrent use.
+class SharedStart {
+ public:
+  // Bytes read before the first direct read.
+  static constexpr std::uint64_t kNbytes = std::uint64_t{32} << 20;
+
+  // Counts these bytes, and returns whether the beginning was over before them.
+  bool is_over(std::uint64_t nbytes) {
+    return nbytes_.fetch_add(nbytes, std::memory_order_relaxed) >= kNbytes;
+  }
+
+ private:
+  std::atomic<std::uint64_t> nbytes_{0};
+};
+
+// One reader of one file, visible to all other readers on this host and in this process while it
+// lives.  Safe for concurrent use.
+//
+// A reader announces itself by a lock on a byte beyond the end of every file.  It is an
+// open-file-description lock: the kernel releases it when the holder dies.  No reader waits for it.
+class CoReaders {
+ public:
+  explicit CoReaders(std::shared_ptr<SharedStart> start) : start_(std::move(start)) {}
+
+  // Announces this reader of `file` (always the same file), unless absent() has done so.
+  void announce(const File& file);
+  // Returns whether the next `nbytes` of `file` are better read past the page cache.
+  bool absent(const File& file, std::uint64_t nbytes);
+  // Whether absent() has ever found another reader.
+  bool found() const { return found_.load(std::memory_order_relaxed); }
+
+ private:
+  std::shared_ptr<SharedStart> start_;
+  std::once_flag announced_;
+  Descriptor announcement_;
+  std::atomic<bool> found_{false};
+};
+
+// Fills the page cache by folios of 2 MiB.
+//
+// readahead() makes pages of 4 KiB, at 1 us each, and each page is a segment of the disk's request.
+// A fault in a mapping that is advised to use huge pages has the kernel fetch 2 MiB at once: 512
+// MiB in 5 ms of system time instead of 130 (Linux 6.18, ext4).  Kernels and file systems without
+// large folios fetch the same 2 MiB in pages.
+//
+// The filler is a mapping of a whole file, made when it is first needed.  Its memory is never read,
+// because reading it kills the process if the file was truncated meanwhile.  Safe for concurrent
+// use.
+class PageCacheFiller {
+ public:
+  PageCacheFiller() = default;
+  PageCacheFiller(const PageCacheFiller&) = delete;
+  PageCacheFiller& operator=(const PageCacheFiller&) = delete;
+  ~PageCacheFiller();
+
+  // Fetches the missing pages of a range of `file` (always the same file) into the page cache, and
+  // waits for them.  False if the system cannot do that, or if the file has become shorter.
+  bool fill(const File& file, std::uint64_t offset, std::uint64_t nbytes) noexcept;
+
+ private:
+  void map(const File& file) noexcept;
+
+  std::once_flag mapped_;
+  std::byte* data_ = nullptr;
+  std::uint64_t nbytes_ = 0;
+};
+
+// Lets at most half of a transfer's threads wait for the disk at a time.
+//
+// Requests that a disk has at the same time tend to end at the same time: a virtual disk answers
+// when its queue is empty.  If every thread waited for it, all would then checksum and copy at
+// once, and the disk would be idle (a quarter of a cold load's time on two cores).  Here the
+// threads that hold a buffer and wait for a slot send the next requests.
+//
+// Safe for concurrent use; must outlive its slots.
+class ReadSlots {
+ public:
+  explicit ReadSlots(std::size_t n_threads)
+      : free_(static_cast<std::ptrdiff_t>(std::max<std::size_t>(n_threads / 2, 1))) {}
+
+  // The right to wait for the disk.
+  class Slot {
+   public:
+    explicit Slot(ReadSlots& slots) : slots_(slots) { slots_.free_.acquire(); }
+    Slot(const Slot&) = delete;
+    Slot& operator=(const Slot&) = delete;
+    ~Slot() { slots_.free_.release(); }
+
+   private:
+    ReadSlots& slots_;
+  };
+
+ private:
+  std::counting_semaphore<> free_;
+};
 
 // Whether to read a file past the page cache, if its file system allows that.
 enum class DirectReads : std::uint8_t {

@@ -8,7 +8,6 @@
 
 #include "core/base/error.h"
 #include "core/crc/crc32.h"
-#include "core/io/checked_blocks.h"
 #include "core/memory/pages.h"
 #include "core/memory/stream_copy.h"
 

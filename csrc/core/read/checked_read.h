@@ -10,8 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "core/io/range_files.h"
-#include "core/io/range_list.h"
+#include "core/io/ranges.h"
 #include "core/pipeline/pipeline.h"
 
 namespace ptsave {

@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "core/io/read_slots.h"
 #include "core/io/source.h"
 #include "core/memory/buffer.h"
 #include "core/pipeline/pipeline.h"

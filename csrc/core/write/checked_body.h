@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "core/io/checked_blocks.h"
+#include "core/crc/crc32.h"
 #include "core/pipeline/stager.h"
 #include "core/write/file_body.h"
 

@@ -4,7 +4,7 @@
 #include <iterator>
 #include <utility>
 
-#include "core/io/range_list.h"
+#include "core/io/ranges.h"
 
 namespace ptsave {
 

@@ -16,7 +16,6 @@
 #include "core/base/cpu_time.h"
 #include "core/base/error.h"
 #include "core/crc/crc32.h"
-#include "core/io/page_cache.h"
 #include "core/memory/fresh_pages.h"
 
 namespace ptsave {

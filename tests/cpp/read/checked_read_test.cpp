@@ -17,7 +17,6 @@
 #include "common/scratch.h"
 #include "core/base/error.h"
 #include "core/crc/crc32.h"
-#include "core/io/checked_blocks.h"
 #include "core/write/checked_plan.h"
 
 namespace ptsave {

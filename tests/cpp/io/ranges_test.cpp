@@ -1,5 +1,5 @@
 // Ranges of several files, from the page cache, past it, and from file systems without direct I/O.
-#include "core/io/range_read.h"
+#include "core/io/ranges.h"
 
 #include <gtest/gtest.h>
 
@@ -223,4 +223,5 @@ TEST_P(RangeReadFrom, WhatThePollThrowsEndsIt) {
 }
 
 }  // namespace
+
 }  // namespace ptsave

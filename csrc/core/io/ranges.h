@@ -1,15 +1,18 @@
-// Parts of files and the memory they belong in, cut into stretches that are read together.
+// Reads parts of files into existing memory: the tensors of all of a model's files, in a format
+// such as safetensors that is a header and bytes.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
-#include "core/io/read_slots.h"
 #include "core/io/source.h"
 #include "core/memory/buffer.h"
+#include "core/pipeline/pipeline.h"
 #include "core/pipeline/stager.h"
 
 namespace ptsave {
@@ -81,6 +84,51 @@ class RangeList {
   std::span<const ByteSource> files_;
   std::vector<FileRange> ranges_;
   std::vector<Stretch> stretches_;
+};
+
+// Files, and the buffers for reads past the page cache.  The buffers are made once, because fresh
+// memory costs more than the copy out of it.  Safe for concurrent use.
+class RangeFiles {
+ public:
+  // Announces this reader.  At most half as many direct reads as buffers run at a time.
+  explicit RangeFiles(std::vector<ByteSource> sources, std::size_t n_buffers = 1);
+  // Borrows sources that outlive this object.
+  explicit RangeFiles(std::span<const ByteSource> sources, std::size_t n_buffers = 1);
+
+  std::span<const ByteSource> sources() const { return sources_; }
+  BufferPool& buffers() { return buffers_; }
+  ReadSlots& slots() { return slots_; }
+
+ private:
+  const std::vector<ByteSource> owned_;
+  const std::span<const ByteSource> sources_;
+  BufferPool buffers_;
+  ReadSlots slots_;
+};
+
+// One read of many ranges, whose memory must outlive it.  Not safe for concurrent use, except
+// nbytes_read().
+class RangeRead {
+ public:
+  static constexpr std::size_t kLeaseNbytes = RangeList::kWindowNbytes;
+
+  // Throws std::invalid_argument for a bad file number or for ranges that overlap in a file, and
+  // IoError for a range beyond the end of its file.  Places must not overlap (unchecked).
+  RangeRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges,
+            std::uint64_t max_gap = RangeList::kMaxGapNbytes);
+
+  // Returns when all bytes are in their places.  Ranges with targets need an `unstager`; each
+  // thread holds a lease of at most kLeaseNbytes.  Throws IoError; copies may then still be in
+  // flight.
+  void run(std::size_t n_threads, const Poll& poll, Unstager* unstager = nullptr);
+  std::uint64_t nbytes_read() const { return nbytes_read_.load(std::memory_order_relaxed); }
+
+ private:
+  void read(std::size_t stretch, Unstager* unstager) const;
+
+  const std::shared_ptr<RangeFiles> files_;
+  const RangeList ranges_;
+  std::atomic<std::uint64_t> nbytes_read_{0};
 };
 
 }  // namespace ptsave
