@@ -17,7 +17,7 @@
 #include "bindings/gil.h"
 #include "core/crc/crc32.h"
 #include "core/read/checked_read.h"
-#include "core/write/checked_plan.h"
+#include "core/write/file_plan.h"
 #include "device/accelerator_payloads.h"
 #include "device/bytes.h"
 #include "storage/tensor_boxes.h"

@@ -16,7 +16,7 @@
 #include "bindings/gil.h"
 #include "bindings/stream_sink.h"
 #include "core/write/file_plan.h"
-#include "core/write/sourced_payloads.h"
+#include "core/write/payloads.h"
 
 namespace ptsave {
 

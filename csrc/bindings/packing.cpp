@@ -13,7 +13,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/file_plans.h"
-#include "core/write/packed_plan.h"
+#include "core/write/file_plan.h"
 #include "device/accelerator_payloads.h"
 #include "device/bytes.h"
 #include "storage/snapshot.h"

@@ -18,7 +18,7 @@
 #include "bindings/gil.h"
 #include "core/io/file.h"
 #include "core/io/late_release.h"
-#include "core/write/archive_plan.h"
+#include "core/write/file_plan.h"
 #include "device/accelerator_payloads.h"
 #include "device/side_streams.h"
 #include "storage/planned_storages.h"

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "core/base/keep_for_ever.h"
-#include "core/write/staged_chunks.h"
+#include "core/write/payloads.h"
 
 namespace ptsave {
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <utility>
 
-#include "core/write/payload_staging.h"
+#include "core/write/payloads.h"
 #include "device/accelerator_stager.h"
 
 namespace ptsave {

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/write/archive_plan.h"
+#include "core/write/file_plan.h"
 #include "device/accelerator_stager.h"
 #include "storage/storage.h"
 

@@ -28,9 +28,8 @@
 #include "core/io/system.h"
 #include "core/read/reader.h"
 #include "core/write/appended_archive.h"
-#include "core/write/packed_body.h"
-#include "core/write/source_stager.h"
-#include "core/write/staged_chunks.h"
+#include "core/write/file_plan.h"
+#include "core/write/payloads.h"
 #include "core/write/writer.h"
 
 namespace ptsave {

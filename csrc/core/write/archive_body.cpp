@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/crc/crc32.h"
-#include "core/write/staged_chunks.h"
+#include "core/write/payloads.h"
 
 namespace ptsave {
 namespace {

@@ -17,7 +17,7 @@
 #include "common/scratch.h"
 #include "core/base/error.h"
 #include "core/crc/crc32.h"
-#include "core/write/checked_plan.h"
+#include "core/write/file_plan.h"
 
 namespace ptsave {
 namespace {

@@ -23,8 +23,6 @@
 
 #include "common/written_archive.h"
 #include "core/base/error.h"
-#include "core/write/archive_plan.h"
-#include "core/write/packed_plan.h"
 
 namespace ptsave {
 namespace {

@@ -25,7 +25,7 @@
 #include "common/written_archive.h"
 #include "core/pipeline/stager.h"
 #include "core/read/reader.h"
-#include "core/write/staged_chunks.h"
+#include "core/write/payloads.h"
 
 namespace ptsave {
 namespace {

@@ -1,5 +1,5 @@
 // Files whose payloads are parts of other files, or of memory: archives, and a header and bytes.
-#include "core/write/source_stager.h"
+#include "core/write/payloads.h"
 
 #include <gtest/gtest.h>
 
@@ -15,8 +15,7 @@
 
 #include "common/written_archive.h"
 #include "core/base/error.h"
-#include "core/write/packed_body.h"
-#include "core/write/staged_chunks.h"
+#include "core/write/file_plan.h"
 #include "core/write/writer.h"
 
 namespace ptsave {
@@ -286,4 +285,5 @@ TEST(SourceStager, ASourceThatBecameShorterIsAnError) {
 }
 
 }  // namespace
+
 }  // namespace ptsave
