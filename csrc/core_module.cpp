@@ -15,7 +15,6 @@
 #include "core/crc/crc32.h"
 #include "core/format/archive.h"
 #include "core/io/file.h"
-#include "core/read/data_records.h"
 #include "core/read/reader.h"
 #include "pickle/outline/outline.h"
 

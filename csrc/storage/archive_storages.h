@@ -15,7 +15,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/read/data_records.h"
 #include "core/read/reader.h"
 #include "storage/restore.h"
 

@@ -14,7 +14,7 @@
 #include <optional>
 #include <vector>
 
-#include "core/read/scatter.h"
+#include "core/read/placement.h"
 
 namespace ptsave {
 

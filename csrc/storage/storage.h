@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "core/read/region.h"
+#include "core/read/placement.h"
 
 namespace ptsave {
 

@@ -2,6 +2,7 @@
 //
 // An archive's body produces headers, payloads (checksummed on the way), descriptors, and the tail
 // that depends on every CRC.
+//
 // A chunk that ends a record needs the whole record's CRC for the data descriptor.  All earlier
 // chunks are done or in progress, so its worker can wait for their CRCs (not for their writes).
 // Every byte of the file is produced once, and no byte is patched afterwards.
