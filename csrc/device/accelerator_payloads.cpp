@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <optional>
 
-#include "core/base/keep_for_ever.h"
+#include "core/base/owner.h"
 #include "core/write/payloads.h"
 
 namespace ptsave {

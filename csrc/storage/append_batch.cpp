@@ -9,9 +9,9 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/base/keep_for_ever.h"
+#include "core/base/owner.h"
 #include "core/crc/crc32.h"
-#include "core/memory/stream_copy.h"
+#include "core/memory/buffer.h"
 #include "device/bytes.h"
 #include "device/side_streams.h"
 #include "storage/tensor_statistics.h"

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/base/keep_for_ever.h"
+#include "core/base/owner.h"
 #include "core/memory/buffer.h"
 #include "device/side_streams.h"
 

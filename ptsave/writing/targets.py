@@ -8,7 +8,7 @@
 * From 16 MiB on, a save with ``fsync`` goes past the page cache.  Without ``fsync``, only the bytes
   go past it that would make the kernel let writers wait; a large save in the background goes past
   it as a whole.  Other bytes go through the cache until the cache turns out to be expensive
-  (`MemoryGauge` in csrc/core/memory/fresh_pages.h), and past it from there on.
+  (`MemoryGauge` in csrc/core/memory/pages.h), and past it from there on.
 * The file of a URL is a stream: `url_targets` says how it becomes visible.
 """
 

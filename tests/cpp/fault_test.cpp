@@ -20,12 +20,12 @@
 
 #include "common/archive_fixture.h"
 #include "common/scratch.h"
-#include "core/base/cpu_time.h"
 #include "core/base/error.h"
 #include "core/io/file.h"
 #include "core/io/late_release.h"
 #include "core/io/source.h"
 #include "core/io/system.h"
+#include "core/memory/pages.h"
 #include "core/read/reader.h"
 #include "core/write/appended_archive.h"
 #include "core/write/file_plan.h"

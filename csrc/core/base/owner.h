@@ -1,9 +1,10 @@
-// Shared ownership of loaded memory.
+// Ownership of memory: shared, and for ever.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <utility>
+#include <vector>
 
 namespace ptsave {
 
@@ -52,5 +53,13 @@ class OwnerReference {
  private:
   Owner* owner_ = nullptr;
 };
+
+// Never destroys the value, not even when the process ends.  For forked children, where its
+// destructor would call the parent's GPU driver.  Not safe for concurrent use.
+template <class T>
+void keep_for_ever(T value) {
+  static std::vector<T>& kept = *new std::vector<T>;
+  kept.push_back(std::move(value));
+}
 
 }  // namespace ptsave

@@ -188,4 +188,11 @@ inline constexpr std::size_t kLocalHeaderNbytes = 30;
 std::uint64_t payload_offset(std::span<const std::byte> header, const IndexedRecord& record,
                              std::size_t root_nbytes, std::uint64_t limit);
 
+// Returns the rule that forbids `name` (without the archive's root) for a record, or nullptr.
+const char* record_name_fault(std::string_view name);
+
+// `text` for a message: cut if long, control characters masked.  Not always UTF-8.
+std::string printable(std::string_view text);
+std::string quoted(std::string_view text);
+
 }  // namespace ptsave

@@ -7,7 +7,6 @@
 
 #include "core/base/error.h"
 #include "core/format/archive.h"
-#include "core/format/record_name.h"
 #include "core/format/zip.h"
 
 namespace ptsave {

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "core/base/error.h"
-#include "core/memory/stream_copy.h"
+#include "core/memory/buffer.h"
 
 namespace ptsave {
 namespace {

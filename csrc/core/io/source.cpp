@@ -7,7 +7,6 @@
 
 #include "core/base/error.h"
 #include "core/io/system.h"
-#include "core/memory/fresh_pages.h"
 #include "core/memory/pages.h"
 
 namespace ptsave {

@@ -1,4 +1,5 @@
-// Page-aligned memory, with huge pages if they cost less, and a bounded pool of buffers in it.
+// Page-aligned memory, with huge pages if they cost less, a bounded pool of buffers in it, and
+// copies past the cache.
 //
 // Fresh memory costs more than copying it: 4 KiB faults run at 1 GB/s, huge-page faults at 3.5 GB/s
 // (unless the host has taken the memory back: FreshPages).
@@ -12,7 +13,6 @@
 #include <optional>
 #include <vector>
 
-#include "core/memory/fresh_pages.h"
 #include "core/memory/pages.h"
 
 namespace ptsave {
@@ -95,5 +95,9 @@ class BufferPool {
   std::condition_variable released_;
   std::vector<std::byte*> free_;
 };
+
+// memcpy past the cache: it does not read the target's lines before it overwrites them, which saves
+// a third of the traffic.  The C library does this only above the size of a large cache.
+void stream_copy(std::byte* target, const std::byte* source, std::size_t nbytes) noexcept;
 
 }  // namespace ptsave

@@ -1,12 +1,17 @@
-// The system's page size, and the whole pages of a range.
+// The system's pages: their size, the whole pages of a range, and the cost of fresh ones.
 //
 // Three different sizes are 4 KiB on most machines.  The system's page is 4 KiB on x86-64 and 4, 16
 // or 64 KiB on arm64.  The file system's block of direct I/O is in DirectIoAlignment.  Tuned sizes
 // are constants where they are used.
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <ctime>
 
 namespace ptsave {
 
@@ -41,5 +46,89 @@ constexpr PageRange pages_inside(std::uint64_t begin, std::uint64_t end, std::ui
 constexpr PageRange pages_covering(std::uint64_t begin, std::uint64_t end, std::uint64_t page) {
   return {align_down(begin, page), align_up(end, page)};
 }
+
+// The processor time of the calling thread: waiting for a core does not count.
+inline std::chrono::nanoseconds thread_cpu_time() noexcept {
+  timespec now{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec);
+}
+
+// Decides whether fresh memory gets huge pages or small ones.
+//
+// Huge pages are normally four times as fast.  But a virtual machine's host takes free memory back
+// in large blocks (balloon, free page reporting).  A huge page from such a block takes ten times as
+// long as small pages from fragments, which the host leaves alone.
+enum class PageKind : std::uint8_t { kHuge, kSmall };
+
+// Records the CPU time of the last pieces of fresh memory, of kHugePageNbytes each.  Safe for
+// concurrent use, also across forks: a lost update costs time only.
+class FreshPages {
+ public:
+  using Time = std::chrono::nanoseconds;
+
+  // The time of a piece of small pages: the expected one before any measurement, and the minimum.
+  static constexpr Time kExpectedSmall = std::chrono::microseconds{600};
+  static constexpr Time kLeastSmall = std::chrono::microseconds{300};
+  // A kind is tried again after this many times its last cost.
+  static constexpr int kRetryFactor = 16;
+
+  FreshPages() = default;
+  FreshPages(const FreshPages&) = delete;
+  FreshPages& operator=(const FreshPages&) = delete;
+  ~FreshPages() = default;
+
+  static FreshPages& of_process();
+
+  // The kind that cost less lately.
+  PageKind better() const;
+  // The kind for the next piece: the better kind, or now and then the other, to measure it.
+  PageKind choose(Time now);
+  // Records the CPU time of a piece.
+  void took(PageKind kind, Time time, Time now);
+
+ private:
+  struct Account {
+    std::atomic<std::int64_t> cost_ns{0};
+    std::atomic<std::int64_t> retry_at_ns{0};
+  };
+
+  Account& account(PageKind kind) { return accounts_[static_cast<std::size_t>(kind)]; }
+  Time cost(PageKind kind) const;
+
+  std::array<Account, 2> accounts_;
+};
+
+// Predicts from the first pieces of fresh memory, in the page cache or staging memory, whether the
+// rest is cheap to fill.  If the host has taken all free memory back, 4 MiB cost 12 to 25 ms of
+// processor time, else 1 to 3 ms.  Writing them past the page cache always costs 1.6 ms.  Safe for
+// concurrent use.
+class MemoryGauge {
+ public:
+  // Records the processor time that filling a piece took.
+  void note(std::size_t nbytes, std::chrono::nanoseconds took) noexcept {
+    const auto kib = static_cast<std::int64_t>(nbytes >> 10);
+    const std::chrono::nanoseconds most = kMaxLossPerMib * std::max<std::int64_t>(kib >> 10, 1);
+    const std::int64_t loss = std::min(took - kCheapTimePerKib * kib, most).count();
+    // Time won earlier does not offset a later loss: the account never falls below zero.
+    std::int64_t before = loss_ns_.load(std::memory_order_relaxed);
+    while (!loss_ns_.compare_exchange_weak(before, std::max<std::int64_t>(before + loss, 0),
+                                           std::memory_order_relaxed)) {
+    }
+    if (before + loss > kBearableLoss.count()) is_cheap_.store(false, std::memory_order_relaxed);
+  }
+  // Never becomes true again: the next file or copy has a gauge of its own.
+  bool is_cheap() const noexcept { return is_cheap_.load(std::memory_order_relaxed); }
+
+ private:
+  // Twice the usual time; the most that a MiB counts for, as a virtual machine's host may stop the
+  // processor; and the loss at which fresh memory is given up.
+  static constexpr std::chrono::nanoseconds kCheapTimePerKib{700};
+  static constexpr std::chrono::milliseconds kMaxLossPerMib{2};
+  static constexpr std::chrono::nanoseconds kBearableLoss = std::chrono::milliseconds{8};
+
+  std::atomic<std::int64_t> loss_ns_{0};
+  std::atomic<bool> is_cheap_{true};
+};
 
 }  // namespace ptsave

@@ -8,8 +8,8 @@
 
 #include "core/base/error.h"
 #include "core/crc/crc32.h"
+#include "core/memory/buffer.h"
 #include "core/memory/pages.h"
-#include "core/memory/stream_copy.h"
 
 namespace ptsave {
 namespace {

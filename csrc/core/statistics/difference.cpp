@@ -8,8 +8,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "core/statistics/distances.h"
 #include "core/statistics/elements.h"
+#include "core/statistics/kernels.h"
 
 namespace ptsave {
 namespace {

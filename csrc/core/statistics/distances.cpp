@@ -1,9 +1,7 @@
-// The loops of distances.h, vectorized by the compiler for each kind of CPU.
+// The loops of DistancesKernel, vectorized by the compiler for each kind of CPU.
 //
 // In this file CMakeLists.txt lets the compiler change the order of additions, which vectorized
 // sums need, and assume that all numbers are finite.
-#include "core/statistics/distances.h"
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -11,7 +9,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "core/statistics/cpu_kinds.h"
+#include "core/statistics/kernels.h"
 
 namespace ptsave::statistics_internal {
 namespace {

@@ -1,16 +1,14 @@
-// The loops of moments.h, vectorized by the compiler for each kind of CPU.
+// The loops of MomentsKernel, vectorized by the compiler for each kind of CPU.
 //
 // In this file CMakeLists.txt lets the compiler change the order of additions, which vectorized
 // sums need, and assume that all numbers are finite.  Therefore NaN and infinity are found by their
 // bits.
-#include "core/statistics/moments.h"
-
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
 
-#include "core/statistics/cpu_kinds.h"
+#include "core/statistics/kernels.h"
 
 namespace ptsave::statistics_internal {
 namespace {

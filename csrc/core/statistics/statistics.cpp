@@ -9,9 +9,9 @@
 #include <stdexcept>
 
 #include "core/crc/crc32.h"
-#include "core/memory/stream_copy.h"
+#include "core/memory/buffer.h"
 #include "core/statistics/elements.h"
-#include "core/statistics/moments.h"
+#include "core/statistics/kernels.h"
 
 namespace ptsave {
 namespace {

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "core/base/error.h"
-#include "core/base/keep_for_ever.h"
+#include "core/base/owner.h"
 #include "core/crc/crc32.h"
 #include "core/io/file.h"
 #include "core/memory/pages.h"

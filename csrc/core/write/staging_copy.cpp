@@ -8,8 +8,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/base/cpu_time.h"
-#include "core/memory/stream_copy.h"
+#include "core/memory/buffer.h"
+#include "core/memory/pages.h"
 
 namespace ptsave {
 namespace {

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "core/memory/buffer.h"
-#include "core/memory/fresh_pages.h"
+#include "core/memory/pages.h"
 #include "core/pipeline/pipeline.h"
 #include "core/pipeline/stager.h"
 

@@ -13,10 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/base/cpu_time.h"
 #include "core/base/error.h"
 #include "core/crc/crc32.h"
-#include "core/memory/fresh_pages.h"
+#include "core/memory/pages.h"
 
 namespace ptsave {
 namespace {

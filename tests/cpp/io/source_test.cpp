@@ -21,7 +21,7 @@
 #include "common/scratch.h"
 #include "core/io/file.h"
 #include "core/memory/buffer.h"
-#include "core/memory/fresh_pages.h"
+#include "core/memory/pages.h"
 
 namespace ptsave {
 namespace {

@@ -11,7 +11,7 @@
 #include <random>
 #include <vector>
 
-#include "core/statistics/distances.h"
+#include "core/statistics/kernels.h"
 
 namespace ptsave {
 namespace {

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "core/crc/crc32.h"
-#include "core/statistics/moments.h"
+#include "core/statistics/kernels.h"
 
 namespace ptsave {
 namespace {

@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/base/cpu_time.h"
+#include "core/memory/pages.h"
 
 namespace ptsave {
 namespace {

@@ -1,5 +1,5 @@
-// Distances between a few thousand pairs of numbers, which fit the nearest cache.  Internal to
-// difference.cpp.
+// Loops over a few thousand numbers, which fit the nearest cache, compiled for each kind of CPU:
+// moments of numbers, and distances between pairs.  Internal to this room.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,71 @@
 
 #include "core/statistics/difference.h"
 
+// Loops are inlined into functions with these features.
+#define PTSAVE_INLINE __attribute__((always_inline)) inline
+
+#define PTSAVE_AVX2 "avx2,fma"
+#define PTSAVE_AVX512_FEATURES "avx512f,avx512vl,avx512bw,avx512dq,avx512cd," PTSAVE_AVX2
+#if defined(__clang__)  // clang has no such option for a function
+#define PTSAVE_AVX512 PTSAVE_AVX512_FEATURES
+#else
+#define PTSAVE_AVX512 PTSAVE_AVX512_FEATURES ",prefer-vector-width=512"
+#endif
+
 namespace ptsave::statistics_internal {
+
+#if defined(__x86_64__)
+inline bool avx2_supported() {
+  return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;
+}
+inline bool avx512_supported() {
+  return avx2_supported() && __builtin_cpu_supports("avx512f") != 0 &&
+         __builtin_cpu_supports("avx512vl") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+         __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512cd") != 0;
+}
+#endif
+
+// The last kernel that this CPU supports; the first is always supported.
+template <typename Kernel>
+const Kernel& best_of(const Kernel* kernels, std::size_t n) {
+  std::size_t i = n - 1;
+  while (!kernels[i].supported()) --i;
+  return kernels[i];
+}
+
+// The maximum length of a block.
+inline constexpr std::size_t kBlockLength = 4096;
+
+struct Moments {
+  std::size_t n_zero = 0;
+  double mean = 0;
+  double squares = 0;
+  double min = 0;
+  double max = 0;
+};
+
+// Counts of NaN and of infinities.
+struct NonFinite {
+  std::size_t n_nan = 0;
+  std::size_t n_inf = 0;
+};
+
+// The loops over a block, compiled for each kind of CPU.
+struct MomentsKernel {
+  const char* name;
+  bool (*supported)();
+  // Take at least one number, all finite.
+  Moments (*of_floats)(const float* data, std::size_t n);
+  Moments (*of_doubles)(const double* data, std::size_t n);
+  NonFinite (*non_finite_floats)(const float* data, std::size_t n);
+  NonFinite (*non_finite_doubles)(const double* data, std::size_t n);
+  void (*from_half)(const std::uint16_t* data, std::size_t n, float* result);
+};
+
+extern const MomentsKernel kMomentsKernels[];
+extern const std::size_t kNMomentsKernels;
+
+const MomentsKernel& moments_kernel();
 
 // The maximum length of a block of pairs.
 inline constexpr std::size_t kPairsLength = 2048;
