@@ -19,9 +19,8 @@
 #include "bindings/statistics.h"
 #include "core/write/appended_archive.h"
 #include "pickle/out/pickler.h"
-#include "storage/append_batch.h"
-#include "storage/numbered_storages.h"
-#include "storage/tensor_statistics.h"
+#include "tensors/append_batch.h"
+#include "tensors/tensor_statistics.h"
 
 namespace py = pybind11;
 

@@ -20,7 +20,7 @@
 #include "core/write/file_plan.h"
 #include "device/accelerator_payloads.h"
 #include "device/bytes.h"
-#include "storage/tensor_boxes.h"
+#include "tensors/ranges.h"
 
 namespace py = pybind11;
 

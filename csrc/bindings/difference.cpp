@@ -4,7 +4,7 @@
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "bindings/statistics.h"
-#include "storage/tensor_statistics.h"
+#include "tensors/tensor_statistics.h"
 
 namespace py = pybind11;
 

@@ -11,7 +11,7 @@
 
 #include "bindings/bindings.h"
 #include "device/bytes.h"
-#include "storage/storage.h"
+#include "tensors/storage.h"
 
 namespace py = pybind11;
 

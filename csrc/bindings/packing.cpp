@@ -16,7 +16,7 @@
 #include "core/write/file_plan.h"
 #include "device/accelerator_payloads.h"
 #include "device/bytes.h"
-#include "storage/snapshot.h"
+#include "tensors/snapshot.h"
 
 namespace py = pybind11;
 

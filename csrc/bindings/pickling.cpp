@@ -14,7 +14,7 @@
 #include "pickle/out/pickler.h"
 #include "pickle/scan/claims.h"
 #include "pickle/scan/scan.h"
-#include "storage/storage.h"
+#include "tensors/storage.h"
 
 namespace py = pybind11;
 

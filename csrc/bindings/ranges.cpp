@@ -1,4 +1,6 @@
 // ptsave._C.RangeFiles, map_range(), and functions for the memory of storages.
+#include "tensors/ranges.h"
+
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
@@ -18,9 +20,7 @@
 #include "bindings/gil.h"
 #include "core/io/file.h"
 #include "device/side_streams.h"
-#include "storage/mapped_range.h"
-#include "storage/range_targets.h"
-#include "storage/storage.h"
+#include "tensors/storage.h"
 
 namespace py = pybind11;
 
@@ -49,10 +49,10 @@ std::shared_ptr<RangeFiles> open_range_files(const std::vector<std::pair<int, st
   return std::make_shared<RangeFiles>(std::move(sources), n_threads);
 }
 
-void read_ranges(const std::shared_ptr<RangeFiles>& files,
-                 const std::vector<std::tuple<std::size_t, std::uint64_t, py::object>>& ranges,
-                 std::size_t n_threads, std::size_t max_pinned_nbytes, std::uint64_t max_gap,
-                 const py::object& callback) {
+void read_file_ranges(const std::shared_ptr<RangeFiles>& files,
+                      const std::vector<std::tuple<std::size_t, std::uint64_t, py::object>>& ranges,
+                      std::size_t n_threads, std::size_t max_pinned_nbytes, std::uint64_t max_gap,
+                      const py::object& callback) {
   std::vector<TensorRange> targets;
   targets.reserve(ranges.size());
   for (const auto& [file, offset, object] : ranges) {
@@ -131,7 +131,7 @@ void bind_ranges(py::module_& module) {
   py::class_<RangeFiles, std::shared_ptr<RangeFiles>>(module, "RangeFiles")
       .def(py::init(&open_range_files), py::arg("files"), py::kw_only(), py::arg("direct"),
            py::arg("n_threads"))
-      .def("read", &read_ranges, py::arg("ranges"), py::kw_only(), py::arg("n_threads"),
+      .def("read", &read_file_ranges, py::arg("ranges"), py::kw_only(), py::arg("n_threads"),
            py::arg("max_pinned_nbytes"), py::arg("max_gap") = RangeList::kMaxGapNbytes,
            py::arg("progress"));
   module.def("copy_to_devices", &copy_to_devices, py::arg("copies"), py::kw_only(),

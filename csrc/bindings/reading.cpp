@@ -24,8 +24,8 @@
 #include "core/read/placement.h"
 #include "core/read/reader.h"
 #include "pickle/in/unpickler.h"
-#include "storage/archive_storages.h"
-#include "storage/record_targets.h"
+#include "tensors/archive_storages.h"
+#include "tensors/ranges.h"
 
 namespace py = pybind11;
 

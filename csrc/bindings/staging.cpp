@@ -9,8 +9,8 @@
 #include "core/memory/staging_pool.h"
 #include "core/pipeline/pipeline.h"
 #include "device/pinned_pool.h"
-#include "storage/snapshot.h"
-#include "storage/storage.h"
+#include "tensors/snapshot.h"
+#include "tensors/storage.h"
 
 namespace py = pybind11;
 

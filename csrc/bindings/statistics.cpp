@@ -12,7 +12,7 @@
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "device/bytes.h"
-#include "storage/tensor_statistics.h"
+#include "tensors/tensor_statistics.h"
 
 namespace py = pybind11;
 

@@ -21,8 +21,7 @@
 #include "core/write/file_plan.h"
 #include "device/accelerator_payloads.h"
 #include "device/side_streams.h"
-#include "storage/planned_storages.h"
-#include "storage/snapshot.h"
+#include "tensors/snapshot.h"
 
 namespace py = pybind11;
 

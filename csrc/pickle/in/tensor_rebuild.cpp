@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "pickle/common/attribute.h"
-#include "storage/storage.h"
+#include "tensors/storage.h"
 
 namespace ptsave {
 namespace {

@@ -1,8 +1,4 @@
-// Copies of storages as they were at one moment.
-//
-// Neighbouring storages share blocks of 32 MiB; larger ones have their own.  All threads copy, in
-// pieces of 2 MiB with stores past the cache, the bytes that no plan writes meanwhile
-// (StagingCopy).
+// The storages that a save writes: as they are, or copies of them as they were at one moment.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -15,11 +11,24 @@
 
 #include "core/memory/staging_pool.h"
 #include "core/pipeline/pipeline.h"
+#include "core/write/file_plan.h"
 #include "core/write/staging_copy.h"
-#include "storage/storage.h"
+#include "device/accelerator_stager.h"
+#include "tensors/storage.h"
 
 namespace ptsave {
 
+// Adds the records data/0, data/1, ..., which keep their storages alive.  Adds storages on
+// accelerators also to `on_accelerators`, by record.
+void add_storages(const StorageList& list, PlannedRecords& records,
+                  AcceleratorStager::Sources& on_accelerators);
+
+// Copies of storages as they were at one moment.
+//
+// Neighbouring storages share blocks of 32 MiB; larger ones have their own.  All threads copy, in
+// pieces of 2 MiB with stores past the cache, the bytes that no plan writes meanwhile
+// (StagingCopy).
+//
 // Works in two steps, so that all places are known before the first byte is copied.
 class Snapshot {
  public:

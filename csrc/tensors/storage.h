@@ -1,10 +1,12 @@
-// Makes torch storages over ptsave's memory.
+// Makes torch storages over ptsave's memory, and shares work on their bytes out to torch's threads.
 #pragma once
 
 #include <c10/core/ScalarType.h>
 #include <c10/core/Storage.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -49,5 +51,16 @@ struct StorageList {
   // storages without memory count as empty.
   std::uint64_t staging_nbytes(std::uint64_t alignment) const;
 };
+
+// For fewer bytes, one thread is as fast.
+inline constexpr std::size_t kMinSharedNbytes = std::size_t{512} << 10;
+
+// Calls `work` for 0 .. n - 1 in up to `n_threads` runs of neighbours, on the threads of torch's
+// operators.  During training these threads are awake: they wait for the next operator in a busy
+// loop for some milliseconds.  So they begin at once, while new threads would have to share their
+// cores.  The runs are parallel
+// unless torch has one thread (torch.set_num_threads) or this is one of torch's threads.  Rethrows
+// an exception.
+void share_out(std::size_t n, std::size_t n_threads, const std::function<void(std::size_t)>& work);
 
 }  // namespace ptsave

@@ -1,6 +1,6 @@
-#include "storage/tensor_statistics.h"
+#include "tensors/tensor_statistics.h"
 
-#include "storage/torch_threads.h"
+#include "tensors/storage.h"
 
 namespace ptsave {
 

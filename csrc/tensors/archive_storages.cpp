@@ -1,11 +1,11 @@
-#include "storage/archive_storages.h"
+#include "tensors/archive_storages.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
 
 #include "device/side_streams.h"
-#include "storage/storage.h"
+#include "tensors/storage.h"
 
 namespace ptsave {
 

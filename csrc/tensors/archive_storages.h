@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "core/read/reader.h"
-#include "storage/restore.h"
+#include "tensors/restore.h"
 
 namespace ptsave {
 
