@@ -18,8 +18,8 @@
 #include "core/crc/crc32.h"
 #include "core/read/checked_read.h"
 #include "core/write/file_plan.h"
-#include "device/accelerator_payloads.h"
-#include "device/bytes.h"
+#include "device/accelerator_copies.h"
+#include "device/side_streams.h"
 #include "tensors/ranges.h"
 
 namespace py = pybind11;

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "bindings/bindings.h"
-#include "device/bytes.h"
+#include "device/side_streams.h"
 #include "tensors/storage.h"
 
 namespace py = pybind11;

@@ -14,8 +14,8 @@
 #include "bindings/bindings.h"
 #include "bindings/file_plans.h"
 #include "core/write/file_plan.h"
-#include "device/accelerator_payloads.h"
-#include "device/bytes.h"
+#include "device/accelerator_copies.h"
+#include "device/side_streams.h"
 #include "tensors/snapshot.h"
 
 namespace py = pybind11;

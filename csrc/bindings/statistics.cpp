@@ -11,7 +11,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
-#include "device/bytes.h"
+#include "device/side_streams.h"
 #include "tensors/tensor_statistics.h"
 
 namespace py = pybind11;

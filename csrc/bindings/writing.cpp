@@ -19,7 +19,7 @@
 #include "core/io/file.h"
 #include "core/io/late_release.h"
 #include "core/write/file_plan.h"
-#include "device/accelerator_payloads.h"
+#include "device/accelerator_copies.h"
 #include "device/side_streams.h"
 #include "tensors/snapshot.h"
 

@@ -1,4 +1,4 @@
-// Streams for copies beside the caller's streams.
+// Streams for copies beside the caller's streams, and tensors of bytes to copy.
 //
 // A transfer uses a few streams of each of its devices, from a stock that the process keeps.  A few
 // suffice, because copies in one direction cross the bus one after the other. torch has 32 streams
@@ -11,13 +11,18 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/Device.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/Event.h>
+#include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -27,6 +32,27 @@
 #include <vector>
 
 namespace ptsave {
+
+// A uint8 tensor that views a part of a storage, because ATen copies tensors.
+at::Tensor bytes_of(const c10::Storage& storage, std::uint64_t offset, std::uint64_t nbytes);
+
+// The same over a part of a contiguous tensor.
+at::Tensor bytes_of(const at::Tensor& tensor, std::uint64_t offset, std::uint64_t nbytes);
+
+// The offset of a tensor's elements in its storage, in bytes.
+std::uint64_t byte_offset(const at::Tensor& tensor);
+
+// Hides this thread's copies from autograd and Python modes, so that they need no GIL.
+class RawCopies {
+ public:
+  RawCopies()
+      : no_python_(
+            c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})) {}
+
+ private:
+  at::NoGradGuard no_grad_;
+  c10::impl::ExcludeDispatchKeyGuard no_python_;
+};
 
 // The streams of one transfer.  Their work comes after all work that the devices' current streams
 // had when this object was made.  Safe for concurrent use.

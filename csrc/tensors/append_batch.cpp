@@ -13,7 +13,6 @@
 #include "core/base/owner.h"
 #include "core/crc/crc32.h"
 #include "core/memory/buffer.h"
-#include "device/bytes.h"
 #include "device/side_streams.h"
 #include "tensors/storage.h"
 #include "tensors/tensor_statistics.h"

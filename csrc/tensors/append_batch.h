@@ -19,7 +19,7 @@
 #include "core/pipeline/stager.h"
 #include "core/statistics/statistics.h"
 #include "core/write/appended_archive.h"
-#include "device/accelerator_stager.h"
+#include "device/accelerator_copies.h"
 #include "tensors/storage.h"
 
 namespace ptsave {

@@ -18,8 +18,8 @@
 
 #include "core/base/error.h"
 #include "core/memory/pages.h"
-#include "device/accelerator_unstager.h"
-#include "device/bytes.h"
+#include "device/accelerator_copies.h"
+#include "device/side_streams.h"
 
 namespace ptsave {
 namespace {

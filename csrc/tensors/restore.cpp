@@ -7,8 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "device/accelerator_unstager.h"
-#include "device/bytes.h"
+#include "device/accelerator_copies.h"
 #include "device/side_streams.h"
 #include "tensors/ranges.h"
 

@@ -13,7 +13,7 @@
 #include "core/pipeline/pipeline.h"
 #include "core/write/file_plan.h"
 #include "core/write/staging_copy.h"
-#include "device/accelerator_stager.h"
+#include "device/accelerator_copies.h"
 #include "tensors/storage.h"
 
 namespace ptsave {
