@@ -12,7 +12,6 @@
 #include "bindings/bindings.h"
 #include "pickle/in/unpickler.h"
 #include "pickle/out/pickler.h"
-#include "pickle/scan/claims.h"
 #include "pickle/scan/scan.h"
 #include "tensors/storage.h"
 

@@ -16,12 +16,6 @@
 
 namespace ptsave {
 
-// Detects other readers of a file.
-//
-// Reading past the page cache is fastest for the only reader of a file.  But if eight ranks of one
-// host load the same checkpoint that way, they fetch it eight times.  Through the page cache, each
-// byte is fetched once.
-
 // The beginning of a load, read through the page cache, because ranks start some milliseconds
 // apart.  The files of one checkpoint share it.  Safe for concurrent use.
 class SharedStart {
@@ -38,8 +32,14 @@ class SharedStart {
   std::atomic<std::uint64_t> nbytes_{0};
 };
 
-// One reader of one file, visible to all other readers on this host and in this process while it
-// lives.  Safe for concurrent use.
+// Detects other readers of a file.
+//
+// Reading past the page cache is fastest for the only reader of a file.  But if eight ranks of one
+// host load the same checkpoint that way, they fetch it eight times.  Through the page cache, each
+// byte is fetched once.
+//
+// This is one reader of one file, visible to all other readers on this host and in this process
+// while it lives.  Safe for concurrent use.
 //
 // A reader announces itself by a lock on a byte beyond the end of every file.  It is an
 // open-file-description lock: the kernel releases it when the holder dies.  No reader waits for it.

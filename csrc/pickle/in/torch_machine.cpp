@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "pickle/common/attribute.h"
+#include "pickle/common/object.h"
 
 namespace ptsave {
 namespace {

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "pickle/common/attribute.h"
+#include "pickle/common/object.h"
 #include "pickle/out/pickle_stream.h"
 
 namespace ptsave {

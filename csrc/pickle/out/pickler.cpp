@@ -18,10 +18,9 @@
 #include <string_view>
 #include <utility>
 
-#include "pickle/common/attribute.h"
+#include "pickle/common/object.h"
 #include "pickle/out/pickle_environment.h"
 #include "pickle/out/pickle_stream.h"
-#include "pickle/out/recursion_levels.h"
 #include "pickle/out/tensor_pickler.h"
 
 namespace ptsave {

@@ -13,7 +13,7 @@
 #include <string_view>
 #include <utility>
 
-#include "pickle/common/attribute.h"
+#include "pickle/common/object.h"
 
 namespace ptsave {
 namespace {

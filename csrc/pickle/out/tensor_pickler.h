@@ -15,7 +15,6 @@
 
 #include "pickle/common/object.h"
 #include "pickle/out/pickle_environment.h"
-#include "pickle/out/pickle_memo.h"
 #include "pickle/out/pickle_stream.h"
 #include "pickle/out/pickler.h"
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "pickle/common/opcodes.h"
-#include "pickle/in/memo.h"
+#include "pickle/in/values.h"
 
 namespace ptsave {
 namespace {

@@ -1,6 +1,7 @@
 // Analyses a pickle without running it.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_set>
@@ -20,5 +21,12 @@ namespace ptsave {
 // Pure; linear in the pickle's size in time and memory, for any pickle.
 bool rebuilds_blindly(std::string_view pickle, const std::unordered_set<std::string>& dtypes,
                       const std::unordered_set<std::string>& opaque = {});
+
+// The reason to refuse a pickle of any protocol, or nothing.  For a length with missing bytes, or a
+// memo entry with a large number, Python's unpickler allocates gigabytes for a file of a few bytes.
+// For example, b"\x80\x02Nr\xff\xff\xff\x7f." numbers a value 2147483647.
+//
+// Pure; linear in the pickle's size in time.
+std::optional<std::string> unjustified_claim(std::string_view pickle);
 
 }  // namespace ptsave
