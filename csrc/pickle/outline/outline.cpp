@@ -15,13 +15,11 @@
 #include <vector>
 
 #include "pickle/common/opcodes.h"
+#include "pickle/common/stack_machine.h"
 #include "pickle/in/values.h"
 
 namespace ptsave {
 namespace {
-
-// Thrown if the pickle is not a plain one.
-struct Declined {};
 
 constexpr std::size_t kBytesInARow = std::size_t{128} << 10;  // between checks for signals
 
@@ -70,6 +68,19 @@ enum class Kind : std::uint8_t {
   kNewDict,      // an empty OrderedDict that the next steps put into a tuple
   kArguments,    // a tuple with any of these; index: into arguments_
 };
+
+Object real(std::string_view bytes) {
+  std::uint64_t bits = 0;
+  for (const char each : bytes) bits = bits << 8 | static_cast<unsigned char>(each);
+  return Object::checked(PyFloat_FromDouble(std::bit_cast<double>(bits)));
+}
+
+Object long_integer(std::string_view bytes) {
+  if (bytes.empty() || bytes.size() > sizeof(std::int64_t)) throw Declined{};
+  const std::size_t n_unused = 8 * (sizeof(std::int64_t) - bytes.size());
+  const std::uint64_t shifted = little_endian(bytes) << n_unused;
+  return Object::checked(PyLong_FromLongLong(static_cast<std::int64_t>(shifted) >> n_unused));
+}
 
 // A value of the outline's machine.
 struct Part {
@@ -129,10 +140,10 @@ std::int64_t sum(std::int64_t a, std::int64_t b) {
   return result;
 }
 
-class Machine {
+class Machine final : public StackMachine<Machine, Part> {
  public:
   Machine(std::string_view pickle, StorageRecords& records, PyTypeObject* tensor_type)
-      : cursor_(pickle), reads_(pickle), records_(records), tensor_type_(tensor_type) {
+      : StackMachine(pickle), reads_(pickle), records_(records), tensor_type_(tensor_type) {
     for (const Dtype& dtype : kDtypes) {
       dtype_names_.push_back(Object::checked(PyUnicode_FromStringAndSize(
           dtype.name.data(), static_cast<Py_ssize_t>(dtype.name.size()))));
@@ -152,80 +163,36 @@ class Machine {
   }
 
  private:
-  void step(unsigned char code);
-  void step_of_containers(unsigned char code);
+  friend StackMachine;
 
-  // ---------------------------------------------------------------------------------- operands
-
-  std::string_view exactly(std::size_t n) {
-    const std::string_view bytes = cursor_.take(n);
-    if (bytes.size() < n) throw Declined{};
-    return bytes;
-  }
-  unsigned char byte() { return static_cast<unsigned char>(exactly(1).front()); }
-  template <class Number>
-  Number number() {
-    return static_cast<Number>(little_endian(exactly(sizeof(Number))));
-  }
-
-  // ------------------------------------------------------------------------------------- stack
-
-  void push(Part value) { stack_.push_back(std::move(value)); }
-  void push(Object object) { stack_.push_back(value_of(std::move(object))); }
-  std::size_t base() const { return marks_.empty() ? 0 : marks_.back(); }
-  Part& top(std::size_t n = 1) {
-    if (stack_.size() < base() + n) throw Declined{};
-    return stack_[stack_.size() - n];
-  }
-  Part pop() {
-    Part value = std::move(top());
-    stack_.pop_back();
-    return value;
-  }
+  void push_object(Object object) { push(value_of(std::move(object))); }
   Part pop_object() {
     Part value = pop();
     if (!value.is_object()) throw Declined{};
     return value;
   }
-  std::size_t pop_mark() {
-    if (marks_.empty()) throw Declined{};
-    const std::size_t n = stack_.size() - marks_.back();
-    marks_.pop_back();
-    return n;
-  }
-  std::span<Part> last(std::size_t n) {
-    top(n + 1);  // checks the value below them, too
-    return std::span(stack_).last(n);
-  }
-  void drop(std::size_t n) { stack_.resize(stack_.size() - n); }
 
-  // -------------------------------------------------------------------------------------- memo
-
-  void put(std::uint32_t i) {
-    const Part& value = top();
-    if (!reads_.is_read(i)) return;
+  static void protocol(unsigned char n) {
+    if (n != 2) throw Declined{};
+  }
+  void constant(unsigned char code, std::string_view operand);
+  bool keeps(std::uint32_t i) {
+    if (!reads_.is_read(i)) return false;
     if (i >= cursor_.size()) throw Declined{};  // bounds the memory by the pickle's size
+    const Part& value = top();
     if (value.kind == Kind::kArguments) arguments_[value.index].is_kept = true;
-    if (i >= memo_.size()) memo_.resize(std::size_t{i} + 1);
-    memo_[i] = value;
+    return true;
   }
-  void get(std::uint32_t i) {
-    if (i >= memo_.size() || memo_[i].kind == Kind::kNothing) throw Declined{};
-    push(memo_[i]);
-  }
-
-  // ------------------------------------------------------------------------------------ values
-
-  void real();
-  void long_integer();
-  void text();
   void make_tuple(std::size_t n);
-  void append(std::size_t n);
-  void set_items(std::size_t n);
-  void global();
+  void new_list() { push_object(Object::checked(PyList_New(0))); }
+  void new_dict() { push_object(Object::checked(PyDict_New())); }
+  static void append(const Part& list, std::span<const Part> items);
+  static void set_items(const Part& dict, std::span<const Part> items);
+  void global(std::string_view module, std::string_view name);
   void persistent_id();
   void reduce();
   void build();
+  static void other_step(unsigned char /*code*/) { throw Declined{}; }
 
   Part new_tensor(std::span<const Part> arguments, bool has_dtype);
   Part parameter(std::span<const Part> arguments) const;
@@ -241,14 +208,10 @@ class Machine {
   std::uint32_t new_arguments();
   void done_with(const Part& arguments);
 
-  PickleCursor cursor_;
   Memo reads_;  // only for is_read()
   StorageRecords& records_;
   PyTypeObject* tensor_type_;
   std::vector<Object> dtype_names_;
-  std::vector<Part> stack_;
-  std::vector<std::size_t> marks_;
-  std::vector<Part> memo_;
   std::unordered_map<std::string_view, Part> globals_;
   std::deque<Arguments> arguments_;
   std::vector<std::uint32_t> free_arguments_;
@@ -256,105 +219,35 @@ class Machine {
   std::unordered_map<std::string, std::uint32_t> storage_of_key_;
 };
 
-void Machine::step(unsigned char code) {
+void Machine::constant(unsigned char code, std::string_view operand) {
   switch (code) {
-    case opcode::kProto:
-      if (byte() != 2) throw Declined{};
-      return;
-    case opcode::kMark:
-      return marks_.push_back(stack_.size());
     case opcode::kNone:
-      return push(Object::borrow(Py_None));
+      return push_object(Object::borrow(Py_None));
     case opcode::kNewTrue:
-      return push(Object::borrow(Py_True));
+      return push_object(Object::borrow(Py_True));
     case opcode::kNewFalse:
-      return push(Object::borrow(Py_False));
+      return push_object(Object::borrow(Py_False));
     case opcode::kBinInt:
-      return push(Object::checked(PyLong_FromLong(number<std::int32_t>())));
+      return push_object(
+          Object::checked(PyLong_FromLong(static_cast<std::int32_t>(little_endian(operand)))));
     case opcode::kBinInt1:
-      return push(Object::checked(PyLong_FromLong(byte())));
     case opcode::kBinInt2:
-      return push(Object::checked(PyLong_FromLong(number<std::uint16_t>())));
+      return push_object(
+          Object::checked(PyLong_FromLong(static_cast<long>(little_endian(operand)))));
     case opcode::kLong1:
-      return long_integer();
+      return push_object(long_integer(operand));
     case opcode::kBinFloat:
-      return real();
+      return push_object(real(operand));
     case opcode::kBinUnicode:
-      return text();
-    case opcode::kBinPut:
-      return put(byte());
-    case opcode::kLongBinPut:
-      return put(number<std::uint32_t>());
-    case opcode::kBinGet:
-      return get(byte());
-    case opcode::kLongBinGet:
-      return get(number<std::uint32_t>());
-    case opcode::kGlobal:
-      return global();
-    case opcode::kBinPersId:
-      return persistent_id();
-    case opcode::kReduce:
-      return reduce();
-    case opcode::kBuild:
-      return build();
-    default:
-      return step_of_containers(code);
-  }
-}
-
-void Machine::step_of_containers(unsigned char code) {
-  switch (code) {
-    case opcode::kEmptyTuple:
-      return make_tuple(0);
-    case opcode::kTuple1:
-      return make_tuple(1);
-    case opcode::kTuple2:
-      return make_tuple(2);
-    case opcode::kTuple3:
-      return make_tuple(3);
-    case opcode::kTuple:
-      return make_tuple(pop_mark());
-    case opcode::kEmptyList:
-      return push(Object::checked(PyList_New(0)));
-    case opcode::kEmptyDict:
-      return push(Object::checked(PyDict_New()));
-    case opcode::kAppend:
-      return append(1);
-    case opcode::kAppends:
-      return append(pop_mark());
-    case opcode::kSetItem:
-      return set_items(2);
-    case opcode::kSetItems:
-      return set_items(pop_mark());
+      return push_object(Object::checked(PyUnicode_DecodeUTF8(
+          operand.data(), static_cast<Py_ssize_t>(operand.size()), "surrogatepass")));
     default:
       throw Declined{};
   }
 }
 
-void Machine::real() {
-  std::uint64_t bits = 0;
-  for (const char each : exactly(sizeof(double)))
-    bits = bits << 8 | static_cast<unsigned char>(each);
-  push(Object::checked(PyFloat_FromDouble(std::bit_cast<double>(bits))));
-}
-
-void Machine::long_integer() {
-  const std::string_view bytes = exactly(byte());
-  if (bytes.empty() || bytes.size() > sizeof(std::int64_t)) throw Declined{};
-  const std::size_t n_unused = 8 * (sizeof(std::int64_t) - bytes.size());
-  const std::uint64_t shifted = little_endian(bytes) << n_unused;
-  push(Object::checked(PyLong_FromLongLong(static_cast<std::int64_t>(shifted) >> n_unused)));
-}
-
-void Machine::text() {
-  const std::string_view bytes = exactly(number<std::uint32_t>());
-  push(Object::checked(
-      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "surrogatepass")));
-}
-
 void Machine::make_tuple(std::size_t n) {
-  if (n > 0) top(n);
-  const std::span<Part> parts = std::span(stack_).last(n);
+  const std::span<Part> parts = last(n);
   const auto is_object = [](const Part& part) {
     return part.is_object() || part.kind == Kind::kNewDict;
   };
@@ -372,7 +265,7 @@ void Machine::make_tuple(std::size_t n) {
   for (std::size_t i = 0; i < n; ++i)
     PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), parts[i].object.release());
   drop(n);
-  push(std::move(tuple));
+  push_object(std::move(tuple));
 }
 
 std::uint32_t Machine::new_arguments() {
@@ -406,57 +299,48 @@ bool Machine::makes_tuple_next() {
     }
     code = ahead.byte();
   }
-  return code == opcode::kTuple && stack_.size() > base();
+  return code == opcode::kTuple && depth() > 0;
 }
 
-void Machine::append(std::size_t n) {
-  const std::span<Part> items = last(n);
-  PyObject* const list = top(n + 1).object.get();
-  if (top(n + 1).kind != Kind::kObject || !PyList_CheckExact(list)) throw Declined{};
+void Machine::append(const Part& list, std::span<const Part> items) {
+  if (list.kind != Kind::kObject || !PyList_CheckExact(list.object.get())) throw Declined{};
   for (const Part& item : items) {
     if (!item.is_object()) throw Declined{};
-    checked(PyList_Append(list, item.object.get()));
+    checked(PyList_Append(list.object.get(), item.object.get()));
   }
-  drop(n);
 }
 
-void Machine::set_items(std::size_t n) {
-  const std::span<Part> items = last(n);
-  PyObject* const dict = top(n + 1).object.get();
-  if (top(n + 1).kind != Kind::kObject || n % 2 != 0) throw Declined{};
-  const bool is_ordered = PyODict_CheckExact(dict);
-  if (!is_ordered && !PyDict_CheckExact(dict)) throw Declined{};
-  for (std::size_t i = 0; i < n; i += 2) {
+void Machine::set_items(const Part& dict, std::span<const Part> items) {
+  PyObject* const target = dict.object.get();
+  if (dict.kind != Kind::kObject) throw Declined{};
+  const bool is_ordered = PyODict_CheckExact(target);
+  if (!is_ordered && !PyDict_CheckExact(target)) throw Declined{};
+  for (std::size_t i = 0; i < items.size(); i += 2) {
     PyObject* const key = items[i].object.get();
     if (items[i].kind != Kind::kObject || !is_plain_key(key) || !items[i + 1].is_object()) {
       throw Declined{};
     }
     const auto set = is_ordered ? &PyODict_SetItem : &PyDict_SetItem;
-    checked(set(dict, key, items[i + 1].object.get()));
+    checked(set(target, key, items[i + 1].object.get()));
   }
-  drop(n);
 }
 
-void Machine::global() {
-  const std::string_view module = cursor_.line();
-  const std::string_view name = cursor_.line();
-  if (!name.ends_with('\n')) throw Declined{};
-  const std::string_view lines(module.data(), module.size() + name.size());
+void Machine::global(std::string_view module, std::string_view name) {
+  const std::string_view lines(module.data(), module.size() + 1 + name.size());
   const auto known = globals_.find(lines);
   if (known != globals_.end()) return push(known->second);
   Part value;
-  if (lines == "collections\nOrderedDict\n") value.kind = Kind::kOrderedDict;
-  if (lines == "torch._utils\n_rebuild_tensor_v2\n") value.kind = Kind::kRebuild;
-  if (lines == "torch._utils\n_rebuild_tensor_v3\n") value.kind = Kind::kRebuildV3;
-  if (lines == "torch._utils\n_rebuild_parameter\n") value.kind = Kind::kParameter;
-  if (lines == "torch.storage\nUntypedStorage\n" || lines == "torch\nUntypedStorage\n") {
+  if (lines == "collections\nOrderedDict") value.kind = Kind::kOrderedDict;
+  if (lines == "torch._utils\n_rebuild_tensor_v2") value.kind = Kind::kRebuild;
+  if (lines == "torch._utils\n_rebuild_tensor_v3") value.kind = Kind::kRebuildV3;
+  if (lines == "torch._utils\n_rebuild_parameter") value.kind = Kind::kParameter;
+  if (lines == "torch.storage\nUntypedStorage" || lines == "torch\nUntypedStorage") {
     value = {.kind = Kind::kStorageType, .index = kDtypes.size(), .object = {}};
   }
-  if (module == "torch\n") {
-    const std::string_view word = name.substr(0, name.size() - 1);
+  if (module == "torch") {
     for (std::uint32_t i = 0; i < kDtypes.size(); ++i) {
-      if (word == kDtypes[i].name) value = {.kind = Kind::kDtype, .index = i, .object = {}};
-      if (!word.empty() && word == kDtypes[i].storage) {
+      if (name == kDtypes[i].name) value = {.kind = Kind::kDtype, .index = i, .object = {}};
+      if (!name.empty() && name == kDtypes[i].storage) {
         value = {.kind = Kind::kStorageType, .index = i, .object = {}};
       }
     }
@@ -504,7 +388,7 @@ void Machine::reduce() {
     }
     // Probably a tensor's hooks, which the outline does not need.
     if (makes_tuple_next()) return push(Part{.kind = Kind::kNewDict, .index = 0, .object = {}});
-    return push(Object::checked(PyODict_New()));
+    return push_object(Object::checked(PyODict_New()));
   }
   if (function.kind == Kind::kParameter) {
     if (arguments.kind != Kind::kObject || !PyTuple_CheckExact(arguments.object.get())) {

@@ -13,41 +13,10 @@
 #include <vector>
 
 #include "pickle/common/opcodes.h"
+#include "pickle/common/stack_machine.h"
 
 namespace ptsave {
 namespace {
-
-// A cursor that records when it has run past the pickle's end; its results are then meaningless.
-class Cursor {
- public:
-  explicit Cursor(std::string_view pickle) : cursor_(pickle) {}
-
-  bool failed() const { return failed_; }
-
-  unsigned char byte() { return static_cast<unsigned char>(little_endian(take(1))); }
-  std::uint32_t little_endian_32() { return static_cast<std::uint32_t>(little_endian(take(4))); }
-
-  std::string_view take(std::size_t n) {
-    const std::string_view taken = cursor_.take(n);
-    failed_ |= taken.size() < n;
-    return taken;
-  }
-
-  // Takes a line without its newline.
-  std::string_view line() {
-    std::string_view taken = cursor_.line();
-    if (!taken.ends_with('\n')) {
-      failed_ = true;
-      return {};
-    }
-    taken.remove_suffix(1);
-    return taken;
-  }
-
- private:
-  PickleCursor cursor_;
-  bool failed_ = false;
-};
 
 // ------------------------------------------------------------------------------------------ values
 
@@ -150,57 +119,27 @@ bool is_storage_type(std::string_view module, std::string_view name) {
 
 // ----------------------------------------------------------------------------------------- machine
 
-class Machine {
+class Machine final : public StackMachine<Machine, Value> {
  public:
   Machine(std::string_view pickle, const std::unordered_set<std::string>& dtypes,
           const std::unordered_set<std::string>& opaque)
-      : cursor_(pickle),
+      : StackMachine(pickle),
         dtypes_(dtypes),
         opaque_(opaque),
         max_memo_size_(std::max<std::size_t>(pickle.size(), 256)) {}
 
-  bool run() {
-    while (true) {
-      const unsigned char op = cursor_.byte();
-      if (cursor_.failed()) return false;
-      if (op == opcode::kStop) return depth() > 0;
-      const Step step = kSteps[op];
-      // A truncated operand was used, but without effect.
-      if (step == nullptr || !(this->*step)() || cursor_.failed()) return false;
-    }
+  // Throws Declined.
+  void run() {
+    for (unsigned char code = byte(); code != opcode::kStop; code = byte()) step(code);
+    top();
   }
 
  private:
-  using Step = bool (Machine::*)();
-  using Steps = std::array<Step, 256>;
+  friend StackMachine;
 
-  static constexpr Steps steps();
-  static const Steps kSteps;
-
-  // The number of values above the topmost mark; no opcode reaches below it.
-  std::size_t depth() const { return stack_.size() - (marks_.empty() ? 0 : marks_.back()); }
-
-  bool push(Kind kind, std::size_t index = 0) {
-    stack_.push_back({kind, static_cast<std::uint32_t>(index)});
-    return true;
+  void push_new(Kind kind, std::size_t index = 0) {
+    push({kind, static_cast<std::uint32_t>(index)});
   }
-
-  Value take_top() {
-    const Value value = stack_.back();
-    stack_.pop_back();
-    return value;
-  }
-
-  // Removes the topmost mark and returns the number of values above it; nothing without a mark.
-  std::optional<std::size_t> take_mark() {
-    if (marks_.empty()) return std::nullopt;
-    const std::size_t n = depth();
-    marks_.pop_back();
-    return n;
-  }
-
-  std::span<const Value> top(std::size_t n) const { return std::span(stack_).last(n); }
-  void drop(std::size_t n) { stack_.resize(stack_.size() - n); }
 
   // The elements of a tuple that is not plain; empty for any other value.
   std::span<const Value> elements(Value value) const {
@@ -209,87 +148,32 @@ class Machine {
     return std::span(elements_).subspan(tuple.begin, tuple.size);
   }
 
-  // ---- plain values
-
-  template <std::size_t NBytes>
-  bool plain() {
-    cursor_.take(NBytes);
-    return push(Kind::kPlain);
-  }
-  bool plain_short() {
-    cursor_.take(cursor_.byte());
-    return push(Kind::kPlain);
-  }
-  bool plain_long() {
-    cursor_.take(cursor_.little_endian_32());
-    return push(Kind::kPlain);
-  }
-
-  // ---- the stack
-
-  bool protocol() {
-    cursor_.byte();  // the supported opcodes are the same in all protocols
+  void protocol(unsigned char /*n*/) {}  // the supported opcodes are the same in all protocols
+  void constant(unsigned char /*code*/, std::string_view /*operand*/) { push_new(Kind::kPlain); }
+  bool keeps(std::uint32_t i) const {
+    // Bounds the memory.  Picklers count from 0 and write bytes for each entry: none is refused.
+    if (i >= max_memo_size_) throw Declined{};
     return true;
   }
-  bool mark() {
-    marks_.push_back(static_cast<std::uint32_t>(stack_.size()));
-    return true;
-  }
-  bool pop() {
-    if (depth() == 0) return false;  // Python's unpickler would take a mark, torch's does not
-    stack_.pop_back();
-    return true;
-  }
-  template <std::size_t N>
-  bool tuple() {
-    return depth() >= N && tuple_of(N);
-  }
-  bool marked_tuple() {
-    const std::optional<std::size_t> n = take_mark();
-    return n && tuple_of(*n);
-  }
-  bool tuple_of(std::size_t n);
+  void make_tuple(std::size_t n);
 
-  // ---- the memo
-
-  bool put_short() { return put(cursor_.byte()); }
-  bool put_long() { return put(cursor_.little_endian_32()); }
-  bool get_short() { return get(cursor_.byte()); }
-  bool get_long() { return get(cursor_.little_endian_32()); }
-  bool put(std::size_t i);
-  bool get(std::size_t i);
-
-  // ---- containers
-
-  template <Kind Made>
-  bool container() {
+  void new_container(Kind kind) {
     containers_.emplace_back();
-    return push(Made, containers_.size() - 1);
+    push_new(kind, containers_.size() - 1);
   }
-  bool empty_tuple() { return push(Kind::kEmptyTuple); }
-  bool append() { return extend_list(1); }
-  bool appends() {
-    const std::optional<std::size_t> n = take_mark();
-    return n && extend_list(*n);
-  }
-  bool set_item() { return update_dict(2); }
-  bool set_items() {
-    const std::optional<std::size_t> n = take_mark();
-    return n && update_dict(*n);
-  }
-  bool extend_list(std::size_t n);
-  bool update_dict(std::size_t n);
+  void new_list() { new_container(Kind::kList); }
+  void new_dict() { new_container(Kind::kDict); }
+  void append(Value list, std::span<const Value> values);
+  void set_items(Value dict, std::span<const Value> items);
   void store(Value container, Value value) {
     if (!is_plain(value)) containers_[container.index].holds_plain_only = false;
   }
 
-  // ---- everything that runs code
-
-  bool global();
-  bool persistent_id();
-  bool reduce();
-  bool new_object();
-  bool build();
+  void global(std::string_view module, std::string_view name);
+  void persistent_id();
+  void reduce();
+  void build();
+  void other_step(unsigned char code);
   bool accepts(std::string_view signature, Value arguments) const;
   bool accepts_one(char expected, Value argument) const;
 
@@ -298,20 +182,16 @@ class Machine {
     std::uint32_t size;
   };
 
-  Cursor cursor_;
   const std::unordered_set<std::string>& dtypes_;
   const std::unordered_set<std::string>& opaque_;
   std::size_t max_memo_size_;
-  std::vector<Value> stack_;
-  std::vector<std::uint32_t> marks_;  // sizes of the stack
-  std::vector<Value> memo_;
   std::vector<Container> containers_;
   std::vector<Tuple> tuples_;
   std::vector<Value> elements_;  // of all tuples
 };
 
-bool Machine::tuple_of(std::size_t n) {
-  const std::span<const Value> parts = top(n);
+void Machine::make_tuple(std::size_t n) {
+  const std::span<const Value> parts = last(n);
   Value result{n == 0 ? Kind::kEmptyTuple : Kind::kPlain, 0};
   if (std::ranges::all_of(parts, is_apart)) {
     if (!std::ranges::all_of(parts, is_plain)) result.kind = Kind::kArray;
@@ -322,90 +202,68 @@ bool Machine::tuple_of(std::size_t n) {
     elements_.insert(elements_.end(), parts.begin(), parts.end());
   }
   drop(n);
-  stack_.push_back(result);
-  return true;
+  push(result);
 }
 
-bool Machine::put(std::size_t i) {
-  // Bounds the memory.  Picklers count from 0 and write bytes for each entry: none is refused.
-  if (depth() == 0 || i >= max_memo_size_) return false;
-  if (i >= memo_.size()) memo_.resize(i + 1);
-  memo_[i] = stack_.back();
-  return true;
-}
-
-bool Machine::get(std::size_t i) {
-  if (i >= memo_.size() || memo_[i].kind == Kind::kNothing) return false;
-  stack_.push_back(memo_[i]);
-  return true;
-}
-
-bool Machine::extend_list(std::size_t n) {
+void Machine::append(Value list, std::span<const Value> values) {
+  if (list.kind == Kind::kOpaque) return;
   // Accept only exact lists: any other object's `append` is called, which can be an attribute.
-  if (depth() <= n) return false;
-  const Value list = stack_[stack_.size() - n - 1];
-  if (list.kind != Kind::kList && list.kind != Kind::kOpaque) return false;
-  if (list.kind == Kind::kList) {
-    for (const Value value : top(n)) store(list, value);
-  }
-  drop(n);
-  return true;
+  if (list.kind != Kind::kList) throw Declined{};
+  for (const Value value : values) store(list, value);
 }
 
-bool Machine::update_dict(std::size_t n) {
-  if (depth() <= n || n % 2 != 0) return false;
-  const Value dict = stack_[stack_.size() - n - 1];
-  const bool is_opaque = dict.kind == Kind::kOpaque;
-  if (!is_opaque && dict.kind != Kind::kDict && dict.kind != Kind::kOrderedDict) return false;
-  const std::span<const Value> items = top(is_opaque ? 0 : n);
+void Machine::set_items(Value dict, std::span<const Value> items) {
+  if (dict.kind == Kind::kOpaque) return;
+  if (dict.kind != Kind::kDict && dict.kind != Kind::kOrderedDict) throw Declined{};
   for (std::size_t i = 0; i < items.size(); i += 2) {
     // A tensor's hash is its address, but comparing it with another key of that hash reads values.
-    if (!is_plain(items[i])) return false;
+    if (!is_plain(items[i])) throw Declined{};
     store(dict, items[i + 1]);
   }
-  drop(n);
-  return true;
 }
 
-bool Machine::global() {
-  const std::string_view module = cursor_.line();
-  const std::string_view name = cursor_.line();
+void Machine::global(std::string_view module, std::string_view name) {
   for (std::size_t i = 0; i < kFunctions.size(); ++i) {
     if (kFunctions[i].name == name && kFunctions[i].module == module) {
-      return push(Kind::kFunction, i);
+      return push_new(Kind::kFunction, i);
     }
   }
-  if (is_storage_type(module, name)) return push(Kind::kStorageType);
-  if (module == "numpy" && name == "ndarray") return push(Kind::kArray);
+  if (is_storage_type(module, name)) return push_new(Kind::kStorageType);
+  if (module == "numpy" && name == "ndarray") return push_new(Kind::kArray);
   if (opaque_.contains(std::string(module) + '\n' + std::string(name))) {
-    return push(Kind::kOpaque);
+    return push_new(Kind::kOpaque);
   }
-  return module == "torch" && dtypes_.contains(std::string(name)) && push(Kind::kPlain);
+  if (module != "torch" || !dtypes_.contains(std::string(name))) throw Declined{};
+  push_new(Kind::kPlain);
 }
 
-bool Machine::persistent_id() {
-  if (depth() == 0) return false;
+void Machine::persistent_id() {
   // ("storage", type, key, location, numel)
-  const std::span<const Value> id = elements(take_top());
-  if (id.size() != 5 || id[1].kind != Kind::kStorageType) return false;
-  return std::ranges::count_if(id, is_plain) == 4 && push(Kind::kStorage);
+  const std::span<const Value> id = elements(pop());
+  if (id.size() != 5 || id[1].kind != Kind::kStorageType) throw Declined{};
+  if (std::ranges::count_if(id, is_plain) != 4) throw Declined{};
+  push_new(Kind::kStorage);
 }
 
-bool Machine::reduce() {
-  if (depth() < 2) return false;
-  const Value arguments = take_top();
-  const Value callable = take_top();
-  if (callable.kind == Kind::kOpaque) return push(Kind::kOpaque);
-  if (callable.kind != Kind::kFunction) return false;
+void Machine::reduce() {
+  const Value arguments = pop();
+  const Value callable = pop();
+  if (callable.kind == Kind::kOpaque) return push_new(Kind::kOpaque);
+  if (callable.kind != Kind::kFunction) throw Declined{};
   const Function& function = kFunctions[callable.index];
-  if (!accepts(function.signature, arguments)) return false;
-  return function.result == Kind::kOrderedDict ? container<Kind::kOrderedDict>()
-                                               : push(function.result);
+  if (!accepts(function.signature, arguments)) throw Declined{};
+  if (function.result == Kind::kOrderedDict) return new_container(Kind::kOrderedDict);
+  push_new(function.result);
 }
 
-// Accepts only an opaque class, which is called like a function.
-bool Machine::new_object() {
-  return depth() >= 2 && stack_[stack_.size() - 2].kind == Kind::kOpaque && reduce();
+void Machine::other_step(unsigned char code) {
+  if (code == opcode::kPop) {
+    pop();  // Python's unpickler would take a mark, torch's does not
+  } else if (code == opcode::kNewObj && top(2).kind == Kind::kOpaque) {
+    reduce();  // an opaque class is called like a function
+  } else {
+    throw Declined{};
+  }
 }
 
 bool Machine::accepts(std::string_view signature, Value arguments) const {
@@ -442,59 +300,19 @@ bool Machine::accepts_one(char expected, Value argument) const {
   }
 }
 
-bool Machine::build() {
-  if (depth() < 2) return false;
-  const Value state = take_top();
-  const Value object = stack_.back();
+void Machine::build() {
+  const Value state = pop();
+  const Value object = top();
+  if (object.kind == Kind::kOpaque) return;
   // An array takes bytes or plain values; an array of objects takes a list, which is refused.
-  if (object.kind == Kind::kArray) return is_apart(state);
-  if (object.kind == Kind::kOpaque) return true;
+  if (object.kind == Kind::kArray && is_apart(state)) return;
   // Accept only exact dicts and OrderedDicts, which run no method of the state.  Accept only one
   // state, because the second step would call an attribute __setstate__ of the first.
-  if (object.kind != Kind::kOrderedDict || state.kind != Kind::kDict) return false;
+  if (object.kind != Kind::kOrderedDict || state.kind != Kind::kDict) throw Declined{};
   Container& container = containers_[object.index];
-  if (container.has_attributes) return false;
+  if (container.has_attributes) throw Declined{};
   container = {.holds_plain_only = false, .has_attributes = true};
-  return true;
 }
-
-// The opcodes of torch.save: pickle protocol 2, without EXT.
-constexpr Machine::Steps Machine::steps() {
-  Steps steps{};
-  steps[opcode::kNone] = steps[opcode::kNewTrue] = steps[opcode::kNewFalse] = &Machine::plain<0>;
-  steps[opcode::kBinInt1] = &Machine::plain<1>;
-  steps[opcode::kBinInt2] = &Machine::plain<2>;
-  steps[opcode::kBinInt] = &Machine::plain<4>;
-  steps[opcode::kBinFloat] = &Machine::plain<8>;
-  steps[opcode::kShortBinString] = steps[opcode::kLong1] = &Machine::plain_short;
-  steps[opcode::kBinUnicode] = &Machine::plain_long;
-  steps[opcode::kProto] = &Machine::protocol;
-  steps[opcode::kMark] = &Machine::mark;
-  steps[opcode::kPop] = &Machine::pop;
-  steps[opcode::kBinPut] = &Machine::put_short;
-  steps[opcode::kLongBinPut] = &Machine::put_long;
-  steps[opcode::kBinGet] = &Machine::get_short;
-  steps[opcode::kLongBinGet] = &Machine::get_long;
-  steps[opcode::kEmptyTuple] = &Machine::empty_tuple;
-  steps[opcode::kTuple1] = &Machine::tuple<1>;
-  steps[opcode::kTuple2] = &Machine::tuple<2>;
-  steps[opcode::kTuple3] = &Machine::tuple<3>;
-  steps[opcode::kTuple] = &Machine::marked_tuple;
-  steps[opcode::kEmptyList] = &Machine::container<Kind::kList>;
-  steps[opcode::kEmptyDict] = &Machine::container<Kind::kDict>;
-  steps[opcode::kAppend] = &Machine::append;
-  steps[opcode::kAppends] = &Machine::appends;
-  steps[opcode::kSetItem] = &Machine::set_item;
-  steps[opcode::kSetItems] = &Machine::set_items;
-  steps[opcode::kGlobal] = &Machine::global;
-  steps[opcode::kBinPersId] = &Machine::persistent_id;
-  steps[opcode::kReduce] = &Machine::reduce;
-  steps[opcode::kNewObj] = &Machine::new_object;
-  steps[opcode::kBuild] = &Machine::build;
-  return steps;
-}
-
-constexpr Machine::Steps Machine::kSteps = Machine::steps();
 
 }  // namespace
 
@@ -502,7 +320,12 @@ bool rebuilds_blindly(std::string_view pickle, const std::unordered_set<std::str
                       const std::unordered_set<std::string>& opaque) {
   // Each byte adds at most one to any count of 32 bits.
   if (pickle.size() > std::numeric_limits<std::uint32_t>::max()) return false;
-  return Machine(pickle, dtypes, opaque).run();
+  try {
+    Machine(pickle, dtypes, opaque).run();
+    return true;
+  } catch (const Declined&) {
+    return false;
+  }
 }
 
 namespace {
