@@ -14,7 +14,7 @@ namespace {
 // An exact int for whole numbers, else a float.
 py::object max_abs_of(const Difference& found, bool is_integer) {
   if (!is_integer) return py::float_(found.max_abs);
-  const py::int_ low(found.max_abs_integer.low);
+  py::int_ low(found.max_abs_integer.low);
   if (!found.max_abs_integer.overflows) return low;
   return (py::int_(1) << py::int_(64)) + low;
 }
