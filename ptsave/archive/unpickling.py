@@ -201,7 +201,7 @@ def refusal_of(data: bytes, *, allows_values: bool = False) -> str | None:
     reader: Any = _PickleAlone(data, allows_values=allows_values)
     module = faster(restricted_unpickler, reader, storages_are_plain=False)
     try:
-        _load(reader, "meta", module, None, {"encoding": "utf-8"})
+        _load(UnfilledView(reader), "meta", module, None, {"encoding": "utf-8"})
     except MalformedPickleError:
         return None
     except pickle.UnpicklingError as error:
@@ -225,13 +225,6 @@ class _PickleAlone:
 
     def get_record_offset(self, name: str) -> int:
         return 0
-
-    def get_storage_from_record(self, name: str, nbytes: int, _: type) -> torch.Tensor:
-        """Return a tensor on the device meta; torch 2.9 asks for it, later ones make a storage."""
-        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-
-    def serialization_id(self) -> str:
-        return ""
 
 
 def _unpickle_to_places(
