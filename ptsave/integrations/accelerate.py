@@ -18,7 +18,7 @@ from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.installation import installed
 from ptsave.integrations.staged_folders import StagedFolder, in_place_of, staged_folders_in
 
-__all__ = ["disable", "enable", "raised_on_all"]
+__all__ = ["disable", "enable"]
 
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
 

@@ -7,6 +7,7 @@ not happen if one of them fails.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -101,16 +102,22 @@ class PendingSaves(Pending[SaveFuture]):
     def save(self, obj: object, path: str, place: StagedFile | None = None, **options: Any) -> None:
         """Begin a save with the `options` of :func:`ptsave.async_save`, at a temporary `place`.
 
-        A pending removal of the same path is dropped, because the save replaces the file.
+        A pending removal of the same path is dropped, because the save replaces the file.  It is
+        dropped before the copy, which may take longer than the saves that it waits for.
         """
         place = place or StagedFile(path)
+        key = path_key(path)
+        with self._locked():
+            removal = self._removals.pop(key, None)
         try:
             future = async_save(obj, place.path, **options)
         except BaseException:
             place.discard()
+            if removal is not None:
+                with self._locked():
+                    self._removals[key] = removal
             raise
         with self._locked():
-            self._removals.pop(path_key(path), None)
             self._pending.add(future)
         # Not the future's own method, which would mark the outcome as observed.
         fsync = bool(options.get("fsync"))
@@ -178,7 +185,8 @@ class StagedFile(HeldLock):
     removes directories of dead processes.
     """
 
-    _PREFIX, _SUFFIX = ".staged-", ".ptsave"
+    _NAME = re.compile(r"\.staged-[0-9a-f]{16}\.ptsave")
+    _N_ATTEMPTS = 16
 
     def __init__(self, path: str, target: object = None) -> None:
         self.path = path
@@ -221,30 +229,29 @@ class StagedFile(HeldLock):
 
     def _make_locked(self, parent: str) -> None:
         """Make and lock a directory; another save may take a new one for a leftover."""
-        while self._descriptor is None:
-            self._folder = os.path.join(
-                parent, f"{self._PREFIX}{secrets.token_hex(8)}{self._SUFFIX}"
-            )
+        for _ in range(self._N_ATTEMPTS):
+            self._folder = os.path.join(parent, f".staged-{secrets.token_hex(8)}.ptsave")
             os.mkdir(self._folder)
             with suppress(FileNotFoundError):
                 lock = os.open(self._folder, _DIRECTORY)
                 if try_lock(lock) is not False and os.path.isdir(self._folder):
-                    self._hold(lock)
-                else:
-                    os.close(lock)
+                    return self._hold(lock)
+                os.close(lock)
+        raise FileExistsError(
+            f"other saves took {self._N_ATTEMPTS} new directories for leftovers: save again"
+        )
 
     def _remove_leftovers(self, parent: str) -> None:
         """Remove the directories of dead processes; on a file system without locks they stay."""
-        for name in os.listdir(parent):
-            if name.startswith(self._PREFIX) and name.endswith(self._SUFFIX):
-                folder = os.path.join(parent, name)
-                with suppress(OSError):
-                    lock = os.open(folder, _DIRECTORY)
-                    try:
-                        if try_lock(lock):
-                            shutil.rmtree(folder, ignore_errors=True)
-                    finally:
-                        os.close(lock)
+        for name in filter(self._NAME.fullmatch, os.listdir(parent)):
+            folder = os.path.join(parent, name)
+            with suppress(OSError):
+                lock = os.open(folder, _DIRECTORY)
+                try:
+                    if try_lock(lock):
+                        shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(lock)
 
 
 def make_parent(path: str, storage_options: _Options = None) -> None:

@@ -125,7 +125,7 @@ class StagedFolder:
     def discard_leftover(self) -> None:
         """Discard the folder unless another process is writing it, or it cannot be changed."""
         with suppress(OSError):
-            self.claim()
+            self._lock = FolderLock(self.root, _LOCK, self.final)
             self.discard()
 
     def complete(self) -> None:
@@ -206,11 +206,13 @@ def staged_folders_in(
 def _move_entries(source: str, target: str, *, replace: bool, fsync: bool) -> None:
     """Move the entries of a directory into another one, also in subdirectories.
 
-    Files of the same names are replaced, or stay in `source`.
+    Files of the same names are replaced, or stay in `source`.  Only an entry that replaces another
+    one may go through a link in `target`, out of the checkpoint.
     """
     for name in sorted(os.listdir(source)):
         old, new = os.path.join(source, name), os.path.join(target, name)
-        if os.path.isdir(old) and not os.path.islink(old) and os.path.isdir(new):
+        is_kept = not replace and os.path.islink(new)
+        if os.path.isdir(old) and not os.path.islink(old) and os.path.isdir(new) and not is_kept:
             _move_entries(old, new, replace=replace, fsync=fsync)
         elif replace or not os.path.lexists(new):
             os.rename(old, new)
@@ -254,7 +256,8 @@ def _is_fixed(folder: str) -> bool:
 def _is_at_work_in(folder: str) -> bool:
     """Return whether a directory is or contains the current directory."""
     with suppress(OSError):  # the current directory has been removed
-        return Path.cwd().is_relative_to(folder)
+        current = Path.cwd()
+        return any(os.path.samefile(folder, each) for each in (current, *current.parents))
     return False
 
 
@@ -287,4 +290,5 @@ def in_place_of(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[No
         yield
     finally:
         for module, name in places:
-            setattr(module, name, old)
+            if getattr(module, name) is new:  # not if the block has replaced it again
+                setattr(module, name, old)

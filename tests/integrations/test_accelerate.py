@@ -20,7 +20,7 @@ from client_checkpoints import (
 import ptsave
 from ptsave.integrations import accelerate as integration
 from ptsave.integrations import staged_folders
-from ptsave.integrations.staged_folders import StagedFolder
+from ptsave.integrations.staged_folders import StagedFolder, in_place_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -236,6 +236,27 @@ def test_other_process_saves_there(accelerate: Any, tmp_path: Path) -> None:
     other.discard()
     parts[0].save_state(state)
     assert os.listdir(tmp_path) == ["state"]
+
+
+def test_old_files_do_not_go_through_a_link_of_the_new_checkpoint(tmp_path: Path) -> None:
+    for name in ("state/part", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "state" / "part" / "old").touch()
+    folder = StagedFolder(str(tmp_path / "state"), fsync=False, keeps_others=True)
+    folder.claim()
+    os.makedirs(folder.path)
+    os.symlink(tmp_path / "elsewhere", os.path.join(folder.path, "part"))
+    folder.publish()
+    assert (tmp_path / "state" / "part").is_symlink()
+    assert not os.listdir(tmp_path / "elsewhere")
+
+
+def test_a_replacement_made_in_the_block_stays() -> None:
+    save, another = torch.save, torch.load  # any other function
+    with in_place_of(save, lambda: None):
+        torch.save = another
+    found, torch.save = torch.save, save
+    assert found is another
 
 
 @pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])

@@ -24,6 +24,7 @@ from client_checkpoints import killed_by_itself
 
 import ptsave
 from ptsave.background import saves as background
+from ptsave.integrations import pending_saves
 from ptsave.integrations.pending_saves import PendingSaves, StagedFile
 
 PACKAGES = ("lightning", "pytorch_lightning")
@@ -404,6 +405,27 @@ def test_a_new_save_of_the_removed_path_wins(gate: Any, tmp_path: Path) -> None:
     assert torch.load(path) == [2]
 
 
+def test_a_removal_is_dropped_before_the_copy(
+    gate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy may take longer than the save that the removal waits for."""
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    saves = PendingSaves()
+    saves.save([1], str(tmp_path / "y"))
+    saves.remove(str(path))
+
+    def fail_late(*_: object, **__: object) -> None:
+        gate.set()
+        saves.settle()
+        raise MemoryError
+
+    monkeypatch.setattr(pending_saves, "async_save", fail_late)
+    with pytest.raises(MemoryError):
+        saves.save([2], str(path))
+    assert path.read_bytes() == b"old"
+
+
 def test_tensors_may_change_at_once(gate: Any, tmp_path: Path) -> None:
     from ptsave.integrations.checkpoint_io import AsyncCheckpointIO
 
@@ -450,6 +472,19 @@ def test_killed_save_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------- SLURM jobs
+
+
+def test_a_staged_folder_is_no_leftover_of_a_file(tmp_path: Path) -> None:
+    """Its lock is on another file, so only its name tells."""
+    from ptsave.integrations.checkpoint_io import CheckpointIO
+    from ptsave.integrations.staged_folders import StagedFolder
+
+    folder = StagedFolder(str(tmp_path / "staged-v2"), fsync=False)
+    folder.claim()
+    os.makedirs(folder.path)
+    CheckpointIO().save_checkpoint({}, tmp_path / "hpc_ckpt_1.ckpt")
+    assert os.path.isdir(folder.path)
+    folder.discard()
 
 
 def _resumed_from(package: str, root: Path) -> Any:
