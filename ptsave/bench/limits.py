@@ -22,12 +22,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
 from ptsave.bench.system import answer_of, fetch_free_memory, make_cold
+from ptsave.support.thread_pool import ThreadPool
 
 THREAD_COUNTS = (1, 2, 4)
 _CHUNK_NBYTES = 8 << 20
@@ -156,10 +156,14 @@ def _in_threads(nbytes: int, n_threads: int, move: _Move) -> None:
     begins = iter(range(0, nbytes, _CHUNK_NBYTES))
 
     def work(thread: int) -> None:
-        for begin in begins:  # each step is one C call, so threads share the iterator safely
-            move(thread, begin, min(_CHUNK_NBYTES, nbytes - begin))
+        try:
+            for begin in begins:  # each step is one C call, so threads share the iterator safely
+                move(thread, begin, min(_CHUNK_NBYTES, nbytes - begin))
+        except Exception:
+            list(begins)  # ends the other threads
+            raise
 
-    with ThreadPoolExecutor(n_threads) as pool:
+    with ThreadPool(n_threads) as pool:
         list(pool.map(work, range(n_threads)))
 
 

@@ -12,13 +12,12 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import TypeAlias
 
-from ptsave.bench.system import AS_FOUND, MIB, REST_SECONDS, answer_of, make_warm
-from ptsave.bench.worker import Figure, Task
+from ptsave.bench.system import AS_FOUND, MIB, REST_SECONDS, Figure, Task, answer_of, make_warm
 
 STOCK, SAFETENSORS, PTSAVE, LIMIT = "torch", "safetensors", "ptsave", "limit"
 CONTENDERS = (STOCK, SAFETENSORS, PTSAVE)
@@ -96,7 +95,7 @@ def is_available(contender: str) -> bool:
     return True
 
 
-@dataclass
+@dataclass(eq=False)
 class Bench:
     """Runs workloads on files in two empty folders, one on disk and one on tmpfs.
 
@@ -110,10 +109,11 @@ class Bench:
     nbytes: int
     contenders: Sequence[str]
     measure_limit: MeasureLimit
+    _: KW_ONLY
     drop_all: bool = False
     state: str = AS_FOUND
     rest: float = REST_SECONDS
-    _checksum: int = 0
+    _checksum: int = field(default=0, init=False)
 
     def prepare(self) -> None:
         """Write the files to load, which saved files are also compared with."""

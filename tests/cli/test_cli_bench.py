@@ -20,8 +20,7 @@ from command_line import run
 from ptsave.bench import disk, limits, rounds, system, worker
 from ptsave.bench.disk import MIN_NBYTES, plan_disk
 from ptsave.bench.rounds import LIMIT, SPEED_HEADER, Results
-from ptsave.bench.system import filesystem_of
-from ptsave.bench.worker import Figure, Task
+from ptsave.bench.system import Figure, Task, filesystem_of
 
 MIB = 1 << 20
 
