@@ -27,14 +27,20 @@ std::string encode(const py::str& text) {
 
 namespace {
 
+// A path was encoded by Python's os.fsencode.
+py::object decode_path(const std::string& path) {
+  return py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<py::ssize_t>(path.size())));
+}
+
 void set_error(const py::object& error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }
 
 void set_os_error(const IoError& error) {
   const auto os_error = py::reinterpret_borrow<py::object>(PyExc_OSError);
-  const py::object value =
-      os_error(error.errnum(), std::string(std::strerror(error.errnum())), decode(error.path()));
+  const py::object value = os_error(error.errnum(), std::string(std::strerror(error.errnum())),
+                                    decode_path(error.path()));
   value.attr("operation") = error.operation();
   set_error(value);
 }
@@ -47,7 +53,7 @@ void set_corrupt(const FormatError& error) {
       error.offset() == FormatError::kNoOffset ? py::none() : py::object(py::int_(error.offset()));
   const bool lacks_end = dynamic_cast<const MissingEndError*>(&error) != nullptr;
   const py::object make = py::module_::import("ptsave.errors").attr("corrupt_archive");
-  set_error(make(decode(error.path()), decode(error.reason()), decode(error.detail()),
+  set_error(make(decode_path(error.path()), decode(error.reason()), decode(error.detail()),
                  py::arg("record") = record, py::arg("offset") = offset,
                  py::arg("lacks_end") = lacks_end));
 }

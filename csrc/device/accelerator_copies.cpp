@@ -8,6 +8,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <optional>
 #include <stdexcept>

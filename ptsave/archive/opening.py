@@ -18,7 +18,7 @@ from ptsave.sources.kinds import (
     refuse_special_stream,
     regular_only,
 )
-from ptsave.sources.local import describe, real_file
+from ptsave.sources.local import describe, engine_name, real_file
 from ptsave.sources.remote_errors import name_file
 from ptsave.support import config
 
@@ -63,7 +63,7 @@ def _open_file_object(f: Any, verify: bool) -> RecordReader | None:
         with f.getbuffer() as view:
             if view[begin : begin + 4] != ZIP_MAGIC:
                 return None
-            engine = _C.Reader.open_memory(view[begin:], os.fsencode(path))
+            engine = _C.Reader.open_memory(view[begin:], engine_name(path))
         return RecordReader(engine, path, config.current(), verify=verify)
     raw = real_file(f)
     if raw is None or not raw.readable():
@@ -117,7 +117,7 @@ def open_source_archive(
         if isinstance(source, LocalFile):
             engine = _open_local_file(source, direct=limits.direct_reads)
         elif isinstance(source, Buffer):
-            engine = _C.Reader.open_memory(source.view, os.fsencode(source.name))
+            engine = _C.Reader.open_memory(source.view, engine_name(source.name))
         else:
             from ptsave.archive.remote import RemoteReader
 

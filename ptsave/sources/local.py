@@ -20,6 +20,11 @@ def describe(f: Any) -> str:
     return name if isinstance(name, str) else f"<{type(f).__name__}>"
 
 
+def engine_name(name: str) -> bytes:
+    """Encode the name of memory for the engine, also a name that no file can have."""
+    return name.encode(sys.getfilesystemencoding(), "backslashreplace")
+
+
 def position_kept(f: Any) -> AbstractContextManager[None]:
     """Return a context that restores the position of a file object that has one."""
     has_one = hasattr(f, "tell") and hasattr(f, "seek")

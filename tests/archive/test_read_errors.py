@@ -5,6 +5,7 @@ A library between Python and the C library fails the n-th call that reads a file
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+
+import ptsave
 
 _SHIM = r"""
 #define _GNU_SOURCE
@@ -198,3 +201,37 @@ def test_a_limit_of_memory(tmp_path: Path, call: str) -> None:
     assert outcome(nbytes // 2) != "loaded"
     for extra in (8, 24, 60, 140):
         assert any(outcome(nbytes + (extra << 20)) == "loaded" for _ in range(3)), extra
+
+
+_DAMAGED = """
+import sys, ptsave
+try:
+    ptsave.load(sys.argv[1])
+except ptsave.CorruptCheckpointError as error:
+    assert error.path == sys.argv[1]
+    assert str(error).startswith(sys.argv[1])
+    print(sys.getfilesystemencoding())
+"""
+
+
+def test_a_name_in_another_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "é.pt"
+    torch.save({"weight": torch.ones(100)}, path)
+    path.write_bytes(path.read_bytes()[:-30])
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", _DAMAGED, path],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **ascii_only},
+    )
+    assert result.stdout == "ascii\n"
+
+
+def test_memory_with_a_name_that_no_file_can_have() -> None:
+    memory = io.BytesIO()
+    torch.save({"weight": torch.ones(2)}, memory)
+    memory.seek(0)
+    memory.name = "\ud800"
+    assert torch.equal(ptsave.load(memory)["weight"], torch.ones(2))

@@ -29,6 +29,15 @@ struct FileRange {
 // Ranges in the order of files and offsets, in independent stretches.  Safe for concurrent use.
 class RangeList {
  public:
+  // Whole ranges or parts that are read together: [begin, end) of one file.
+  struct Stretch {
+    std::size_t file = 0;
+    std::uint64_t begin = 0;
+    std::uint64_t end = 0;
+    std::size_t first_range = 0;
+    std::size_t end_range = 0;
+  };
+
   // Size of the file window that holds a stretch, and of the buffer for reading it.
   static constexpr std::size_t kWindowNbytes = kHugePageNbytes;
 
@@ -58,15 +67,6 @@ class RangeList {
             ReadSlots* slots = nullptr) const;
 
  private:
-  // Whole ranges or parts that are read together: [begin, end) of one file.
-  struct Stretch {
-    std::size_t file = 0;
-    std::uint64_t begin = 0;
-    std::uint64_t end = 0;
-    std::size_t first_range = 0;
-    std::size_t end_range = 0;
-  };
-
   void check() const;
   void cut(std::uint64_t max_gap);
   std::uint64_t read_cached(const Stretch& stretch, std::byte* lease) const;

@@ -27,7 +27,7 @@ void give_way() {
 
 // Whether a thread's stack leaves address space for allocations, which RLIMIT_AS may limit.
 bool has_room_for_thread() {
-  constexpr std::size_t kNbytes = std::size_t{24} << 20;  // a stack is 8 MiB
+  constexpr std::size_t kNbytes = std::size_t{24} << 20;  // a stack has 8 MiB by default
   void* memory = ::mmap(nullptr, kNbytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return memory != MAP_FAILED && ::munmap(memory, kNbytes) == 0;

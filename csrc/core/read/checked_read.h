@@ -42,14 +42,7 @@ class CheckedRead {
   std::uint64_t nbytes_read() const { return nbytes_read_.load(std::memory_order_relaxed); }
 
  private:
-  // Whole blocks that are read together: [begin, end) of a file.
-  struct Stretch {
-    std::size_t file = 0;
-    std::uint64_t begin = 0;
-    std::uint64_t end = 0;
-    std::size_t first_range = 0;
-    std::size_t end_range = 0;
-  };
+  using Stretch = RangeList::Stretch;  // of whole blocks
 
   void check() const;
   void cut(std::uint64_t max_gap);

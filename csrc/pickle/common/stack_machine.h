@@ -17,7 +17,7 @@ struct Declined {};
 
 // Takes the steps of Python's and torch's unpicklers: operands, stack, marks and memo.  `Derived`
 // knows what the steps mean for its values, by a function for each kind of step.  Its function
-// keeps(i) tells whether the memo keeps entry `i`, and other_step() takes or declines all other
+// keep(i) tells whether the memo keeps entry `i`, and other_step() takes or declines all other
 // steps.  The first Value::kind is that of no value.
 template <class Derived, class Value>
 class StackMachine {
@@ -66,7 +66,7 @@ class StackMachine {
 
   void put(std::uint32_t i) {
     const Value& value = top();
-    if (!self().keeps(i)) return;
+    if (!self().keep(i)) return;
     if (i >= memo_.size()) memo_.resize(std::size_t{i} + 1);
     memo_[i] = value;
   }
@@ -151,6 +151,7 @@ class StackMachine {
     }
   }
 
+  // The derived machine's `module` and `name` are neighbours in the pickle, with a newline between.
   void global() {
     std::string_view module = cursor_.line();
     std::string_view name = cursor_.line();

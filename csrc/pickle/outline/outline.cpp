@@ -176,7 +176,7 @@ class Machine final : public StackMachine<Machine, Part> {
     if (n != 2) throw Declined{};
   }
   void constant(unsigned char code, std::string_view operand);
-  bool keeps(std::uint32_t i) {
+  bool keep(std::uint32_t i) {
     if (!reads_.is_read(i)) return false;
     if (i >= cursor_.size()) throw Declined{};  // bounds the memory by the pickle's size
     const Part& value = top();

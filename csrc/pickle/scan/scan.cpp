@@ -150,7 +150,7 @@ class Machine final : public StackMachine<Machine, Value> {
 
   void protocol(unsigned char /*n*/) {}  // the supported opcodes are the same in all protocols
   void constant(unsigned char /*code*/, std::string_view /*operand*/) { push_new(Kind::kPlain); }
-  bool keeps(std::uint32_t i) const {
+  bool keep(std::uint32_t i) const {
     // Bounds the memory.  Picklers count from 0 and write bytes for each entry: none is refused.
     if (i >= max_memo_size_) throw Declined{};
     return true;
