@@ -15,7 +15,8 @@ from typing import Any
 
 import click
 
-from ptsave.cli.terminal import INTERRUPTED, colors_by_environment, raise_when_interrupted
+from ptsave.cli.interrupts import INTERRUPTED, raise_when_interrupted
+from ptsave.cli.terminal import colors_by_environment
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
 from ptsave.sources.urls import is_url
 from ptsave.support.text import printable

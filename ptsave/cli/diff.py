@@ -84,13 +84,11 @@ def command(
     Exit code: 0 if A and B are equal, 1 if they differ, 2 if a value could not be compared. If both
     runs recorded the same things, a step or a call of one run alone is a difference.
     """
-    from ptsave.capturing.comparison import compare_captures
-    from ptsave.cli.diff_captures import capture_json, capture_lines, check_plot, plot_errors
-    from ptsave.cli.diff_checkpoints import comparison_json, comparison_lines
-    from ptsave.comparison.compare import compare
-
     options["progress"] = shows_progress(ctx)
     if capture:
+        from ptsave.capturing.comparison import compare_captures
+        from ptsave.cli.diff_captures import capture_json, capture_lines, check_plot, plot_errors
+
         if names_only or shapes or ignore_dtype or only:
             raise click.UsageError(
                 "--names-only, --shapes, --ignore-dtype and --only are not for --capture"
@@ -107,6 +105,9 @@ def command(
         ctx.exit(NEGATIVE if not runs.equal else FAILED if runs.incomparable else 0)
     if exact or recover or step is not None or plot is not None:
         raise click.UsageError("--step, --exact, --recover and --plot need --capture")
+    from ptsave.cli.diff_checkpoints import comparison_json, comparison_lines
+    from ptsave.comparison.compare import compare
+
     found = compare(
         a,
         b,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ptsave.cli.terminal import exit_when_interrupted
+from ptsave.cli.interrupts import exit_when_interrupted
 
 
 def main() -> None:

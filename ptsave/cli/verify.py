@@ -23,6 +23,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -258,7 +259,7 @@ def _file_json(found: Verification) -> dict[str, Any]:
         "records": found.n_records,
         "tensors": None if found.tensors is None else len(found.tensors),
         "readable": found.whole if found.problems else None,
-        "problems": [vars(problem) for problem in found.problems],
+        "problems": [asdict(problem) for problem in found.problems],
         "remarks": found.remarks,
         "error": None,
     }

@@ -95,7 +95,10 @@ def number_difference(
     (1, 0.5, 0.2)
     """
     found = None
-    if torch.float4_e2m1fn_x2 not in (a.dtype, b.dtype):  # torch cannot compute with it
+    if torch.float4_e2m1fn_x2 not in (
+        a.dtype,
+        b.dtype,
+    ):  # numel counts its pairs
         rtol, atol = (0.0, 0.0) if tolerance is None else (tolerance.rtol, tolerance.atol)
         found = _C.tensor_difference(a, b, rtol, atol, n_threads)
     if found is not None:

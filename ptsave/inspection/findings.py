@@ -13,7 +13,10 @@ NO_CHECKSUMS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A fault of a file or a directory, and the tensors that are known to be damaged by it."""
+    """A fault of a file or a directory, and the tensors that are known to be damaged by it.
+
+    The fields are keys of ``ptsave verify --json``.
+    """
 
     reason: str
     record: str | None = None

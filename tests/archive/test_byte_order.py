@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from _corruption import flip
-from click.testing import CliRunner
+from command_line import succeed
 from stock_comparison import (
     assert_same_object,
     saved_bytes,
@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import LoadEndianness, set_default_load_endianness, skip_data
 
 import ptsave
-from ptsave.cli.commands import commands
 from ptsave.comparison.compare import compare
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
@@ -93,12 +92,6 @@ def order(request: pytest.FixtureRequest) -> Iterator[bytes | None]:
     set_default_load_endianness(LoadEndianness.BIG if found is None else None)
     yield found
     set_default_load_endianness(None)
-
-
-def _run(*arguments: object) -> str:
-    result = CliRunner().invoke(commands, [*map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 @pytest.mark.parametrize("make", [_state, _quantized])
@@ -215,8 +208,8 @@ def test_tools(tmp_path: Path, order: bytes | None, method: int) -> None:
     expected = stock_load(path)
     assert "torch._utils._rebuild_tensor_v2" in required_globals(path)
     assert not verify_file(path).problems
-    assert "shared" in _run("ls", path)
-    _run("verify", path)
+    assert "shared" in succeed("ls", path).output
+    succeed("verify", path)
     assert_same_object(read_entries(str(path), ["shared"])["shared"], expected["shared"])
     convert(path, tmp_path / "b.safetensors", drop=True)
     held = {name: tensor for name, tensor in expected.items() if name != "torch.complex128"}

@@ -16,7 +16,14 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from stock_comparison import assert_same_object, deflated, saved_bytes, stock_load, stock_save
+from stock_comparison import (
+    assert_same_object,
+    deflated,
+    save_without_checksums,
+    saved_bytes,
+    stock_load,
+    stock_save,
+)
 
 import ptsave
 
@@ -185,11 +192,7 @@ def test_damage_loads_if_asked(opened: Callable[[bytes, Path], Any], tmp_path: P
 
 
 def test_files_without_checksums_warn(opened: Callable[[bytes, Path], Any], tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        data = saved_bytes(stock_save, [torch.ones(1000)])
-    finally:
-        torch.serialization.set_crc32_options(True)
+    data = saved_bytes(save_without_checksums, [torch.ones(1000)])
     with pytest.warns(ptsave.CheckpointWarning, match="without checksums") as caught:
         ptsave.load(opened(data, tmp_path))
     assert caught[0].filename == __file__

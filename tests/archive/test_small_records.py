@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_line import run, succeed
 from stock_comparison import (
     assert_same_object,
     deflated,
@@ -22,7 +22,6 @@ from stock_comparison import (
 )
 
 import ptsave
-from ptsave.cli.commands import commands
 from ptsave.inspection.verification import verify_file
 
 _NAMES = ["byteorder", "version", ".format_version", ".storage_alignment"]
@@ -33,11 +32,6 @@ _NBYTES = 20 << 20
 def _with(name: str, content: bytes, method: int) -> bytes:
     records = zip_records(saved_bytes(stock_save, {"w": torch.arange(4.0)}))
     return zipped({**records, name: content}, method)
-
-
-def _run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(commands, [*map(str, arguments)])
-    return result.exit_code, result.output
 
 
 @pytest.mark.parametrize("name", _NAMES)
@@ -65,8 +59,8 @@ def test_huge_small_records(tmp_path: Path, name: str, method: int) -> None:
         ("diff", path, path),
     ):
         begin = time.perf_counter()
-        code, output = _run(*command)
-        assert (code, len(output) < 1500) == (2, True), command
+        result = run(*command)
+        assert (result.exit_code, len(result.output) < 1500) == (2, True), command
         assert time.perf_counter() - begin < 5
 
 
@@ -112,7 +106,6 @@ def test_output_of_the_commands_is_escaped(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({"\x1b[31mred": {1, 2}, "w": torch.ones(1)}, path)
     target = tmp_path / "b\x1b[0m.safetensors"
-    code, output = _run("convert", path, target, "--drop")
-    assert code == 0
+    output = succeed("convert", path, target, "--drop").output
     assert "left out: \\x1b[31mred" in output
     assert "\x1b" not in output

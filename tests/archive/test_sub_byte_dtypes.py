@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_line import succeed
 from stock_comparison import assert_interchangeable, assert_same_object, stock_load, stock_save
 from torch import Tensor, nn
 
 import ptsave
-from ptsave.cli.commands import commands
 from ptsave.comparison.compare import compare
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
@@ -52,11 +51,6 @@ def _opaque(name: str) -> Tensor:
 
 def _bytes(tensor: Tensor) -> bytes:
     return bytes(tensor.untyped_storage())
-
-
-def _run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(commands, [*map(str, arguments)])
-    return result.exit_code, result.output
 
 
 @pytest.fixture
@@ -155,12 +149,12 @@ def test_open_and_tools(state: dict[str, Tensor], tmp_path: Path) -> None:
                 archive.get_slice(name)[:1]
     found = verify_file(path)
     assert (found.problems, found.whole) == ([], [*state])
-    assert _run("verify", path)[0] == 0
+    succeed("verify", path)
     for name in state:
-        assert name.rpartition(".")[2] in _run("ls", path)[1]
+        assert name.rpartition(".")[2] in succeed("ls", path).output
     name = next(iter(state))
     assert_same_object(read_entries(str(path), [name])[name], state[name])
-    assert _run("extract", path, name, "-o", tmp_path / "b.pt")[0] == 0
+    succeed("extract", path, name, "-o", tmp_path / "b.pt")
     assert_same_object(stock_load(tmp_path / "b.pt"), state[name])
     compact(path, tmp_path / "c.pt")
     assert_same_object(stock_load(tmp_path / "c.pt"), state)
@@ -237,8 +231,9 @@ def test_opaque_dtypes(name: str, tmp_path: Path) -> None:
         assert _bytes(archive["t"]) == expected
         row = len(expected) // 4
         assert _bytes(archive.get_slice("t")[1:2]) == expected[row : 2 * row]
-    assert (_run("ls", path)[0], _run("verify", path)[0]) == (0, 0)
-    assert _run("extract", path, "t", "-o", tmp_path / "b.pt")[0] == 0
+    succeed("ls", path)
+    succeed("verify", path)
+    succeed("extract", path, "t", "-o", tmp_path / "b.pt")
     assert _bytes(stock_load(tmp_path / "b.pt")) == expected
     if name == "float4_e2m1fn_x2":
         convert(path, tmp_path / "c.safetensors")

@@ -9,15 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import command_line
 import fsspec
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 
 import ptsave
 from ptsave.capturing.comparison import CaptureComparison, Tolerances, compare_captures
-from ptsave.cli.commands import commands
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # dynamo's imports
@@ -204,7 +203,7 @@ def test_steps(tmp_path: Path) -> None:
     assert not found.equal
     assert (found.only_in_a, found.only_in_b, found.first) == (["step 2"], [], None)
     assert compare_captures(b, a).only_in_b == ["step 2"]
-    result = CliRunner().invoke(commands, ["diff", "--capture", a, b])
+    result = command_line.run("diff", "--capture", a, b)
     assert result.exit_code == 1
     assert "- step 2  only in" in result.stdout
     assert "different: 1 only in A" in result.stdout
@@ -380,10 +379,10 @@ def test_what_no_measure_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found = compare_captures(*paths)
     assert [each.name for each in found.differences] == ["0/forward/#0/outputs/1"]
     assert "cannot be compared (internal error)" in found.incomparable["0/forward/#0/outputs/0"]
-    result = CliRunner().invoke(commands, ["diff", *map(str, paths), "--capture"])
+    result = command_line.run("diff", *paths, "--capture")
     assert result.exit_code == 1
     assert "? 0/forward/#0/outputs/0: values of Tensor of torch.int16" in result.stdout
-    result = CliRunner().invoke(commands, ["diff", *map(str, paths[:1] * 2), "--capture"])
+    result = command_line.run("diff", *paths[:1] * 2, "--capture")
     assert result.exit_code == 2
     assert "1 of which cannot be compared" in result.stdout
 

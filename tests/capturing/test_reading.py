@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 import torch
 from captured_runs import tensors_in
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_modules import build, first_tensor, trees
@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ptsave
 from ptsave.capturing.schema import Statistics
-from ptsave.cli.commands import commands
 
 
 @dataclass
@@ -230,8 +229,7 @@ def test_a_killed_run(tmp_path: Path) -> None:
     assert not summary.is_finished
     assert summary.stored_nbytes is None
     assert "unfinished" in str(summary)
-    result = CliRunner().invoke(commands, ["ls", "--stats", "--recover", str(leftover)])
-    assert result.exit_code == 0
+    result = command_line.succeed("ls", "--stats", "--recover", leftover)
     assert "unfinished: the process was killed" in result.stdout
-    assert CliRunner().invoke(commands, ["ls", "--recover", str(leftover)]).exit_code == 0
-    assert CliRunner().invoke(commands, ["ls", str(leftover)]).exit_code == 2
+    command_line.succeed("ls", "--recover", leftover)
+    assert command_line.run("ls", leftover).exit_code == 2

@@ -184,9 +184,8 @@ def test_names_of_modules_complete(captured: Path) -> None:
         assert [item.value for item in found] == ["twice", "twice.inner"]
     found = complete.get_completions(["ls", "--no-stats", str(captured)], "0/rec")
     assert found[0].value == "0/records/0"
-    (file,) = complete.get_completions(
-        ["ls", str(captured)], "other.p"
-    )  # which may be another FILE
+    # What is no name may be another FILE.
+    (file,) = complete.get_completions(["ls", str(captured)], "other.p")
     assert file.type == "file"
 
 

@@ -33,7 +33,9 @@ def fail(*arguments: object, **variables: str | None) -> str:
     return result.stderr
 
 
-def run_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command as a process, with options for `subprocess.run`."""
+def run_process(
+    *arguments: object, check: bool = True, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run the command as a process, which must exit with 0; with options for `subprocess.run`."""
     command = [sys.executable, "-m", "ptsave", *map(str, arguments)]
-    return subprocess.run(command, check=False, **{"capture_output": True, "text": True, **options})
+    return subprocess.run(command, check=check, **{"capture_output": True, "text": True, **options})

@@ -135,10 +135,10 @@ def deflated(data: bytes) -> bytes:
     return zipped(zip_records(data), zipfile.ZIP_DEFLATED)
 
 
-def save_without_checksums(obj: Any, path: Path) -> None:
+def save_without_checksums(obj: Any, file: Path | io.BytesIO) -> None:
     torch.serialization.set_crc32_options(False)
     try:
-        stock_save(obj, path)
+        stock_save(obj, file)
     finally:
         torch.serialization.set_crc32_options(True)
 

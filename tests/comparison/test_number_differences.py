@@ -116,13 +116,17 @@ def test_two_dtypes_against_torch(data: st.DataObject, rtol: float, atol: float)
         for dtype in dtypes
     )
     found = number_difference(a, b, Tolerance(rtol, atol))
+    x, y = a.double(), b.double()
+    assert found.numel == n
+    assert found.n_nan_a == int((x.isnan() & ~y.isnan()).sum())
+    assert found.n_nan_b == int((y.isnan() & ~x.isnan()).sum())
     if set(dtypes) <= set(INTEGERS):
-        pairs = zip(a.tolist(), b.tolist(), strict=True)
+        pairs = [*zip(a.tolist(), b.tolist(), strict=True)]
+        assert found.max_abs == max(abs(x - y) for x, y in pairs)
         assert found.n_outside == sum(
             float(abs(x - y)) > atol + rtol * float(abs(y)) for x, y in pairs
         )
         return
-    x, y = a.double(), b.double()
     distances = (x - y).abs()
     near = (x == y) | (x.isnan() & y.isnan())
     near |= distances.isfinite() & (distances <= atol + rtol * y.abs())
@@ -130,6 +134,7 @@ def test_two_dtypes_against_torch(data: st.DataObject, rtol: float, atol: float)
     if dtypes[0] != dtypes[1]:
         assert found.n_different == int(((x != y) & ~(x.isnan() & y.isnan())).sum())
     differ = (x != y) & ~x.isnan() & ~y.isnan()
+    assert found.max_abs == (distances[differ].max().item() if differ.any() else 0.0)
     ratios = torch.where(distances.isinf(), math.inf, distances / y.abs())[differ]
     assert found.max_rel == (ratios.max().item() if differ.any() else 0.0)
 
@@ -146,11 +151,12 @@ def test_numbers_as_far_apart_as_is_allowed(rtol: float) -> None:
     assert number_difference(a, b, tolerance).n_outside == n_outside
 
 
-def test_more_than_a_block() -> None:
+@pytest.mark.parametrize("n_threads", [1, 4])
+def test_more_than_a_block(n_threads: int) -> None:
     a = torch.randn(300_001)
     b = a.clone()
     b[[3, 200_000, 300_000]] += torch.tensor([1.0, 2.0, 0.5])
-    found = number_difference(a, b)
+    found = number_difference(a, b, n_threads=n_threads)
     expected = (a.double() - b.double()).abs()
     assert (found.numel, found.n_different) == (300_001, 3)
     assert found.max_abs == float(expected.max())
@@ -169,6 +175,10 @@ def test_complex_numbers(dtype: torch.dtype) -> None:
     assert (found.n_different, found.n_nan_a, found.max_abs, found.max_rel) == (2, 1, 5.0, 1.25)
     found = number_difference(row(infinite), row(complex(math.inf, 3)), Tolerance(0, 2))
     assert (found.n_outside, found.max_abs) == (1, 2.0)  # infinity is near itself alone
+    found = number_difference(row(infinite), row(complex(math.inf, 2)), Tolerance(0.1, 0))
+    assert (found.n_outside, found.max_abs) == (1, 1.0)  # so it is for torch.isclose
+    found = number_difference(row(complex(math.inf, math.inf)), row(complex(-math.inf, math.nan)))
+    assert (found.n_different, found.n_nan_a, found.n_nan_b) == (1, 0, 1)
 
 
 def test_what_only_bits_tell_apart() -> None:

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from stock_comparison import (
     assert_same_object,
     deflated,
+    save_without_checksums,
     saved_bytes,
     stock_load,
     stock_save,
@@ -537,11 +538,8 @@ def test_verify_a_good_file(tmp_path: Path) -> None:
 
 
 def test_verify_without_checksums(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        path = write(tmp_path, {"weight": BIG})
-    finally:
-        torch.serialization.set_crc32_options(True)
+    path = tmp_path / "checkpoint.pt"
+    save_without_checksums({"weight": BIG}, path)
     with ptsave.open(path) as archive:
         assert torch.equal(archive["weight"], BIG)
         with pytest.warns(ptsave.CheckpointWarning, match="without checksums"):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from doc_runner import ROOT
 from forked_ranks import ForkedRanks
+from stock_comparison import save_without_checksums
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -219,9 +220,7 @@ def _() -> None:
 
 @accepts("a file of `set_crc32_options(False)`")
 def _() -> None:
-    torch.serialization.set_crc32_options(False)
-    torch.save({"weight": torch.ones(2)}, "a.pt")
-    torch.serialization.set_crc32_options(True)
+    save_without_checksums({"weight": torch.ones(2)}, Path("a.pt"))
     with pytest.warns(ptsave.CheckpointWarning):
         ptsave.load("a.pt")
     ptsave.convert("a.pt", "b.pt")
