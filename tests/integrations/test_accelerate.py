@@ -252,7 +252,8 @@ def test_old_files_do_not_go_through_a_link_of_the_new_checkpoint(tmp_path: Path
 
 
 def test_a_replacement_made_in_the_block_stays() -> None:
-    save, another = torch.save, torch.load  # any other function
+    functions: list[Any] = [torch.save, torch.load]  # the latter for any other function
+    save, another = functions
     with in_place_of(save, lambda: None):
         torch.save = another
     found, torch.save = torch.save, save
