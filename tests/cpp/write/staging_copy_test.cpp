@@ -146,7 +146,7 @@ TEST_F(Copying, OriginalsAreNotReadAfterIt) {
 }
 
 // Fresh memory that costs the processor `cost_` for each piece, and half of that for every other
-// one. The writer's head start is 64 pieces of each thread.
+// one, while `is_expensive_`. The writer's head start is 64 pieces of each thread.
 class SlowCopying : public Copying {
  protected:
   using Clock = std::chrono::steady_clock;
@@ -155,10 +155,9 @@ class SlowCopying : public Copying {
     const std::thread::id here = std::this_thread::get_id();
     before_use_ = [this, here](std::size_t /*part*/) {
       if (std::this_thread::get_id() == here) return;
-      const auto cost = n_pieces_++ % 2 == 0 ? cost_ : cost_ / 2;
-      spend(cost);
+      if (is_expensive_) spend(n_pieces_++ % 2 == 0 ? cost_ : cost_ / 2);
       if (!fails_.exchange(false)) return;
-      spend(2 * cost_);  // until the other thread waits for the writer
+      std::this_thread::sleep_for(cost_);  // until the other thread waits for the writer
       throw std::runtime_error("no such storage");
     };
   }
@@ -169,10 +168,12 @@ class SlowCopying : public Copying {
   }
 
   static constexpr std::uint64_t kUnderWay = 4 * kMib;  // by two threads
-  // The copy takes 340 ms on two idle processors, a wait until it is worthwhile 1440 ms more.
-  static constexpr std::chrono::milliseconds kNoWait{1400};
+  // A thread that waits until the copy is worthwhile waits 16 times as long as two pieces cost.
+  static constexpr std::chrono::milliseconds kCost{200};
+  static constexpr std::chrono::milliseconds kNoWait = 15 * (kCost + kCost / 2);
 
   std::chrono::milliseconds cost_{60};
+  std::atomic<bool> is_expensive_ = true;
   std::atomic<int> n_pieces_ = 0;
   std::atomic<bool> fails_ = false;
 };
@@ -202,9 +203,11 @@ TEST_F(SlowCopying, GoesOnWhereTheWriterIsSlower) {
 }
 
 TEST_F(SlowCopying, WaitsForNobodyWithoutAWriter) {
+  cost_ = kCost;
   Clock::time_point asked;
   copying_.run(2, kNoPoll, [&] {
     asked = Clock::now();
+    is_expensive_ = false;
     return false;
   });
   EXPECT_LT(Clock::now() - asked, kNoWait);
@@ -212,6 +215,7 @@ TEST_F(SlowCopying, WaitsForNobodyWithoutAWriter) {
 }
 
 TEST_F(SlowCopying, NoErrorWaitsForTheWriter) {
+  cost_ = kCost;
   for (const char* const from : {"poll", "when_slow", "copy"}) {
     StagingCopy copying([&](std::size_t part) {
       before_use_(part);
@@ -220,10 +224,12 @@ TEST_F(SlowCopying, NoErrorWaitsForTheWriter) {
     for (std::size_t i = 0; i < kSizes.size(); ++i) copying.add(places_[i], kSizes[i], memory_);
     const auto fails = [from](const char* here) { return std::string(from) == here; };
     bool is_slow = false;
+    is_expensive_ = true;
     Clock::time_point asked;
     const StagingCopy::WhenSlow when_slow = [&] {
       asked = Clock::now();
       is_slow = true;
+      is_expensive_ = false;
       fails_ = fails("copy");
       if (fails("when_slow")) throw std::runtime_error("no memory");
       return true;
