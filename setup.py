@@ -34,7 +34,7 @@ def unbuilt_package() -> ModuleType:
 
 sys.modules.setdefault("ptsave", unbuilt_package())
 building = importlib.import_module("ptsave.engines.building")
-names = importlib.import_module("ptsave.engines.names")
+choice = importlib.import_module("ptsave.engines.choice")
 
 
 def long_description() -> str:
@@ -78,7 +78,7 @@ class CMakeBuildExt(build_ext):
         )
         if not self.inplace and "PTSAVE_ENGINES" in os.environ:
             others = Path(os.environ["PTSAVE_ENGINES"])
-            for path in sorted(others.glob(f"torch_*/{names.FILE_NAME}")):
+            for path in sorted(others.glob(f"torch_*/{choice.FILE_NAME}")):
                 target = package / "engines" / path.relative_to(others)
                 target.parent.mkdir(exist_ok=True)
                 self.copy_file(str(path), str(target))
@@ -120,7 +120,7 @@ def modules() -> list[Extension]:
     if "sdist" in sys.argv or "egg_info" in sys.argv:
         return [core]
     building.check_platform()
-    engine = names.folder_name(building.installed_torch(building.OF_PIP))
+    engine = choice.folder_name(building.installed_torch(building.OF_PIP))
     if "PTSAVE_ENGINES" in os.environ:
         return [core]
     return [Extension(f"ptsave.engines.{engine}._C", sources=[]), core]

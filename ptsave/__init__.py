@@ -10,7 +10,12 @@ import sys as _sys
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
-from ptsave.support.version import VERSION as __version__  # refuses a copy that is not built
+try:
+    from ptsave._built import VERSION as __version__
+except ModuleNotFoundError as _error:
+    raise ImportError(
+        "ptsave is not built here: run `make build`, or `pip install --no-build-isolation .`"
+    ) from _error
 
 # The modules of the public names, which __init__.pyi has for type checkers.
 _NAMES = {
@@ -57,7 +62,7 @@ def __getattr__(name: str) -> _Any:
     if name == "_C" or _MODULES.get(name, "errors") != "errors":
         _refuse_another_torch()
     if name in _MODULES:
-        from ptsave.support.garbage import pausing_garbage_collection
+        from ptsave.support.calls import pausing_garbage_collection
 
         with pausing_garbage_collection():  # its full pass over torch's objects takes 45 ms
             value = getattr(_import_module(f"ptsave.{_MODULES[name]}"), name)

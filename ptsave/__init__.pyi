@@ -1,4 +1,5 @@
 from ptsave import distributed as distributed
+from ptsave._built import VERSION as __version__
 from ptsave.appending.archive_writer import ArchiveWriter as ArchiveWriter
 from ptsave.background.async_save import async_save as async_save
 from ptsave.background.async_save import release_staging_memory as release_staging_memory
@@ -48,7 +49,6 @@ from ptsave.state.optimizers import load_optimizer_state_dict as load_optimizer_
 from ptsave.state.prefixes import add_prefix as add_prefix
 from ptsave.state.prefixes import strip_prefix as strip_prefix
 from ptsave.state.unsaved import unsaved_tensors as unsaved_tensors
-from ptsave.support.version import VERSION as __version__
 from ptsave.training.checkpoint import load_checkpoint as load_checkpoint
 from ptsave.training.checkpoint import load_into as load_into
 from ptsave.training.checkpoint import save_checkpoint as save_checkpoint

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import click
 
+from ptsave._built import VERSION
 from ptsave.engines import building, choice
-from ptsave.engines.names import FILE_NAME, folder_name
-from ptsave.support.version import VERSION
+from ptsave.engines.choice import FILE_NAME, folder_name
 
 _HELP = """Compile an engine for the torch that is installed.
 

@@ -12,8 +12,7 @@ import torch
 from torch.serialization import DEFAULT_PROTOCOL, get_crc32_options
 
 from ptsave.support import torch_serialization as stock
-from ptsave.support.flags import check_flags
-from ptsave.support.progress import progress_bar
+from ptsave.support.calls import check_flags, progress_bar
 from ptsave.support.torch_serialization import (
     check_dill_version,
     check_save_filelike,

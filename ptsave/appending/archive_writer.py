@@ -29,8 +29,7 @@ from ptsave.background import saves
 from ptsave.background.staging_budget import Reservation
 from ptsave.errors import SaveError, StagingFullError, UnsupportedUrlError
 from ptsave.support import config
-from ptsave.support.flags import check_flags
-from ptsave.support.sizes import parse_size
+from ptsave.support.calls import check_flags, parse_size
 from ptsave.support.torch_serialization import storage_alignment
 from ptsave.writing.targets import (
     direct_nbytes,

@@ -10,7 +10,7 @@ from ptsave import _C
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import ArchiveSpans, Damage
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError, bare_message
-from ptsave.support.progress import ProgressCallback
+from ptsave.support.calls import ProgressCallback
 
 _READ_AT_ONCE_NBYTES = 512 << 20  # between two updates of a progress bar
 _DEFLATED = 8

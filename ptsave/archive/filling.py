@@ -16,9 +16,8 @@ from ptsave import _C
 from ptsave.archive.reader import ID_RECORD, RecordReader
 from ptsave.errors import CheckpointWarning
 from ptsave.support import config
-from ptsave.support.progress import ProgressCallback
+from ptsave.support.calls import ProgressCallback, warn_user
 from ptsave.support.torch_serialization import location_rules, restore_location
-from ptsave.support.user_warnings import warn_user
 
 _ID_N_DIGITS = 20  # of the hash of names, which the hash of checksums follows
 _CPU = torch.device("cpu")

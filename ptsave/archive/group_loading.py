@@ -17,7 +17,7 @@ from ptsave.archive.loading import LoadOptions, rebuild
 from ptsave.archive.unpickling import unpickle_received
 from ptsave.archive.weights_only import resolve_weights_only
 from ptsave.errors import UnsupportedSourceError
-from ptsave.support.progress import progress_bar
+from ptsave.support.calls import progress_bar
 from ptsave.support.torch_serialization import log_api_usage, restricted_unpickler
 
 

@@ -31,7 +31,7 @@ from ptsave.sources.kinds import (
 )
 from ptsave.sources.local import describe
 from ptsave.support import torch_serialization as stock
-from ptsave.support.progress import progress_bar
+from ptsave.support.calls import progress_bar, warn_user
 from ptsave.support.torch_serialization import (
     WARNS_OF_UNUSED_ARGUMENTS,
     ArchiveFileReader,
@@ -39,7 +39,6 @@ from ptsave.support.torch_serialization import (
     log_api_usage,
     restricted_unpickler,
 )
-from ptsave.support.user_warnings import warn_user
 
 _TORCHSCRIPT_WARNING = (
     "'torch.load' received a zip file that looks like a TorchScript archive dispatching to "

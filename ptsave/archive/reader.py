@@ -14,8 +14,8 @@ from torch.serialization import LoadEndianness
 
 from ptsave import _C
 from ptsave.errors import MINIZ_ADVICE, CorruptCheckpointError, CorruptRecordError
+from ptsave.support.calls import ProgressCallback
 from ptsave.support.config import Config
-from ptsave.support.progress import ProgressCallback
 from ptsave.support.text import size_text
 from ptsave.support.torch_tensors import CHECKPOINT_OFFSET
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ptsave.tree.paths import MAX_DEPTH
+from ptsave.tree.containers import MAX_DEPTH
 
 _PROTOCOL = 2  # of torch's files
 _MAX_ROUNDS = 8

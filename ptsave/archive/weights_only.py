@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 
 from torch.serialization import UNSAFE_MESSAGE
 
+from ptsave.support.calls import warn_user
 from ptsave.support.torch_serialization import (
     IGNORES_CASE_OF_VARIABLES,
     defaults_to_weights_only,
     restricted_unpickler,
 )
-from ptsave.support.user_warnings import warn_user
 
 _TRUE_VALUES = ("1", "y", "yes", "true")
 

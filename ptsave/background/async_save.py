@@ -17,7 +17,7 @@ from ptsave import _C
 from ptsave.background import saves as background
 from ptsave.background.save_future import SaveFuture
 from ptsave.support import config
-from ptsave.support.flags import check_flags
+from ptsave.support.calls import check_flags
 from ptsave.support.torch_serialization import (
     check_dill_version,
     check_save_filelike,

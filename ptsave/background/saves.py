@@ -42,7 +42,7 @@ from ptsave.background.staging_budget import Reservation, StagingBudget
 from ptsave.background.worker_lane import WorkerLane
 from ptsave.errors import StagingFullError
 from ptsave.support import config, memory_limits
-from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.calls import ProgressCallback, progress_bar
 from ptsave.writing.targets import TargetWriter, is_url_file, name_of
 
 _FORKED = (

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ptsave.bench.system import answer_of, fetch_free_memory, make_cold
-from ptsave.support.thread_pool import ThreadPool
+from ptsave.support.threads import ThreadPool
 
 THREAD_COUNTS = (1, 2, 4)
 _CHUNK_NBYTES = 8 << 20

@@ -20,7 +20,7 @@ from ptsave.appending.archive_writer import WhenFull
 from ptsave.capturing.schema import block_key, block_to_plain
 from ptsave.capturing.tensors import keeps_storage, statistics_of, stored_nbytes, unexpanded
 from ptsave.errors import SaveError, StagingFullError
-from ptsave.support.thread_pool import ThreadPool
+from ptsave.support.threads import ThreadPool
 
 SMALL_NBYTES = 128 << 10  # the largest tensor that is added together with others
 _MAX_PENDING_NBYTES = 4 << 20

@@ -28,11 +28,9 @@ from ptsave.capturing.torch_names import WRAPPED_ATTRIBUTE
 from ptsave.contents.captures import FORMAT, HEADER
 from ptsave.errors import CheckpointWarning, SaveError
 from ptsave.support import config, torch_version
-from ptsave.support.flags import check_flags
+from ptsave.support.calls import check_flags, parse_size, warn_user
 from ptsave.support.ranks import check_rank_of_file, checked_rank
-from ptsave.support.sizes import parse_size
 from ptsave.support.text import count_text
-from ptsave.support.user_warnings import warn_user
 
 WHAT = ("inputs", "outputs", "grads", "params")
 # For page-locked copies of tensors on accelerators, unless max_memory_bytes is given.

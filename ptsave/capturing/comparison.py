@@ -24,8 +24,7 @@ from ptsave.comparison.tensors import (
 )
 from ptsave.contents.opening import open_contents
 from ptsave.sources.local import position_kept
-from ptsave.support.garbage import pausing_garbage_collection
-from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.calls import ProgressCallback, pausing_garbage_collection, progress_bar
 from ptsave.support.text import count_text
 
 Kind = Literal[

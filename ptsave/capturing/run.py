@@ -30,7 +30,7 @@ from ptsave.capturing.schema import (
 )
 from ptsave.contents.captures import HEADER
 from ptsave.errors import CorruptCheckpointError, EntryNotFoundError
-from ptsave.support.tensor_types import is_tensor
+from ptsave.tree.containers import is_tensor
 from ptsave.tree.names import entry_not_found
 
 if TYPE_CHECKING:

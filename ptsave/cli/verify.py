@@ -48,7 +48,7 @@ from ptsave.inspection.findings import Problem, Verification, compare_with_index
 from ptsave.inspection.whole_files import whole_file
 from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.urls import is_url
-from ptsave.support.progress import ProgressCallback, progress_bar, progress_from
+from ptsave.support.calls import ProgressCallback, progress_bar, progress_from
 from ptsave.support.text import count_text, printable, size_text
 
 _N_SHOWN = 5

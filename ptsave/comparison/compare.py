@@ -24,8 +24,7 @@ from ptsave.contents.opening import open_contents, open_files
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.local import describe, position_kept
 from ptsave.sources.opening import Folder, folder_at
-from ptsave.support.garbage import pausing_garbage_collection
-from ptsave.support.progress import progress_bar
+from ptsave.support.calls import pausing_garbage_collection, progress_bar
 from ptsave.tree.containers import is_container, walk
 from ptsave.tree.names import entry_not_found
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ptsave.comparison.numbers import NumberDifference, Tolerance
 from ptsave.comparison.value_numbers import ValueNumbers, comparable, opened
-from ptsave.tree.containers import attributes_of, is_container, items_of, nested_too_deep
+from ptsave.tree.containers import MAX_DEPTH, attributes_of, is_container, items_of, nested_too_deep
 from ptsave.tree.opaque import Opaque
-from ptsave.tree.paths import MAX_DEPTH
 
 Kind = Literal["only in a", "only in b", "type", "value", "dtype", "shape", "numbers"]
 Detail = Literal["names", "shapes", "values"]

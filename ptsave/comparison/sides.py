@@ -12,8 +12,8 @@ from ptsave.archive.views import Allocator
 from ptsave.contents.contents import Contents, UnreadContents
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.sharded import ShardedContents
+from ptsave.tree.containers import dotted
 from ptsave.tree.names import EntryNames
-from ptsave.tree.paths import dotted
 
 _MAX_IDLE_NBYTES = 64 << 20  # fresh pages take longer than reading and comparing
 

@@ -25,9 +25,9 @@ from ptsave.comparison.numbers import (
 from ptsave.comparison.sides import ComparedCheckpoint
 from ptsave.contents.contents import as_saved
 from ptsave.support import config
-from ptsave.support.thread_pool import ThreadPool
+from ptsave.support.threads import ThreadPool
 from ptsave.support.torch_tensors import n_values_of_sparse
-from ptsave.tree.expansion import ADVICE, default_limit, stored_nbytes_of
+from ptsave.tree.extents import ADVICE, default_limit, stored_nbytes_of
 
 # For one side.  The next pieces of both sides are read while one piece is compared.
 _PIECE_NBYTES = 16 << 20

@@ -18,13 +18,12 @@ from ptsave.contents.contents import Contents
 from ptsave.contents.opening import open_contents
 from ptsave.contents.tensor_info import TensorInfo, facts_of, list_tensors
 from ptsave.sources.local import describe
-from ptsave.support.flags import check_flags, one_of
-from ptsave.support.garbage import pausing_garbage_collection
+from ptsave.support.calls import check_flags, one_of, pausing_garbage_collection
+from ptsave.tree.containers import Path
 from ptsave.tree.entry_reading import read_entry
+from ptsave.tree.extents import check_index
 from ptsave.tree.names import EntryNames
 from ptsave.tree.opaque import type_name_of
-from ptsave.tree.paths import Path
-from ptsave.tree.view_blocks import check_index
 
 if TYPE_CHECKING:
     from ptsave.capturing.run import CapturedRun

@@ -20,11 +20,10 @@ from ptsave.archive.weights_only import raise_with_advice
 from ptsave.contents.metadata import metadata_of
 from ptsave.errors import CheckpointWarning
 from ptsave.sources.ranges import LocalFile, RangeSource
-from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.calls import ProgressCallback, progress_bar, warn_user
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id_of
-from ptsave.support.user_warnings import warn_user
-from ptsave.tree.view_blocks import span_of
+from ptsave.tree.extents import span_of
 
 CPU = torch.device("cpu")
 _ALIGNMENT = 16  # bytes of the largest element

@@ -31,10 +31,9 @@ from ptsave.dcp.stock_items import damage_in
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError
 from ptsave.sources.kinds import is_legacy, is_zip
 from ptsave.sources.ranges import FsspecFile, RangeSource
-from ptsave.support.progress import progress_bar
+from ptsave.support.calls import progress_bar, warn_user
 from ptsave.support.text import some_of
 from ptsave.support.torch_tensors import storage_id
-from ptsave.support.user_warnings import warn_user
 
 _MIN_HUGE_NBYTES = 64 << 10
 # The most files that are open at once, and the most runs of bytes that are planned at once.

@@ -15,7 +15,7 @@ from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.kinds import HEAD_NBYTES, is_safetensors
 from ptsave.sources.local import describe
 from ptsave.sources.urls import is_url_source
-from ptsave.support.flags import check_flags, location_of
+from ptsave.support.calls import check_flags, location_of
 from ptsave.support.together import failing_together, has_others
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ from ptsave.sources.local import n_files_to_hold, naming_limit
 from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.sources.remote_errors import name_file
 from ptsave.sources.urls import is_url
+from ptsave.support.calls import warn_user
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id
-from ptsave.support.user_warnings import warn_user
 
 _LEGACY = {"format": "torch before 1.6"}
 Localizer: TypeAlias = Callable[[RangeSource], RangeSource]

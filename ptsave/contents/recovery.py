@@ -8,7 +8,7 @@ from ptsave.archive.recovery import CompletedFile, Recovery, recover_archive
 from ptsave.contents.safetensors_fields import LENGTH_NBYTES, fetch_header, read_fields
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError
 from ptsave.sources.ranges import RangeSource
-from ptsave.support.user_warnings import warn_user
+from ptsave.support.calls import warn_user
 
 
 def recovered(source: RangeSource) -> RangeSource:

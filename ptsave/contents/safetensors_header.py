@@ -19,7 +19,7 @@ from ptsave.contents.safetensors_fields import (
 )
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import RangeSource
-from ptsave.support.garbage import pausing_garbage_collection
+from ptsave.support.calls import pausing_garbage_collection
 
 _HEADER_ALIGNMENT = 8
 

@@ -17,7 +17,7 @@ from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.safetensors_header import StoredTensor, read_header
 from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.support import config
-from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.calls import ProgressCallback, progress_bar
 from ptsave.support.torch_serialization import restore_location
 
 _CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from ptsave.errors import CheckpointWarning, CorruptCheckpointError, NotCheckpoi
 from ptsave.sources.kinds import what_came_instead
 from ptsave.sources.opening import Folder, folder_of, open_source
 from ptsave.sources.ranges import RangeSource
+from ptsave.support.calls import warn_user
 from ptsave.support.text import some_of
-from ptsave.support.user_warnings import warn_user
 from ptsave.tree.containers import items_of
 
 _T = TypeVar("_T")

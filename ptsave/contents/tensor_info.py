@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.support.garbage import pausing_garbage_collection
+from ptsave.support.calls import pausing_garbage_collection
 
 if TYPE_CHECKING:
     from ptsave.contents.contents import ChunkInfo, Contents
+    from ptsave.tree.containers import Path
     from ptsave.tree.names import EntryNames
-    from ptsave.tree.paths import Path
 
 # Dtype, shape and stride of a tensor; in bytes, its begin in its storage, its size and the size of
 # the storage.  A plain tuple, because there may be 100,000.

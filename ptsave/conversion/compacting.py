@@ -39,11 +39,10 @@ from ptsave.streaming.streamed_files import (
     StreamedPlan,
     write_bytes,
 )
-from ptsave.support.flags import check_flags
-from ptsave.support.progress import progress_bar
+from ptsave.support.calls import check_flags, progress_bar
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of, read_entry, require_picklable
-from ptsave.tree.view_blocks import span_of
+from ptsave.tree.extents import span_of
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.targets import (
     FileTarget,

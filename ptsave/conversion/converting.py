@@ -49,14 +49,12 @@ from ptsave.streaming.streamed_files import (
     SafetensorsPlan,
     StreamedPlan,
 )
-from ptsave.support.flags import check_flags
-from ptsave.support.progress import ProgressCallback, progress_bar
-from ptsave.support.sizes import parse_size
+from ptsave.support.calls import ProgressCallback, check_flags, parse_size, progress_bar
 from ptsave.support.text import some_of
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.containers import attributes_of, items_of, set_attributes
 from ptsave.tree.entry_reading import leaves_of, read_entry
-from ptsave.tree.expansion import check_expansion
+from ptsave.tree.extents import check_expansion
 from ptsave.tree.flat import Flattened, flatten
 from ptsave.tree.opaque import holds_opaque, refuse_opaque
 from ptsave.writing.folders import Folder, LocalFolder, UrlFolder, resolve_folder

@@ -30,10 +30,10 @@ from ptsave.distributed.rank_file import RankFile
 from ptsave.errors import SaveError
 from ptsave.streaming.payload_sources import PayloadSources, check_records
 from ptsave.support import torch_dcp
-from ptsave.support.progress import ProgressCallback
+from ptsave.support.calls import ProgressCallback
 from ptsave.support.text import count_text
 from ptsave.tree.entry_reading import read_entry
-from ptsave.tree.expansion import check_expansion
+from ptsave.tree.extents import check_expansion
 
 _PLAIN_TYPES = (Tensor, Parameter)
 

@@ -9,7 +9,7 @@ from ptsave.dcp.checkpoint import DcpCheckpoint
 from ptsave.dcp.rank_files import RankFiles
 from ptsave.dcp.stock_items import damage_in
 from ptsave.errors import CorruptCheckpointError, bare_message
-from ptsave.support.progress import progress_from
+from ptsave.support.calls import progress_from
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ptsave.dcp.metadata_pickle import pickled_metadata
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import regular_only
 from ptsave.support import torch_dcp
-from ptsave.support.garbage import pausing_garbage_collection
+from ptsave.support.calls import pausing_garbage_collection
 from ptsave.support.torch_serialization import user_allowed_globals
 
 # The attribute of StorageMeta that lists the files with checksums; stock torch ignores it.

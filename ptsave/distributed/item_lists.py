@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
-from ptsave.support.garbage import pausing_garbage_collection
+from ptsave.support.calls import pausing_garbage_collection
 
 _Item = TypeVar("_Item")
 _Plan = TypeVar("_Plan", SavePlan, LoadPlan)

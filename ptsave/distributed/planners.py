@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from ptsave import _C
 from ptsave.distributed.flattening import PLAIN_TYPES, Flattened, flattened
 from ptsave.support import torch_dcp
-from ptsave.support.garbage import pausing_garbage_collection
+from ptsave.support.calls import pausing_garbage_collection
 
 _NUMBERS_AND_TEXTS = (int, float, str, bytes, bool, type(None))
 

@@ -22,7 +22,7 @@ from ptsave.dcp.blocks import BLOCK_NBYTES, section_crcs
 from ptsave.dcp.metadata import CheckedFile
 from ptsave.distributed.items import head_of
 from ptsave.streaming.places import Payload
-from ptsave.support.progress import ProgressCallback
+from ptsave.support.calls import ProgressCallback
 from ptsave.writing.targets import FileWriter
 
 _SMALL_ALIGNMENT = 64

@@ -37,8 +37,7 @@ from ptsave.distributed.paths import accepts, directory_name, remote_metadata
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.urls import is_url_source
-from ptsave.support.flags import check_flags
-from ptsave.support.garbage import pausing_garbage_collection
+from ptsave.support.calls import check_flags, pausing_garbage_collection
 
 _PLAIN_TYPES = (Tensor, Parameter)
 # The most bytes that are read at once to be copied to their targets.

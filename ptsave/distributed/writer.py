@@ -30,8 +30,7 @@ from ptsave.distributed.rank_file import RankFile
 from ptsave.distributed.staging import staged
 from ptsave.errors import SaveError
 from ptsave.support import torch_dcp
-from ptsave.support.flags import check_flags
-from ptsave.support.garbage import pausing_garbage_collection
+from ptsave.support.calls import check_flags, pausing_garbage_collection
 
 _PLAIN_TYPES = (Tensor, Parameter)
 # Attribute of the first item of a rank's file, on the way to the coordinator.

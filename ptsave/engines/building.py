@@ -26,7 +26,7 @@ MINIMUM_TORCH = (2, 9)
 OF_PIP = (
     "this build sees none. pip hides it without --no-build-isolation: "
     "`pip install torch pybind11 ninja cmake setuptools wheel`, "
-    "and then `pip install --no-build-isolation` and what is to be installed"
+    "and then `pip install --no-build-isolation PACKAGE`"
 )
 _MACHINES = ("x86_64", "aarch64")
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -50,10 +50,7 @@ def check_platform() -> None:
 
 
 def installed_torch(remedy: str) -> str:
-    """Return the version of the installed torch; raise SystemExit if it is missing or too old.
-
-    `remedy` ends the message about a missing torch.
-    """
+    """Return the installed torch's version; else raise a SystemExit that ends with `remedy`."""
     needed = "ptsave is compiled against an installed torch >= {}.{}".format(*MINIMUM_TORCH)
     try:
         version = importlib.metadata.version("torch")
@@ -70,10 +67,7 @@ def installed_torch(remedy: str) -> str:
 def build(
     build_dir: Path, targets: Sequence[str], option: str, version: str, jobs: int | None = None
 ) -> list[Path]:
-    """Configure with `option` turned on, build the targets, and return their files.
-
-    A failure is a SystemExit that says why.
-    """
+    """Build the targets with `option` turned on; return their files, or raise a SystemExit."""
     definitions = {
         "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_MAKE_PROGRAM": _tool("ninja", "BIN_DIR"),

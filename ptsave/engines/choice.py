@@ -1,18 +1,40 @@
-"""Chooses the engine for the installed torch."""
+"""Names engines, and chooses the one for the installed torch."""
 
 from __future__ import annotations
 
 import os
+import re
 import site
 import sys
 import sysconfig
-from importlib.machinery import ExtensionFileLoader
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 
-from ptsave._built import VERSION
-from ptsave.engines.names import FILE_NAME, folder_name, series_of_folder
+FILE_NAME = f"_C{EXTENSION_SUFFIXES[0]}"
+
+
+def series_of(torch_version: str) -> str:
+    """Return the minor series of a version: "2.13" of "2.13.1+cpu"."""
+    return ".".join(torch_version.split(".")[:2])
+
+
+def folder_name(torch_version: str) -> str:
+    """Return the name of the engine's folder for this torch."""
+    return f"torch_{series_of(torch_version).replace('.', '_')}"
+
+
+def series_of_folder(name: str) -> tuple[int, int] | None:
+    """Return the minor series of the engine in a folder of this name."""
+    match = re.fullmatch(r"torch_(\d+)_(\d+)", name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _own_version() -> str:
+    from ptsave._built import VERSION  # not above: setup.py imports this module before it builds
+
+    return VERSION
 
 
 def own_folders() -> list[Path]:
@@ -20,7 +42,7 @@ def own_folders() -> list[Path]:
 
     Beside the package's files, engines would stay there after the package is removed.
     """
-    below = Path("share", "ptsave", "engines", VERSION)
+    below = Path("share", "ptsave", "engines", _own_version())
     folders = [Path(sysconfig.get_path("data")) / below]
     if site.ENABLE_USER_SITE:
         folders.append(Path(site.getuserbase()) / below)
@@ -28,10 +50,7 @@ def own_folders() -> list[Path]:
 
 
 def find(torch_version: str) -> Path:
-    """Return the newest engine for this torch, so that one just compiled is used, wherever it is.
-
-    If there is none, the ImportError names the remedy.
-    """
+    """Return the newest engine for this torch, wherever it is; the ImportError names a remedy."""
     name = folder_name(torch_version)
     engines = [folder / name / FILE_NAME for folder in _folders()]
     engines = [engine for engine in engines if engine.is_file()]
@@ -39,8 +58,8 @@ def find(torch_version: str) -> Path:
         return max(engines, key=lambda engine: engine.stat().st_mtime_ns)
     known = ", ".join(_series_there()) or "none"
     raise ImportError(
-        f"ptsave {VERSION} has engines for torch {known}, and torch {torch_version} is installed: "
-        f"{_remedy()}"
+        f"ptsave {_own_version()} has engines for torch {known}, and torch {torch_version} is "
+        f"installed: {_remedy()}"
     )
 
 
@@ -57,8 +76,8 @@ def load(torch_version: str) -> ModuleType:
         raise ImportError(
             f"{path} does not fit torch {torch_version}, which is installed ({error}): {_remedy()}"
         ) from error
-    if engine.VERSION != VERSION:
-        raise ImportError(f"{path} is of ptsave {engine.VERSION}, not {VERSION}: {_remedy()}")
+    if (own := _own_version()) != engine.VERSION:
+        raise ImportError(f"{path} is of ptsave {engine.VERSION}, not {own}: {_remedy()}")
     return engine
 
 

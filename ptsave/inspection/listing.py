@@ -12,7 +12,7 @@ from ptsave.contents.outline import Outline, outline_of
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.sources.local import position_kept
 from ptsave.sources.ranges import RangeSource
-from ptsave.support.garbage import pausing_garbage_collection
+from ptsave.support.calls import pausing_garbage_collection
 from ptsave.tree.names import entry_not_found
 from ptsave.tree.tree import EntryTree
 

@@ -9,7 +9,7 @@ from ptsave.dcp.checkpoint import DcpCheckpoint
 from ptsave.errors import CorruptCheckpointError
 from ptsave.inspection.findings import Problem, Verification
 from ptsave.sources.ranges import FsspecFile
-from ptsave.support.progress import ProgressCallback
+from ptsave.support.calls import ProgressCallback
 from ptsave.support.text import count_text, some_of
 
 _METADATA_UNCHECKED = (

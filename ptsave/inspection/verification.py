@@ -31,9 +31,9 @@ from ptsave.inspection.findings import NO_CHECKSUMS, Problem, Verification, comp
 from ptsave.inspection.pickle_globals import globals_in_pickle
 from ptsave.sources.local import position_kept
 from ptsave.sources.ranges import FsspecFile, RangeSource
-from ptsave.support.progress import ProgressCallback, progress_from
+from ptsave.support.calls import ProgressCallback, progress_from
 from ptsave.support.torch_serialization import restricted_unpickler
-from ptsave.tree.paths import MAX_DEPTH
+from ptsave.tree.containers import MAX_DEPTH
 from ptsave.tree.tree import EntryTree
 
 

@@ -11,7 +11,7 @@ from ptsave.inspection.findings import NO_CHECKSUMS, Verification
 from ptsave.sources.ranges import LocalFile
 from ptsave.sources.urls import is_url
 from ptsave.support import config
-from ptsave.support.progress import ProgressCallback
+from ptsave.support.calls import ProgressCallback
 from ptsave.tree.tree import EntryTree
 
 _READ_AT_ONCE_NBYTES = 512 << 20  # between two updates of a progress bar

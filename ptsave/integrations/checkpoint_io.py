@@ -19,7 +19,7 @@ from ptsave.integrations.pending_saves import (
     remove_checkpoint,
 )
 from ptsave.serialization import save
-from ptsave.support.flags import check_flags
+from ptsave.support.calls import check_flags
 from ptsave.writing.targets import resolve_file
 
 __all__ = ["AsyncCheckpointIO", "CheckpointIO"]

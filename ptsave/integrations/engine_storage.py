@@ -28,7 +28,7 @@ from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.serialization import save
 from ptsave.sources.kinds import ZIP_MAGIC
 from ptsave.support import config
-from ptsave.support.flags import check_flags
+from ptsave.support.calls import check_flags
 from ptsave.support.syncing import sync_path
 
 __all__ = ["ReadStream", "Storage", "StorageConfig"]

@@ -11,7 +11,7 @@ from typing import Any
 from ptsave.integrations.lazy_classes import classes_over
 from ptsave.integrations.pending_saves import PendingSaves, make_parent, remove_checkpoint
 from ptsave.serialization import save
-from ptsave.support.flags import check_flags
+from ptsave.support.calls import check_flags
 from ptsave.writing.targets import resolve
 
 __all__ = ["AsyncSaveHandler", "SaveHandler"]

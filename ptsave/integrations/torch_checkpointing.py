@@ -26,7 +26,7 @@ from ptsave.errors import CorruptCheckpointError
 from ptsave.integrations import engine_storage
 from ptsave.integrations.engine_storage import ReadStream, Storage, StorageConfig
 from ptsave.integrations.lazy_classes import classes_over
-from ptsave.support.flags import check_flags
+from ptsave.support.calls import check_flags
 
 __all__ = ["Resharder", "Storage", "StorageConfig"]
 

@@ -24,8 +24,7 @@ from ptsave.models.weight_parts import Part, part_of, target_of
 from ptsave.models.weight_plan import WeightPlan, takes_slices
 from ptsave.state.plain_copies import PLAIN_TYPES
 from ptsave.support import config
-from ptsave.support.garbage import pausing_garbage_collection
-from ptsave.support.progress import ProgressCallback
+from ptsave.support.calls import ProgressCallback, pausing_garbage_collection
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_tensors import set_grad_enabled
 

@@ -25,8 +25,8 @@ from ptsave.models.group_sources import SentRecord, SentShard, WeightSource
 from ptsave.models.shards import Entry, Read, ReceivedShard, Shard, ShardReader, open_shards
 from ptsave.models.weight_parts import Part
 from ptsave.models.weight_slices import WeightSlice
+from ptsave.support.calls import ProgressCallback
 from ptsave.support.group_call import GroupCall, agree_on_file
-from ptsave.support.progress import ProgressCallback
 from ptsave.support.torch_tensors import set_grad_enabled
 
 _MAX_STAGED_NBYTES = 32 << 20  # memory that is kept for reuse

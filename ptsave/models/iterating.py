@@ -17,8 +17,7 @@ from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
 from ptsave.models.shards import Entry, Read, ShardReader, open_shards
 from ptsave.sources.urls import refuse_url
 from ptsave.state.renaming import Rename, Renaming
-from ptsave.support.flags import one_of
-from ptsave.support.garbage import pausing_garbage_collection
+from ptsave.support.calls import one_of, pausing_garbage_collection
 
 _CPU = torch.device("cpu")
 

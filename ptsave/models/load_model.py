@@ -25,9 +25,14 @@ from ptsave.models.weight_plan import LoadedWeights, ModelTensors, WeightPlan
 from ptsave.sources.local import describe
 from ptsave.sources.urls import refuse_url
 from ptsave.state.renaming import Rename, Renaming
-from ptsave.support.flags import check_flags, one_of
-from ptsave.support.garbage import pausing_garbage_collection
-from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.calls import (
+    ProgressCallback,
+    check_flags,
+    one_of,
+    pausing_garbage_collection,
+    progress_bar,
+    warn_user,
+)
 from ptsave.support.together import failing_together, has_others
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import (
@@ -38,7 +43,6 @@ from ptsave.support.torch_modules import (
     tensors_in,
 )
 from ptsave.support.torch_tensors import make_subclass
-from ptsave.support.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from ptsave.models.group_weights import GroupWeights

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from ptsave.models.shards import Read, SafetensorsShard, Shard, ShardReader
-from ptsave.support.garbage import pausing_garbage_collection
-from ptsave.support.thread_pool import ThreadPool
+from ptsave.support.calls import pausing_garbage_collection
+from ptsave.support.threads import ThreadPool
 
 _T = TypeVar("_T")
 

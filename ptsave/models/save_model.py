@@ -28,10 +28,8 @@ from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.unpacking import unpacked
 from ptsave.serialization import save
 from ptsave.streaming.streamed_files import check_safetensors, write_bytes, write_safetensors
-from ptsave.support.flags import check_flags
-from ptsave.support.garbage import pausing_garbage_collection
-from ptsave.support.sizes import parse_size
-from ptsave.tree.expansion import nbytes_of
+from ptsave.support.calls import check_flags, parse_size, pausing_garbage_collection
+from ptsave.tree.extents import nbytes_of
 from ptsave.writing.folders import Folder, resolve_folder
 from ptsave.writing.targets import FileTarget, name_of, resolve_file
 

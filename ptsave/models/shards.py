@@ -35,11 +35,11 @@ from ptsave.sources.urls import is_url
 from ptsave.state.copying import Copier
 from ptsave.state.plain_copies import PLAIN_TYPES
 from ptsave.support import config
-from ptsave.support.progress import ProgressCallback
+from ptsave.support.calls import ProgressCallback
 from ptsave.support.torch_modules import METADATA
 from ptsave.training.restoring import FileCopier, restoring
 from ptsave.tree.containers import items_of
-from ptsave.tree.view_blocks import blocks_of
+from ptsave.tree.extents import blocks_of
 
 if TYPE_CHECKING:
     from ptsave.contents.safetensors import SafetensorsContents

@@ -19,7 +19,7 @@ from ptsave.state.load_errors import mismatch_message, raise_load_errors
 from ptsave.state.plain_copies import PLAIN_TYPES, Mismatch
 from ptsave.state.renaming import Renaming
 from ptsave.support.torch_modules import having, non_persistent_buffers_of, tensors_in
-from ptsave.tree.expansion import ADVICE, default_limit
+from ptsave.tree.extents import ADVICE, default_limit
 
 
 class _Fields(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptsave.archive.views import unfilled_tensors
 from ptsave.models.shards import Entry, Read
-from ptsave.tree.view_blocks import check_index
+from ptsave.tree.extents import check_index
 
 
 class _Reader(Protocol):

@@ -23,9 +23,8 @@ from ptsave.contents.safetensors_header import (
 from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.streaming.payload_sources import PayloadSources, is_in_order
 from ptsave.streaming.places import Payload, StoragePlace
-from ptsave.support.garbage import pausing_garbage_collection
-from ptsave.support.progress import ProgressCallback
-from ptsave.tree.view_blocks import span_of
+from ptsave.support.calls import ProgressCallback, pausing_garbage_collection
+from ptsave.tree.extents import span_of
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import plan_archive
 from ptsave.writing.targets import FileTarget, FileWriter, name_of, scratch_folder

@@ -38,14 +38,13 @@ def current() -> Config:
     cores = len(os.sched_getaffinity(0))
     n_threads = _positive("PTSAVE_NUM_THREADS", min(cores, 16))
     n_local_ranks = local_world_size()
+    pinned_nbytes = max(1, min(64 * MIB, memory_limits.share_nbytes(n_local_ranks) // 8))
     direct_io = _switch("PTSAVE_DIRECT_IO", default=True)
     return Config(
         n_threads=n_threads,
         n_direct_writers=min(4 * n_threads, 12),
         n_readers=max(4, min(6 * n_threads // n_local_ranks, 24)),
-        max_pinned_nbytes=_positive(
-            "PTSAVE_MAX_PINNED_BYTES", _default_pinned_nbytes(n_local_ranks)
-        ),
+        max_pinned_nbytes=_positive("PTSAVE_MAX_PINNED_BYTES", pinned_nbytes),
         max_staged_nbytes=_positive("PTSAVE_MAX_STAGED_BYTES", 0) or None,
         direct_io=direct_io,
         direct_reads=direct_io and n_local_ranks == 1,
@@ -55,14 +54,7 @@ def current() -> Config:
 
 
 _INSTALL = "PTSAVE_INSTALL"
-_INSTALL_OPTIONS = (
-    "safetensors",
-    "fsync",
-    "atomic",
-    "verify",
-    "distributed",
-    "weights-only-check",
-)
+_INSTALL_OPTIONS = ("safetensors", "fsync", "atomic", "verify", "distributed", "weights-only-check")
 
 
 def install_options() -> dict[str, bool]:
@@ -89,10 +81,6 @@ def local_world_size() -> int:
     """Return the number of ranks on this machine by ``LOCAL_WORLD_SIZE``, or 1."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if re.fullmatch("[0-9]{1,6}", text) else 1
-
-
-def _default_pinned_nbytes(n_local_ranks: int) -> int:
-    return max(1, min(64 * MIB, memory_limits.share_nbytes(n_local_ranks) // 8))
 
 
 def read_integer(variable: str, default: int, *, minimum: int) -> int:

@@ -37,10 +37,7 @@ _V1 = _Version(
 )
 # Above memory.high nothing is killed, but everything is slowed down to a crawl.
 _V2 = _Version(
-    "cgroup2",
-    ("memory.max", "memory.high"),
-    "memory.current",
-    ("inactive_file", "active_file"),
+    "cgroup2", ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")
 )
 
 
@@ -162,7 +159,7 @@ def _own_paths(text: str) -> Iterator[tuple[_Version, PurePosixPath]]:
 
 
 def _mounts(text: str) -> Iterator[tuple[_Version, PurePosixPath, PurePosixPath]]:
-    """Parse ``/proc/self/mountinfo``: which part of a hierarchy of groups is mounted where."""
+    """Parse ``/proc/self/mountinfo`` for the mounts of control groups: version, root, place."""
     for line in text.splitlines():
         place, _, kind = line.partition(" - ")
         if not kind.startswith(_V1.filesystem):

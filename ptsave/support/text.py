@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_UNITS = (" KiB", " MiB", " GiB", " TiB", " PiB")
 _COUNT_UNITS = ("k", "M", "G", "T", "P", "E")
 
 
@@ -21,12 +21,7 @@ def size_text(nbytes: int) -> str:
     """
     if nbytes < 1024:
         return f"{nbytes} B"
-    size = float(nbytes)
-    for unit in _UNITS:
-        size /= 1024
-        if size < 1000 or unit == _UNITS[-1]:
-            break
-    return f"{size:.{2 if size < 10 else 1 if size < 100 else 0}f} {unit}"
+    return _scaled(nbytes, 1024, 1000, _UNITS)
 
 
 def shape_text(shape: Sequence[object]) -> str:
@@ -53,6 +48,12 @@ def count_text(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
+def differ_text(n_different: int, n_outside: int, n: int) -> str:
+    """Return how many of `n` numbers differ, and how many of these by more than is allowed."""
+    outside = f", {n_outside:,} by more than allowed" if n_outside != n_different else ""
+    return f"{n_different:,} of {n:,} differ{outside}"
+
+
 def short_count_text(n: int) -> str:
     """Return a number in up to six characters.
 
@@ -61,12 +62,15 @@ def short_count_text(n: int) -> str:
     """
     if n < 100_000:
         return str(n)
-    number = float(n)
-    for unit in _COUNT_UNITS:
-        number /= 1000
-        if number < 999.5 or unit == _COUNT_UNITS[-1]:
-            break
-    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}{unit}"
+    return _scaled(n, 1000, 999.5, _COUNT_UNITS)
+
+
+def _scaled(number: float, base: int, limit: float, units: Sequence[str]) -> str:
+    """Return a number with three digits, in the first unit that makes it less than `limit`."""
+    power = 1
+    while (number := number / base) >= limit and power < len(units):
+        power += 1
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}{units[power - 1]}"
 
 
 def cut(text: str, width: int) -> str:
@@ -136,3 +140,9 @@ def some_of(texts: Sequence[str], n: int) -> str:
     """Return the first `n` texts, and how many more there are."""
     more = len(texts) - n
     return ", ".join(texts[:n]) + (f" and {more} more" if more > 0 else "")
+
+
+def first_of(texts: Sequence[str]) -> str:
+    """Return the first text, and how many others there are."""
+    more = f" +{len(texts) - 1}" if len(texts) > 1 else ""
+    return f"{printable(texts[0])}{more}" if texts else ""

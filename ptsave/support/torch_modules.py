@@ -22,32 +22,8 @@ from torch.optim import Optimizer
 
 from ptsave.support.torch_version import private
 
-__all__ = [
-    "EXTRA_STATE_KEY_SUFFIX",
-    "LOAD_METHOD",
-    "METADATA",
-    "IncompatibleKeys",
-    "InstanceNorm",
-    "NormBase",
-    "WrappedHook",
-    "apply_to_tensors_of",
-    "buffers_of",
-    "children_of",
-    "having",
-    "lazy_load_hook",
-    "load_method_of",
-    "modules_in",
-    "non_persistent_buffers_of",
-    "optimizer_policy",
-    "optimizer_post_hooks_of",
-    "optimizer_pre_hooks_of",
-    "parameters_of",
-    "post_hooks_of",
-    "pre_hooks_of",
-    "register_pre_hook",
-    "registration_hooks",
-    "tensors_in",
-]
+# Imported names that other modules import from here.
+__all__ = ["EXTRA_STATE_KEY_SUFFIX", "IncompatibleKeys", "InstanceNorm", "NormBase", "WrappedHook"]
 
 _T = TypeVar("_T")
 _module = nn.Module()

@@ -18,35 +18,7 @@ from torch.serialization import load, save
 
 from ptsave.support.torch_version import private
 
-__all__ = [
-    "IGNORES_CASE_OF_VARIABLES",
-    "LOADER_KNOWS_WEIGHTS_ONLY",
-    "META_LOADS_KEEP_OFFSETS",
-    "WARNS_OF_UNUSED_ARGUMENTS",
-    "ArchiveFileReader",
-    "allowed_globals",
-    "blocked_modules",
-    "builtin_operators",
-    "check_dill_version",
-    "check_save_filelike",
-    "cpu_rule",
-    "defaults_to_weights_only",
-    "detect_fake_mode",
-    "find_builtin",
-    "load",
-    "load_archive",
-    "location_rules",
-    "log_api_usage",
-    "options",
-    "register_builtin",
-    "restore_location",
-    "restricted_unpickler",
-    "save",
-    "storage_alignment",
-    "user_allowed_globals",
-]
-
-# `load` and `save` are torch's own, as they were at import: ptsave hands calls on to these.
+__all__ = ["load", "save"]  # torch's own, as they were at import: ptsave hands calls on to these
 
 # Reads a zip archive with torch's C++ code.
 ArchiveFileReader: Any = private(torch._C, "PyTorchFileReader")
@@ -84,13 +56,9 @@ find_builtin: Callable[[Any], Any] = private(_builtins, "_find_builtin")
 builtin_operators: Callable[[], dict[int, Any]] = private(_builtins, "_get_builtin_table")
 
 
-def _code_of_load() -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Return the names and constants in the code of torch.load, without its decorators."""
-    code = getattr(inspect.unwrap(load), "__code__", None)
-    return (code.co_names, code.co_consts) if code is not None else ((), ())
-
-
-_names, _constants = _code_of_load()
+# The code of torch.load, without its decorators.
+_code = getattr(inspect.unwrap(load), "__code__", None)
+_names, _constants = (_code.co_names, _code.co_consts) if _code is not None else ((), ())
 
 # From 2.14 on, torch.load(weights_only=True) always validates sparse tensors, with a warning, and
 # tells the loader.

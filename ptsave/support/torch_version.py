@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ptsave._built import VERSION
 from ptsave.engines import choice
-from ptsave.support.version import VERSION
 
 __all__ = ["VERSION", "private"]
 

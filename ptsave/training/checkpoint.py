@@ -15,7 +15,7 @@ from ptsave.contents.loading import load_source
 from ptsave.sources.local import describe
 from ptsave.state.copying import tensors_in
 from ptsave.state.modules import IncompatibleKeys
-from ptsave.support.flags import check_flags, location_of, one_of
+from ptsave.support.calls import check_flags, location_of, one_of
 from ptsave.support.together import failing_together, has_others
 from ptsave.training.meant_parts import part_named, refuse_module, warn_if_nothing_fits
 from ptsave.training.restoring import check_locations, restoring

@@ -28,7 +28,7 @@ from ptsave.background.async_save import async_save
 from ptsave.background.save_future import PendingSave, SaveFuture
 from ptsave.background.saves import release_own
 from ptsave.errors import CheckpointWarning, SaveError, add_note
-from ptsave.support.flags import check_flags, location_of, one_of
+from ptsave.support.calls import check_flags, location_of, one_of
 from ptsave.support.ranks import check_rank_saves, group_of_job
 from ptsave.training.directory import CheckpointDirectory
 from ptsave.training.named_options import check_restoring, check_saving, entries_of

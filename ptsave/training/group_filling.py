@@ -15,7 +15,7 @@ from ptsave import _C
 from ptsave.archive.group_archive import GroupArchive
 from ptsave.archive.group_records import CHECKED, PLANNED
 from ptsave.archive.part_copies import StorageView, is_viewable
-from ptsave.support.progress import ProgressCallback
+from ptsave.support.calls import ProgressCallback
 
 
 @dataclass(frozen=True)

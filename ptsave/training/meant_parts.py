@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ptsave.errors import CheckpointWarning
-from ptsave.support.user_warnings import warn_user
+from ptsave.support.calls import warn_user
 
 
 def refuse_module(state: Any) -> None:

@@ -30,7 +30,7 @@ from ptsave.errors import add_note
 from ptsave.sources.local import describe
 from ptsave.sources.urls import is_url_source
 from ptsave.state.copying import Copier, CopyLater, Replacement, tensors_in
-from ptsave.support.progress import ProgressCallback, progress_bar
+from ptsave.support.calls import ProgressCallback, progress_bar
 from ptsave.support.together import has_others
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id_of

@@ -1,4 +1,4 @@
-"""Items of dicts, lists and tuples, read past attributes that a file has given to them.
+"""Tensors and containers of a saved object: paths, and items read past attributes from the file.
 
 A pickle can set attributes of an ``OrderedDict`` or a ``Counter``, as it does for ``_metadata``. An
 attribute called ``items`` would replace the method in ``value.items()``; here it does not.
@@ -6,11 +6,21 @@ attribute called ``items`` would replace the method in ``value.items()``; here i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-from ptsave.support.tensor_types import tensor_types
-from ptsave.tree.paths import MAX_DEPTH, Path
+from ptsave._core import OutlinedTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Path: TypeAlias = tuple[Any, ...]  # keys of an entry, from the outermost container inwards
+
+# The limit for all code that names entries.  A file decides how deep its object is, and each level
+# makes the names below it longer.  torch.save reaches 970 levels before a RecursionError.
+MAX_DEPTH = 1000
 
 # Their instances hold the entries of a saved object.
 CONTAINERS = (Mapping, list, tuple)
@@ -18,6 +28,17 @@ CONTAINERS = (Mapping, list, tuple)
 # Path and prefix ("a.b.") of a container, key and value of a part of it, whether the part is a
 # container, and its earlier name if it has been met.
 Visit: TypeAlias = tuple[Path, str, Any, Any, bool, str | None]
+
+
+def tensor_types() -> tuple[Any, ...]:
+    """Return the types that a tensor may have; torch's own type only if torch is imported."""
+    torch = sys.modules.get("torch")
+    return (OutlinedTensor,) if torch is None else (torch.Tensor, OutlinedTensor)
+
+
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor, or the outline of a tensor."""
+    return isinstance(value, tensor_types())
 
 
 def is_container(value: Any) -> bool:
@@ -41,11 +62,7 @@ def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def values_of(value: Any) -> Iterable[Any]:
-    """Return the values of a mapping, or of any other container.
-
-    >>> list(values_of({"a": 1})), list(values_of([2]))
-    ([1], [2])
-    """
+    """Return the values of a mapping, or of any other container."""
     if isinstance(value, Mapping):
         values: Iterable[Any] = type(value).values(value)
         return values
@@ -54,11 +71,7 @@ def values_of(value: Any) -> Iterable[Any]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an instance, such as ``_metadata`` of state dicts; none of a class.
-
-    >>> attributes_of([]), attributes_of(dict)
-    ({}, {})
-    """
+    """Return an instance's attributes, such as ``_metadata`` of state dicts; a class has none."""
     found = {} if isinstance(value, type) else getattr(value, "__dict__", {})
     return dict(found)
 
@@ -141,3 +154,24 @@ def nested_too_deep(file: str = "") -> ValueError:
     """Return the error for containers below `MAX_DEPTH` levels that may not be left out."""
     where = f"{file}: " if file else ""
     return ValueError(f"{where}containers are nested deeper than {MAX_DEPTH} levels")
+
+
+def dotted(path: Path) -> str:
+    """Return a path as text with dots."""
+    return ".".join(map(str, path))
+
+
+def path_in(text: str) -> Path | None:
+    """Return the keys of a name that is written as a Python tuple; None for any other text.
+
+    >>> path_in("('a.b', 0)"), path_in("a.b")
+    (('a.b', 0), None)
+    """
+    if text.startswith("(") and text.endswith(")"):
+        import ast
+
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            path = ast.literal_eval(text)
+            if isinstance(path, tuple):
+                return path
+    return None

@@ -12,13 +12,14 @@ from torch.nn import Parameter
 
 from ptsave.support.text import some_of
 from ptsave.tree.containers import (
+    MAX_DEPTH,
+    Path,
     attributes_of,
     is_container,
     nested_too_deep,
     walk_entries,
 )
 from ptsave.tree.opaque import type_name_of
-from ptsave.tree.paths import MAX_DEPTH, Path
 
 _N_NAMED = 5
 

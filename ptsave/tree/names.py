@@ -10,9 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ptsave.errors import EntryNotFoundError
-from ptsave.support.tensor_types import is_tensor
-from ptsave.tree.containers import is_container, nested_too_deep, walk_entries
-from ptsave.tree.paths import MAX_DEPTH, Path, dotted
+from ptsave.tree.containers import (
+    MAX_DEPTH,
+    Path,
+    dotted,
+    is_container,
+    is_tensor,
+    nested_too_deep,
+    walk_entries,
+)
 from ptsave.tree.tree import EntryTree
 
 if TYPE_CHECKING:
@@ -55,10 +61,7 @@ class EntryNames:
                 self._numbers[entry] = number
 
     def find(self, name: str | Path) -> Any:
-        """Return the entry that a name means.
-
-        A name of no entry, or a dotted name of several, raises EntryNotFoundError.
-        """
+        """Return the entry that a name means; none or several are an EntryNotFoundError."""
         if isinstance(name, tuple):
             return self._follow(name)
         if not isinstance(name, str):
@@ -104,7 +107,11 @@ class EntryNames:
 
 def entry_not_found(file: str, name: str | Path, names: Iterable[str]) -> EntryNotFoundError:
     """Return the error for a name that is not in `names`; it suggests similar ones."""
-    nearest = _nearest(dotted(name) if isinstance(name, tuple) else name, names)
+    import difflib
+
+    text = dotted(name) if isinstance(name, tuple) else name
+    similar = [other for other in names if 2 * abs(len(other) - len(text)) <= len(text) + 8]
+    nearest = difflib.get_close_matches(text, similar[:_MAX_COMPARED], n=_MAX_SUGGESTED)
     hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
     return EntryNotFoundError(f"{file}: no entry {name!r}{hint}")
 
@@ -148,10 +155,3 @@ def _keys_called(value: Any, text: str) -> list[Any]:
     if isinstance(value, (list, tuple)) and is_number and int(text) < len(value):
         return [int(text)]
     return []
-
-
-def _nearest(name: str, names: Iterable[str]) -> list[str]:
-    import difflib
-
-    similar = [other for other in names if 2 * abs(len(other) - len(name)) <= len(name) + 8]
-    return difflib.get_close_matches(name, similar[:_MAX_COMPARED], n=_MAX_SUGGESTED)

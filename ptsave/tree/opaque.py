@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from ptsave.support.tensor_types import is_tensor
-from ptsave.tree.containers import attributes_of, values_of, walk
+from ptsave.tree.containers import attributes_of, is_tensor, values_of, walk
 
 _BY_CLASS = ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__")
 # Containers that may hold objects that are not built.
@@ -53,10 +52,7 @@ def type_name_of(value: Any) -> str:
 
 
 def holds_opaque(value: Any) -> Opaque | None:
-    """Return the first object in a value, or the value itself, that is not built; or None.
-
-    Keys and attributes count, also those of tensors.
-    """
+    """Return the first object in a value, its keys and attributes that is not built, or None."""
     seen: set[int] = set()
     pending = [value]
     while pending:
@@ -98,10 +94,7 @@ def drop_opaque_attributes(obj: Any) -> None:
 
 
 def refuse_opaque(value: Any, name: str) -> None:
-    """Raise UnpicklingError for a value that holds an object that is not built.
-
-    The error names the class, and says how to trust it.
-    """
+    """Raise UnpicklingError with the class if a value holds an object that is not built."""
     found = holds_opaque(value)
     if found is None:
         return

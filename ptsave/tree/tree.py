@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ptsave.support.tensor_types import is_tensor, tensor_types
-from ptsave.tree.containers import walk_entries
-from ptsave.tree.paths import MAX_DEPTH, Path, path_in
+from ptsave.tree.containers import MAX_DEPTH, Path, is_tensor, path_in, tensor_types, walk_entries
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,11 +45,6 @@ class EntryTree:
     Dicts, lists and tuples are looked into once, down to `MAX_DEPTH` levels; `is_whole` tells
     whether there are none below. A list of nothing but numbers and text is not a container, but a
     value.
-
-    >>> import torch
-    >>> tree = EntryTree({"model": {"weight": torch.ones(2)}, "sizes": [1, 2]})
-    >>> [(node.depth, node.name) for node in tree.nodes]
-    [(0, 'model'), (1, 'model.weight'), (0, 'sizes')]
     """
 
     def __init__(self, obj: Any) -> None:

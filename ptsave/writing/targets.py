@@ -30,7 +30,7 @@ from ptsave.errors import SaveError, operation_of
 from ptsave.sources.local import real_file
 from ptsave.sources.urls import is_url_target, refuse_storage_options, refuse_url_target
 from ptsave.support import config, memory_limits
-from ptsave.support.progress import ProgressCallback
+from ptsave.support.calls import ProgressCallback
 
 if TYPE_CHECKING:
     from ptsave.writing.url_targets import UrlTarget

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from ptsave.archive.unpickling import refusal_of
 from ptsave.errors import CheckpointWarning
-from ptsave.support.user_warnings import warn_user
+from ptsave.support.calls import warn_user
 from ptsave.tree.containers import is_container, walk_entries
 from ptsave.writing.pickling import pickle_object
 

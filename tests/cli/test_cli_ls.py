@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from stock_comparison import stock_load, typed_storage
 
 import ptsave
-from ptsave.tree.paths import MAX_DEPTH
+from ptsave.tree.containers import MAX_DEPTH
 from ptsave.tree.tree import EntryTree
 
 BIG = torch.arange(10_000.0).view(100, 100)

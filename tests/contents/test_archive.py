@@ -40,7 +40,7 @@ import ptsave
 from ptsave.comparison.compare import compare
 from ptsave.conversion.converting import convert
 from ptsave.inspection.verification import verify_file
-from ptsave.tree.view_blocks import blocks_of
+from ptsave.tree.extents import blocks_of
 
 BIG = torch.arange(300 * 700, dtype=torch.float32).reshape(300, 700)
 

@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 import ptsave
 from ptsave import build_engine
 from ptsave.engines import building, choice
-from ptsave.engines.names import FILE_NAME, folder_name
+from ptsave.engines.choice import FILE_NAME, folder_name
 
 ENGINE = choice.find(torch.__version__)
 Run = Callable[..., Result]

@@ -14,7 +14,7 @@ import torch
 
 import ptsave
 from ptsave.engines import choice
-from ptsave.engines.names import FILE_NAME, folder_name, series_of, series_of_folder
+from ptsave.engines.choice import FILE_NAME, folder_name, series_of, series_of_folder
 
 ENGINE = choice.find(torch.__version__)
 
@@ -95,7 +95,7 @@ def test_engine_that_does_not_fit(own: Path) -> None:
 
 
 def test_engine_of_another_release() -> None:
-    code = "from ptsave.engines import choice; choice.VERSION = '9.9.9'; import ptsave._C"
+    code = "import ptsave._built; ptsave._built.VERSION = '9.9.9'; import ptsave._C"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"is of ptsave {ptsave.__version__}, not 9.9.9: compile one" in done.stderr
 

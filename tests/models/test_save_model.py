@@ -23,7 +23,7 @@ import ptsave
 from ptsave.contents.safetensors_header import safetensors_dtypes
 from ptsave.models import save_model as sharded_saving
 from ptsave.streaming.streamed_files import write_bytes
-from ptsave.support.sizes import parse_size
+from ptsave.support.calls import parse_size
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ptsave.support.garbage import pausing_garbage_collection
+from ptsave.support.calls import pausing_garbage_collection
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ptsave.support.thread_pool import ThreadPool
-from ptsave.support.threads import Thread
+from ptsave.support.threads import Thread, ThreadPool
 
 # Each attempt is a forked process in which one call fails, and which then ends as Python's do. It
 # prints the attempts that went wrong; a hanging one is ended by SIGALRM.

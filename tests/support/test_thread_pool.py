@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ptsave
 from ptsave.comparison.compare import compare
-from ptsave.support.thread_pool import ThreadPool
+from ptsave.support.threads import ThreadPool
 
 
 @pytest.fixture

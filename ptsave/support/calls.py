@@ -1,0 +1,167 @@
+"""What public calls share: checks of options, progress, warnings, and pauses of the collector."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import operator
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, TypeAlias
+
+ProgressCallback: TypeAlias = Callable[[int], None]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
+
+
+# ----------------------------------------------------------------------------------------- options
+
+
+def check_flags(**flags: object) -> None:
+    """Raise a TypeError for an option that is no bool: "no" would count as True."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, not {value!r}")
+
+
+def one_of(**values: Any) -> Any:
+    """Return the value of an option that has two names, under the name that the caller used.
+
+    >>> one_of(map_location=None, device="cpu")
+    'cpu'
+    >>> one_of(map_location="cpu", device="cpu")
+    Traceback (most recent call last):
+    ...
+    TypeError: map_location and device are two names of one option: give one of them
+    """
+    given = [value for value in values.values() if value is not None]
+    if len(given) > 1:
+        raise TypeError(f"{' and '.join(values)} are two names of one option: give one of them")
+    return given[0] if given else None
+
+
+def location_of(map_location: Any, device: Any) -> Any:
+    """Return the `map_location` for torch, which may be given as `device`.
+
+    A number becomes a device, because torch takes no number here.
+    """
+    import torch  # not above: commands that need no torch check and warn, too
+
+    if not isinstance(device, (torch.device, str, int, type(None))):
+        raise TypeError(f"device must be a device or its name, not {type(device).__name__}")
+    if isinstance(device, int):
+        device = torch.device(device)
+    return one_of(map_location=map_location, device=device)
+
+
+def parse_size(size: int | str, name: str) -> int:
+    """Return a number of bytes, such as that of "2GiB"; `name` is the argument's, for messages.
+
+    >>> parse_size("1.5 KiB", "max_size"), parse_size("500MB", "max_size")
+    (1536, 500000000)
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", size)
+        if match is not None and match[2].upper() in _UNITS:
+            size = int(float(match[1]) * _UNITS[match[2].upper()])
+    elif not isinstance(size, bool):
+        with suppress(TypeError):
+            size = operator.index(size)  # NumPy's integers, too
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(
+            f"{name} must be a number of bytes, such as 5_000_000_000, '5GB' or '500MiB', "
+            f"not {size!r}"
+        )
+    return size
+
+
+# ---------------------------------------------------------------------------------------- progress
+
+
+def progress_bar(
+    show: bool, description: str, nbytes: int, *, delay: float = 0
+) -> AbstractContextManager[ProgressCallback | None]:
+    """Return a context with a bar, and with a function that moves it to a number of bytes.
+
+    Without `show` there is no bar and no function.  The bar appears after `delay` seconds, so a
+    shorter operation shows nothing.
+    """
+    return _bar(description, nbytes, delay) if show else nullcontext()
+
+
+@contextmanager
+def _bar(description: str, nbytes: int, delay: float) -> Iterator[ProgressCallback]:
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ImportError("progress=True needs tqdm: pip install tqdm", name="tqdm") from error
+    with tqdm(
+        total=nbytes, desc=description, unit="B", unit_scale=True, unit_divisor=1024, delay=delay
+    ) as bar:
+
+        def move_to(done: int) -> None:
+            bar.update(done - bar.n)
+
+        yield move_to
+        move_to(nbytes)
+
+
+def progress_from(progress: ProgressCallback | None, begin: int) -> ProgressCallback | None:
+    """Return a callback for a part of a file, which adds the `begin` bytes before the part."""
+    return None if progress is None else lambda done: progress(begin + done)
+
+
+# ---------------------------------------------------------------------------------------- warnings
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost frame outside of ptsave, however many frames of ptsave are above it."""
+    level = 1
+    while _is_internal(sys._getframe(level).f_code.co_filename):
+        level += 1
+    warnings.warn(message, category, stacklevel=level + 1)
+
+
+def _is_internal(filename: str) -> bool:
+    return filename.startswith(_PACKAGE) or filename == contextlib.__file__
+
+
+# ------------------------------------------------------------------------------- garbage collection
+
+
+class _Pause:
+    """Keeps the garbage collector off in a block.
+
+    It is not a generator: ending a generator makes objects, which would start the collector.  It
+    would then look at all objects of the block, which are often about to go.
+    """
+
+    def __init__(self) -> None:
+        self._was_enabled = False
+
+    def __enter__(self) -> _Pause:
+        self._was_enabled = gc.isenabled()
+        # Not otherwise: another thread may end its pause here, and the collector would stay off.
+        if self._was_enabled:
+            gc.disable()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the pause before the block ends, because other code runs now."""
+        if self._was_enabled:
+            self._was_enabled = False
+            gc.enable()
+
+
+# For a block that makes many objects.
+pausing_garbage_collection = _Pause
