@@ -8,15 +8,16 @@ other work, and a thread waits for them, takes their statistics and adds them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pickle import PicklingError
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ptsave.appending.archive_writer import WhenFull
+from ptsave.appending.archive_writer import MeasuringWriter, WhenFull
 from ptsave.capturing.schema import block_key, block_to_plain
 from ptsave.capturing.tensors import keeps_storage, statistics_of, stored_nbytes, unexpanded
 from ptsave.errors import SaveError, StagingFullError
@@ -37,18 +38,22 @@ _UNSAVABLE = (NotImplementedError, RuntimeError, TypeError, AttributeError, Pick
 _MAX_REASON = 200
 
 
-class Writer(Protocol):
-    """The part of `MeasuringWriter` that a capture needs."""
+class Options(NamedTuple):
+    """The options of a capture, checked."""
 
-    def add(
-        self, name: str, value: object, *, copy: bool = True, when_full: WhenFull | None = None
-    ) -> bool: ...
-    def add_of_any_size(self, name: str, value: object, *, when_full: WhenFull) -> bool: ...
-    def add_measured(self, name: str, tensor: Tensor) -> tuple[bool, tuple[Any, ...] | None]: ...
-    def add_group(self, entries: dict[str, Any], *, copy: bool = True) -> bool: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-    def abort(self) -> None: ...
+    what: list[str]
+    include: list[str]
+    exclude: list[str]
+    steps: Container[int] | Callable[[int], bool] | None
+    statistics: bool
+    tensors: bool
+    call_stacks: bool
+    optimizer: Optimizer | None
+    max_bytes: int | None
+    max_memory_bytes: int | None
+    when_full: WhenFull
+    fsync: bool
+    rank: int | None
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -58,12 +63,6 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     there that takes hundreds of MiB.
     """
     return torch.accelerator.device_index(device.index)
-
-
-def _event_of_now(device: torch.device) -> torch.Event:
-    event = torch.Event(device=device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
 
 
 @contextmanager
@@ -102,25 +101,16 @@ class Block:
 class Blocks:
     """Adds blocks and tensors to an archive, within bounds of memory and of the file."""
 
-    def __init__(
-        self,
-        writer: Writer,
-        *,
-        max_bytes: int | None,
-        max_memory_bytes: int | None,
-        max_staged_bytes: int,
-        when_full: str,
-        statistics: bool,
-    ) -> None:
+    def __init__(self, writer: MeasuringWriter, options: Options, max_staged_bytes: int) -> None:
         self._writer = writer
-        self._max_bytes = max_bytes
+        self._options = options
         # A small part of the budget, so that tensors that are added together find room at once.
-        part_nbytes = _MAX_PENDING_NBYTES if max_memory_bytes is None else max_memory_bytes // 4
+        part_nbytes = _MAX_PENDING_NBYTES
+        if options.max_memory_bytes is not None:
+            part_nbytes = options.max_memory_bytes // 4
         self._max_pending_nbytes = min(_MAX_PENDING_NBYTES, part_nbytes)
         self._small_nbytes = min(SMALL_NBYTES, part_nbytes)
         self._max_staged_bytes = max_staged_bytes
-        self._when_full = when_full
-        self._statistics = statistics
         self._lock = threading.Lock()
         self._pending: dict[str, Tensor] = {}
         self._pending_nbytes = 0
@@ -169,14 +159,15 @@ class Blocks:
             return _NO_BYTES
         with _naming(name):
             if not self._reserve(nbytes):
-                self.n_dropped += 1
-                return _NO_ROOM
+                return self._drop(_NO_ROOM)
         with _current(tensor.device):
             # Page-locked, or the copy would wait for the device.
             host = torch.empty_like(whole, device="cpu", pin_memory=True, requires_grad=False)
             host.copy_(whole, non_blocking=True)
-            # Only `staged` has the event, because the event has to be destroyed on its device.
-            staged = Staged(host.expand(tensor.shape), _event_of_now(tensor.device), name)
+            event = torch.Event(device=tensor.device)
+            event.record(torch.accelerator.current_stream(tensor.device))
+            staged = Staged(host.expand(tensor.shape), event, name)
+            del event  # only `staged` has it, because it has to be destroyed on its device
         if name:
             self.stored_nbytes += nbytes
         block.staged.append(staged)
@@ -214,7 +205,8 @@ class Blocks:
     # ------------------------------------------------------------------------------- tensors
 
     def _fits_file(self, nbytes: int) -> bool:
-        fits = self._max_bytes is None or self.stored_nbytes + nbytes <= self._max_bytes
+        limit = self._options.max_bytes
+        fits = limit is None or self.stored_nbytes + nbytes <= limit
         self.n_dropped += not fits
         return fits
 
@@ -238,15 +230,16 @@ class Blocks:
         """Count a tensor that cannot be saved, and return why; raise errors of the writer."""
         if isinstance(error, (SaveError, StagingFullError)):
             raise error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return self._drop(f"cannot be saved: {reason}"[:_MAX_REASON])
+
+    def _drop(self, why: str) -> str:
         self.n_dropped += 1
-        return f"cannot be saved: {(str(error).splitlines() or [type(error).__name__])[0]}"[
-            :_MAX_REASON
-        ]
+        return why
 
     def _outcome(self, added: bool, nbytes: int) -> str:
         if not added:
-            self.n_dropped += 1
-            return _NO_ROOM
+            return self._drop(_NO_ROOM)
         self.stored_nbytes += nbytes
         return ""
 
@@ -269,8 +262,7 @@ class Blocks:
                 return ""
         except _UNSAVABLE as error:
             return self._unsavable(error)
-        self.n_dropped += 1
-        return _NO_ROOM
+        return self._drop(_NO_ROOM)
 
     # -------------------------------------------------------------------------------- blocks
 
@@ -291,7 +283,7 @@ class Blocks:
 
     def _write_blocks(self) -> None:
         """Add the blocks, under the lock; blocks without room now stay for the next time."""
-        when_full: WhenFull = "wait" if self._when_full == "wait" else "drop"
+        when_full: WhenFull = "wait" if self._options.when_full == "wait" else "drop"
         while self._unwritten:
             if not self._writer.add_of_any_size(*self._unwritten[0], when_full=when_full):
                 return
@@ -302,11 +294,11 @@ class Blocks:
     def _reserve(self, nbytes: int) -> bool:
         """Take room for `nbytes`; a tensor that is larger than all room gets it alone."""
         with self._room:
-            if self._when_full == "wait":
+            if self._options.when_full == "wait":
                 self._room.wait_for(lambda: self._failure is not None or self._has_room(nbytes))
             self._raise_failure()
             if not self._has_room(nbytes):
-                if self._when_full == "raise":
+                if self._options.when_full == "raise":
                     raise StagingFullError.no_room(
                         nbytes, self._staged_nbytes, self._max_staged_bytes, "max_memory_bytes"
                     )
@@ -336,11 +328,10 @@ class Blocks:
         with _current(device):
             staged.event.synchronize()
             staged.event = None
-        if self._statistics:
+        if self._options.statistics:
             staged.found = statistics_of(host, 1)  # the training has the other cores
         if staged.name and not self._writer.add(staged.name, host, copy=False):
-            self._dropped[staged.name] = _NO_ROOM
-            self.n_dropped += 1
+            self._dropped[staged.name] = self._drop(_NO_ROOM)
 
     def _finish_staged(self, block: Block) -> None:
         try:

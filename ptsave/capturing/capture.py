@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ptsave.appending.archive_writer import MeasuringWriter
 from ptsave.appending.rivals import rivals_of
 from ptsave.background import saves
-from ptsave.capturing.blocks import Blocks
+from ptsave.capturing.blocks import Blocks, Options
 from ptsave.capturing.hooks import Hooks, OptimizerSteps
 from ptsave.capturing.recorder import Recorder, Site, class_name
 from ptsave.capturing.schema import SUMMARY
@@ -57,47 +57,11 @@ class Capture:
         Number of tensors that were left out for lack of memory, or by `max_bytes`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        path: str | os.PathLike[str],
-        *,
-        what: Iterable[str],
-        include: str | Iterable[str],
-        exclude: str | Iterable[str],
-        steps: Container[int] | Callable[[int], bool] | None,
-        statistics: bool,
-        tensors: bool,
-        call_stacks: bool,
-        optimizer: Optimizer | None,
-        max_bytes: int | str | None,
-        max_memory_bytes: int | str | None,
-        when_full: Literal["wait", "drop", "raise"],
-        fsync: bool,
-        rank: int | None,
-    ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
-        if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
-        check_flags(statistics=statistics, tensors=tensors, call_stacks=call_stacks, fsync=fsync)
+    def __init__(self, model: nn.Module, path: str | os.PathLike[str], options: Options) -> None:
         self._model = model
         self._path = path
-        self._what = _checked_what(what)
-        self._include = _texts(include, "include")
-        self._exclude = _texts(exclude, "exclude")
-        self._steps = _checked_steps(steps)
-        self._statistics = statistics
-        self._tensors = tensors
-        self._stacks = call_stacks
-        self._max_bytes = None if max_bytes is None else parse_size(max_bytes, "max_bytes")
-        self._max_memory = (
-            None if max_memory_bytes is None else parse_size(max_memory_bytes, "max_memory_bytes")
-        )
-        self._when_full = when_full
-        self._fsync = fsync
-        self._rank = checked_rank(rank)
-        self._marks = OptimizerSteps(model, optimizer, self.step)
+        self._options = options
+        self._marks = OptimizerSteps(model, options.optimizer, self.step)
         self._running = False
         self._done = False
         self._n_sites = 0
@@ -127,16 +91,16 @@ class Capture:
             If the file cannot be written.
         """
         if self._running or self._done:
-            raise RuntimeError("a capture is started once: make another one, with another path")
+            raise RuntimeError("a capture can be started only once: make one with another path")
         if isinstance(self._path, (str, os.PathLike)):
-            check_rank_of_file(os.fsdecode(self._path), self._rank, "capture(model, ")
+            check_rank_of_file(os.fsdecode(self._path), self._options.rank, "capture(model, ")
         self._marks.check()
         sites, skipped = self._sites()
         self._writer = MeasuringWriter(
             self._path,
-            fsync=self._fsync,
-            max_memory_bytes=self._max_memory,
-            when_full=self._when_full,
+            fsync=self._options.fsync,
+            max_memory_bytes=self._options.max_memory_bytes,
+            when_full=self._options.when_full,
         )
         try:
             self._refuse_rivals()
@@ -159,22 +123,10 @@ class Capture:
 
     def _begin(self, sites: list[Site], skipped: dict[str, str]) -> None:
         n_threads = min(config.current().n_threads, torch.get_num_threads())
-        self._blocks = Blocks(
-            self._writer,
-            max_bytes=self._max_bytes,
-            max_memory_bytes=self._max_memory,
-            max_staged_bytes=self._max_memory or _default_staged_nbytes(),
-            when_full=self._when_full,
-            statistics=self._statistics,
-        )
-        self._recorder = Recorder(
-            self._blocks,
-            n_threads=n_threads,
-            statistics=self._statistics,
-            tensors=self._tensors,
-            stacks=self._stacks,
-        )
-        self._hooks = Hooks(self._recorder, sites, self._what)
+        max_staged_bytes = self._options.max_memory_bytes or _default_staged_nbytes()
+        self._blocks = Blocks(self._writer, self._options, max_staged_bytes)
+        self._recorder = Recorder(self._blocks, self._options, n_threads)
+        self._hooks = Hooks(self._recorder, sites, self._options.what)
         self._n_sites = len(sites)
         self._write_header(sites, skipped)
         self._begin_step()
@@ -288,26 +240,27 @@ class Capture:
             return "all selected modules are TorchScript, whose calls run no hooks"
         if not self._n_recorded_steps:
             n_steps = count_text(self.step_number + 1, "step")
-            return f"`steps` asks for none of the {n_steps} that there were"
+            return f"`steps` includes none of the {n_steps} of this run"
         return (
             "the selected modules were not called in its steps, or only by code that runs no "
             "hooks, such as a CUDA graph or an exported program"
         )
 
     def _wants(self, step: int) -> bool:
-        if self._steps is None:
+        steps = self._options.steps
+        if steps is None:
             return True
-        return bool(self._steps(step)) if callable(self._steps) else step in self._steps
+        return bool(steps(step)) if callable(steps) else step in steps
 
     def _sites(self) -> tuple[list[Site], dict[str, str]]:
-        modules = _modules_by_path(self._model)
-        paths = list(_selected(modules, self._include, self._exclude))
+        options, modules = self._options, _modules_by_path(self._model)
+        paths = list(_selected(modules, options.include, options.exclude))
         if not paths:
             raise ValueError(
-                f"no module is selected by include={self._include!r}, exclude={self._exclude!r}: "
-                f"the model has {', '.join(map(repr, list(modules)[:8]))}, ..."
+                f"no module is selected by include={options.include!r}, exclude="
+                f"{options.exclude!r}: the model has {', '.join(map(repr, list(modules)[:8]))}, ..."
             )
-        if patterns := _unmatched(modules, self._include):
+        if patterns := _unmatched(modules, options.include):
             text = ", ".join(map(repr, patterns))
             warn_user(
                 f"{os.fspath(self._path)}: no module of the model matches {text} of include",
@@ -321,19 +274,20 @@ class Capture:
         return [Site(path, modules[path]) for path in paths if path not in skipped], skipped
 
     def _write_header(self, sites: list[Site], skipped: dict[str, str]) -> None:
+        options = self._options
         header = {
             "format": FORMAT,
             "version": SCHEMA_VERSION,
             "model": class_name(self._model),
             "modules": {site.path: site.class_name for site in sites},
             "skipped": skipped,
-            "what": self._what,
-            "include": self._include,
-            "exclude": self._exclude,
-            "steps": _steps_text(self._steps),
-            "tensors": self._tensors,
-            "statistics": self._statistics,
-            "call_stacks": self._stacks,
+            "what": options.what,
+            "include": options.include,
+            "exclude": options.exclude,
+            "steps": _steps_text(options.steps),
+            "tensors": options.tensors,
+            "statistics": options.statistics,
+            "call_stacks": options.call_stacks,
             "torch": str(torch.__version__),
             "ptsave": torch_version.VERSION,
             "started": time.time(),
@@ -460,23 +414,27 @@ def capture(
     >>> [name for name in run if "forward" in name]
     ['0/forward/1#0/outputs', '1/forward/1#0/outputs']
     """
-    return Capture(
-        model,
-        path,
-        what=what,
-        include=include,
-        exclude=exclude,
-        steps=steps,
-        statistics=statistics,
-        tensors=tensors,
-        call_stacks=call_stacks,
-        optimizer=optimizer,
-        max_bytes=max_bytes,
-        max_memory_bytes=max_memory_bytes,
-        when_full=when_full,
-        fsync=fsync,
-        rank=rank,
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
+    if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
+    check_flags(statistics=statistics, tensors=tensors, call_stacks=call_stacks, fsync=fsync)
+    options = Options(
+        _checked_what(what),
+        _texts(include, "include"),
+        _texts(exclude, "exclude"),
+        _checked_steps(steps),
+        statistics,
+        tensors,
+        call_stacks,
+        optimizer,
+        None if max_bytes is None else parse_size(max_bytes, "max_bytes"),
+        None if max_memory_bytes is None else parse_size(max_memory_bytes, "max_memory_bytes"),
+        when_full,
+        fsync,
+        checked_rank(rank),
     )
+    return Capture(model, path, options)
 
 
 def _default_staged_nbytes() -> int:

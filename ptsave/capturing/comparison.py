@@ -4,38 +4,37 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ptsave.capturing.difference import TensorDifference, difference_of_rows
-from ptsave.capturing.schema import CapturedValue, Statistics
-from ptsave.capturing.sides import CapturedSide, alone, matched_parameters
+from ptsave.capturing.run import CapturedRun
+from ptsave.capturing.schema import CapturedValue, Statistics, parse_name
 from ptsave.comparison.entries import TensorPair
+from ptsave.comparison.moved_names import moved_names
 from ptsave.comparison.numbers import Tolerance, checked_tolerance
 from ptsave.comparison.tensors import (
+    ComparedCheckpoint,
     cannot_compare,
     compare_tensors,
     dense_values,
+    flat,
+    opened_sides,
     threads_of_measure,
 )
-from ptsave.contents.opening import open_contents
+from ptsave.contents.captures import is_capture
+from ptsave.contents.contents import Contents
 from ptsave.sources.local import position_kept
-from ptsave.support.calls import ProgressCallback, pausing_garbage_collection, progress_bar
+from ptsave.support.calls import pausing_garbage_collection, progress_bar
 from ptsave.support.text import count_text
 
 Kind = Literal[
-    "numbers",
-    "statistics",
-    "shape",
-    "layout",
-    "type",
-    "value",
-    "not compared",
-    "not comparable",
+    "numbers", "statistics", "shape", "layout", "type", "value", "not compared", "not comparable"
 ]
 # Plain values of these types may differ: they say where and in what form a run was made.
 _OF_THE_RUN = {"torch.device", "torch.dtype", "torch.layout"}
@@ -91,7 +90,7 @@ class CapturedDifference:
     @property
     def call(self) -> str:
         """The call: ``step/phase/module.path#call``."""
-        return "/".join(self.name.split("/", 3)[:3])
+        return _call_of(self.name)
 
     @property
     def relative_error(self) -> float:
@@ -216,18 +215,12 @@ def compare_captures(
     """
     tolerances = Tolerances(rtol, atol, exact=exact)
     with position_kept(a), position_kept(b):
-        first = second = open_contents(a, a_storage_options, recover=recover)
-        # A file object that is both sides has one position, so it is opened once.
-        if b is not a or b_storage_options != a_storage_options:
-            second = open_contents(b, b_storage_options, recover=recover)
+        opened = opened_sides(a, b, a_storage_options, b_storage_options, recover=recover)
         with pausing_garbage_collection():
-            sides = (
-                CapturedSide(first, is_recovered=recover),
-                CapturedSide(second, is_recovered=recover),
-            )
+            first, second = (CapturedSide(each, is_recovered=recover) for each in opened)
             result = CaptureComparison()
-            pairs = _aligned(*sides, step, result)
-            _compare(*sides, pairs, tolerances, result, progress)
+            pairs = _aligned(first, second, step, result)
+            _compare(first, second, pairs, tolerances, result, progress)
         return result
 
 
@@ -236,10 +229,7 @@ def _aligned(
 ) -> list[tuple[CapturedValue, CapturedValue]]:
     """Return the values that both sides have, in a's order; note the values of only one side."""
     if a.run is None or b.run is None:
-        matched = matched_parameters(a, b, step)
-        result.only_in_a, result.only_in_b = matched.only_in_a, matched.only_in_b
-        result.remarks += matched.remarks
-        return matched.pairs
+        return _matched_parameters(a, b, step, result)
     steps = _common_steps(a, b, step, result)
     of_a, of_b = a.values_of(steps), b.values_of(steps)
     _note_names(a, b, alone(of_a, of_b), result.only_in_a, result)
@@ -297,6 +287,150 @@ def _note_names(
     )
 
 
+# ------------------------------------------------------------------------------------------- sides
+
+
+class CapturedSide:
+    """An open capture, or a checkpoint that is compared with one; a checkpoint has no `run`."""
+
+    def __init__(self, contents: Contents, *, is_recovered: bool = False) -> None:
+        self.source = ComparedCheckpoint(contents)
+        self.path = contents.path
+        is_run = is_capture(contents.obj)
+        self.run = CapturedRun(contents.obj, contents.path) if is_run else None
+        # A recovered run may lack tensors that its records have.
+        self._stored = contents.obj.keys() if is_run and is_recovered else None
+
+    @property
+    def selection(self) -> Any:
+        """The options of the capture that choose what is recorded."""
+        header = {} if self.run is None else self.run.header
+        return [header.get(name) for name in ("what", "include", "exclude", "steps")]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the capture was stopped rather than killed."""
+        return self.run is None or self.run.totals is not None
+
+    @cached_property
+    def values(self) -> dict[str, CapturedValue]:
+        """All values by their names, in the order of execution."""
+        if self.run is None:
+            return {}
+        return {value.name: self._as_stored(value) for value in self.run.values()}
+
+    def _as_stored(self, value: CapturedValue) -> CapturedValue:
+        if self._stored is None or not value.stored or value.stored in self._stored:
+            return value
+        return replace(value, stored="", note="damaged")
+
+    @cached_property
+    def steps(self) -> set[int]:
+        return {_step_of(name) for name in self.values}
+
+    def values_of(self, steps: set[int]) -> dict[str, CapturedValue]:
+        """Return the values of some steps."""
+        if steps >= self.steps:
+            return self.values
+        return {name: value for name, value in self.values.items() if _step_of(name) in steps}
+
+    def tensor(self, value: CapturedValue) -> Tensor:
+        """Return the unread tensor of a stored value."""
+        return self._tensors[value.stored] if self.run is None else self.run.tensor(value.name)
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        return flat(self.source.obj, self.path)
+
+    def checkpoint_values(self) -> dict[str, CapturedValue]:
+        """Return records of a checkpoint's tensors, by their names."""
+        return {name: _record_of(name, tensor) for name, tensor in self._tensors.items()}
+
+
+def _step_of(name: str) -> int:
+    return int(name.partition("/")[0])
+
+
+def _record_of(name: str, tensor: Tensor) -> CapturedValue:
+    return CapturedValue(
+        name,
+        0,
+        None,
+        "tensor",
+        type(tensor).__name__,
+        dtype=str(tensor.dtype),
+        device=str(tensor.device),
+        layout=str(tensor.layout),
+        shape=() if tensor.is_nested else tuple(tensor.shape),
+        nbytes=tensor.numel() * tensor.itemsize,
+        requires_grad=tensor.requires_grad,
+        stored=name,
+    )
+
+
+def alone(names: Iterable[str], others: Mapping[str, Any]) -> list[str]:
+    """Return the calls that `others` lack, and the values that they lack in calls of both."""
+    calls = {_call_of(name) for name in others}
+    found = (
+        name if _call_of(name) in calls else _call_of(name) for name in names if name not in others
+    )
+    return list(dict.fromkeys(found))
+
+
+def _call_of(name: str) -> str:
+    return "/".join(name.split("/", 3)[:3])
+
+
+def _matched_parameters(
+    a: CapturedSide, b: CapturedSide, step: int | None, result: CaptureComparison
+) -> list[tuple[CapturedValue, CapturedValue]]:
+    """Match the parameters of a run's step with the tensors of a checkpoint, by their names.
+
+    Names may differ by a prefix, as in :func:`moved_names`.  Other tensors of the checkpoint are
+    buffers, or an optimizer's: they give a remark.
+    """
+    captured, checkpoint = (a, b) if b.run is None else (b, a)
+    if captured.run is None:
+        raise ValueError(
+            f"neither {a.path} nor {b.path} is a capture: ptsave.capture writes them; compare() "
+            "and ptsave diff without --capture compare checkpoints"
+        )
+    parameters = _parameters_of(captured, step)
+    tensors = checkpoint.checkpoint_values()
+    names = {name: name for name in parameters if name in tensors}
+    left = {name: value.shape for name, value in parameters.items() if name not in names}
+    others = {name: value.shape for name, value in tensors.items() if name not in names}
+    names |= moved_names(left, others)
+    pairs = [(parameters[name], tensors[other]) for name, other in names.items()]
+    pairs.sort(key=lambda pair: pair[0].order)
+    missing = result.only_in_a if captured is a else result.only_in_b
+    missing += [parameters[name].name for name in parameters if name not in names]
+    n_others = len(tensors) - len(names)
+    if n_others:
+        result.remarks.append(
+            f"not compared, as no parameters: {count_text(n_others, 'tensor')} of {checkpoint.path}"
+        )
+    return pairs if captured is a else [(y, x) for x, y in pairs]
+
+
+def _parameters_of(side: CapturedSide, step: int | None) -> dict[str, CapturedValue]:
+    """Return the parameters of a step by their names in a state dict."""
+    found: dict[int, dict[str, CapturedValue]] = {}
+    for name, value in side.values.items():
+        parts = parse_name(name)
+        if parts.phase == "params":
+            of_step = found.setdefault(parts.step, {})
+            of_step[".".join(filter(None, (parts.module, *parts.path)))] = value
+    wanted = min(found, default=None) if step is None else step
+    if wanted is None or wanted not in found:
+        has = ", ".join(map(str, sorted(found)[:8])) or "no step"
+        raise ValueError(
+            f"{side.path} has no parameters of step {'0' if wanted is None else wanted}: it has "
+            f'those of {has}; a capture with what=("params",) keeps them'
+        )
+    return found[wanted]
+
+
 # ------------------------------------------------------------------------------------------ values
 
 
@@ -312,9 +446,8 @@ def _compare(  # noqa: PLR0917
     result.nbytes = sum(pair.a.numel() * pair.a.itemsize for pair in unread.values())
     found = {}
     with progress_bar(progress, "comparing", result.nbytes, delay=1) as callback:
-        done = _adding(callback)
         measure = _Measure(tolerances)
-        compared_pairs = compare_tensors(a.source, b.source, unread.values(), measure, done)
+        compared_pairs = compare_tensors(a.source, b.source, unread.values(), measure, callback)
         for key, (_, numbers) in zip(unread, compared_pairs, strict=True):
             found[key] = numbers
     for x, y in pairs:
@@ -327,8 +460,8 @@ def _compare(  # noqa: PLR0917
     n_left = sum(each.kind == "not compared" for each in result.compared)
     if n_left:
         result.remarks.append(
-            f"not compared: {count_text(n_left, 'tensor')}, of which one side has neither values "
-            "nor statistics"
+            f"not compared: {count_text(n_left, 'tensor')}, because one side has neither their "
+            "values nor their statistics"
         )
 
 
@@ -525,16 +658,3 @@ class _Measure:
         if found is None:
             raise TypeError("one of them has no numbers")
         return found
-
-
-def _adding(callback: ProgressCallback | None) -> Callable[[int], None]:
-    """Return a function that adds up bytes for a progress bar."""
-    n_done = 0
-
-    def done(nbytes: int) -> None:
-        nonlocal n_done
-        n_done += nbytes
-        if callback is not None:
-            callback(n_done)
-
-    return done

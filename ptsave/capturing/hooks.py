@@ -178,10 +178,7 @@ class Hooks:
 
 
 class OptimizerSteps:
-    """Calls `step` after each step of an optimizer.
-
-    Without an optimizer, it counts the steps of the model's optimizers.
-    """
+    """Calls `step` after each step of an optimizer; without one, counts the model's own."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, step: Callable[[], None]

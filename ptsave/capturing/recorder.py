@@ -11,17 +11,17 @@ import threading
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from itertools import count
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ptsave.capturing.blocks import MAX_VALUES, SMALL_NBYTES, Block, Blocks, Staged
+from ptsave.capturing.blocks import MAX_VALUES, SMALL_NBYTES, Block, Blocks, Options, Staged
 from ptsave.capturing.schema import escape
 from ptsave.capturing.tensors import (
     PLAIN_TYPES,
@@ -49,6 +49,8 @@ _MAX_TEXT = 200
 
 _COLON = "%3A"
 _MAX_DEPTH = 50
+# Of a tensor: its key in the file, a note, its statistics, and its copy if that is on its way.
+_Kept: TypeAlias = tuple[str, str, tuple[Any, ...] | None, Staged | None]
 _GRADIENTS_OF = {"forward": "backward", "recompute": "recompute_backward"}
 
 
@@ -63,37 +65,21 @@ class Site:
         self.counts: dict[str, Iterator[int]] = {}  # of calls, by phase
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """A call that has begun; `frame` is torch's frame that makes the call, until its end."""
 
-    __slots__ = (
-        "error",
-        "frame",
-        "id",
-        "name",
-        "number",
-        "order",
-        "parent",
-        "phase",
-        "site",
-        "stack",
-        "step",
-    )
-
-    def __init__(  # noqa: PLR0917
-        self, site: Site, step: int, phase: str, number: int, order: int, call_id: int
-    ) -> None:
-        self.site = site
-        self.step = step
-        self.phase = phase
-        self.number = number
-        self.order = order
-        self.id = call_id
-        self.name = f"{step}/{phase}/{site.text}#{number}"
-        self.parent: int | None = None
-        self.stack: tuple[str, ...] = ()
-        self.frame: FrameType | None = None
-        self.error = sys.exc_info()[1]  # the program's: the call may be in an except block
+    site: Site
+    step: int
+    phase: str
+    number: int
+    order: int
+    id: int
+    name: str
+    error: BaseException | None  # the program's: the call may be in an except block
+    parent: int | None = None
+    stack: tuple[str, ...] = ()
+    frame: FrameType | None = None
 
     def row(self, end: int, status: str, error: str) -> tuple[Any, ...]:
         return (
@@ -112,27 +98,22 @@ class Call:
         )
 
 
-class Seen:
-    """A tensor that has been recorded, as it was at one count of its changes."""
+class Seen(NamedTuple):
+    """A tensor that was recorded, and how often it had been changed by then."""
 
-    __slots__ = ("ref", "row", "version")
-
-    def __init__(self, tensor: Tensor, version: int, row: tuple[Any, ...]) -> None:
-        self.ref = weakref.ref(tensor)
-        self.version = version
-        self.row = row
+    ref: weakref.ref[Tensor]
+    version: int
+    row: tuple[Any, ...]
 
 
+@dataclass(slots=True, eq=False)
 class Hooked:
     """A tensor whose gradient is recorded, under the names of all calls that have its value."""
 
-    __slots__ = ("n_gradients", "owners", "ref", "version")
-
-    def __init__(self, tensor: Tensor, version: int) -> None:
-        self.ref = weakref.ref(tensor)
-        self.version = version
-        self.owners: list[tuple[Call, str]] = []
-        self.n_gradients = 0  # more than one if a backward pass is repeated
+    ref: weakref.ref[Tensor]
+    version: int
+    owners: list[tuple[Call, str]]
+    n_gradients: int = 0  # more than one if a backward pass is repeated
 
 
 class _Thread(threading.local):
@@ -141,14 +122,9 @@ class _Thread(threading.local):
 
 
 class Recorder:
-    """Records the events of one run; `recording` tells whether calls are recorded now.
+    """Records the events of one run; `n_steps` is the last step that has records, plus 1."""
 
-    `n_steps` is the last step that has records, plus 1.
-    """
-
-    def __init__(
-        self, blocks: Blocks, *, n_threads: int, statistics: bool, tensors: bool, stacks: bool
-    ) -> None:
+    def __init__(self, blocks: Blocks, options: Options, n_threads: int) -> None:
         self.recording = False
         self.running = True
         self.step = 0
@@ -156,10 +132,8 @@ class Recorder:
         self.n_calls = 0
         self.n_values = 0
         self._blocks = blocks
+        self._options = options
         self._n_threads = n_threads
-        self._statistics = statistics
-        self._tensors = tensors
-        self._stacks = stacks
         self._lock = threading.Lock()
         self._thread = _Thread()
         self._event = count().__next__
@@ -224,7 +198,10 @@ class Recorder:
             numbers = site.counts.get(phase)
             if numbers is None:
                 numbers = site.counts[phase] = count()
-            call = Call(site, self.step, phase, next(numbers), self._event(), self._call_id())
+            number, order, call_id = next(numbers), self._event(), self._call_id()
+            name = f"{self.step}/{phase}/{site.text}#{number}"
+            error = sys.exc_info()[1]
+            call = Call(site, self.step, phase, number, order, call_id, name, error)
             self._open[call.id] = call
         call.frame = sys._getframe(2)
         calls = self._thread.calls
@@ -232,16 +209,13 @@ class Recorder:
             self._end_unseen(calls.pop())
         if calls:
             call.parent = calls[-1].id
-        if self._stacks:
+        if self._options.call_stacks:
             call.stack = _stack()
         calls.append(call)
         return call
 
     def end_call(self, site: Site, result: object) -> Call | None:
-        """Record the end of a module's call.
-
-        Returns the call, but None if it raised or if its beginning was not recorded.
-        """
+        """Record the end of a call; return it, or None if it raised or was not seen to begin."""
         calls = self._thread.calls
         for i in range(len(calls) - 1, -1, -1):
             if calls[i].site is site:
@@ -329,7 +303,7 @@ class Recorder:
         else:
             row = self._describe(name, call, tensor)
             if version >= 0:
-                self._seen[id(tensor)] = Seen(tensor, version, row)
+                self._seen[id(tensor)] = Seen(weakref.ref(tensor), version, row)
         self._append(row)
 
     def _append(self, row: tuple[Any, ...]) -> None:
@@ -338,17 +312,16 @@ class Recorder:
             self._hand_over()
 
     def _describe(self, name: str, call: int | None, tensor: Tensor) -> tuple[Any, ...]:
+        stored, found, staged = "", None, None
         try:
             is_transformed = is_transforming() or is_wrapped(tensor)
             keep = self._keep_transformed if is_transformed else self._keep
             stored, note, found, staged = keep(name, tensor)
         except NotImplementedError as error:  # the tensor is a wrapper
-            stored, found, staged = "", None, None
             note = f"no values: {str(error).splitlines()[0]}"[:_MAX_TEXT]
         except RuntimeError:
             if not is_freed(tensor):
                 raise
-            stored, found, staged = "", None, None
             note = "its memory was freed: no values"
         row = (
             name,
@@ -371,33 +344,28 @@ class Recorder:
             staged.row = len(self._block.values)
         return row
 
-    def _keep(
-        self, name: str, tensor: Tensor
-    ) -> tuple[str, str, tuple[Any, ...] | None, Staged | None]:
-        """Return the tensor's key, a note, its statistics, and its copy if that is on its way."""
+    def _keep(self, name: str, tensor: Tensor) -> _Kept:
         note, found = "", None
         values: Tensor | None = tensor
         plain = type(tensor) in PLAIN_TYPES and tensor.layout == torch.strided
         if not plain or not tensor.is_cpu or tensor.is_nested or tensor.is_quantized:
             values, note = local_values(tensor)
-        elif self._statistics and self._tensors and tensor.nbytes > SMALL_NBYTES:
+        elif self._options.statistics and self._options.tensors and tensor.nbytes > SMALL_NBYTES:
             return self._keep_large(name, tensor)
         if values is not None and not values.is_cpu:
             return self._stage(name, values, note)
-        if values is not None and self._statistics:
+        if values is not None and self._options.statistics:
             found = statistics_of(values, self._n_threads)
             if found is None:
                 note = why_no_statistics(values)
-        if not self._tensors or note.endswith("no values"):
+        if not self._options.tensors or note.endswith("no values"):
             return "", note, found, None
         is_other = values is not None and note.startswith(("DTensor", "mkldnn", "subclass"))
         kept = values if values is not None and is_other else tensor
         why_not = self._blocks.store(name, kept, _nbytes(kept))
         return ("", why_not, found, None) if why_not else (name, note, found, None)
 
-    def _keep_transformed(
-        self, name: str, tensor: Tensor
-    ) -> tuple[str, str, tuple[Any, ...] | None, Staged | None]:
+    def _keep_transformed(self, name: str, tensor: Tensor) -> _Kept:
         """Keep the values that a transform of ``torch.func`` works with."""
         shape = tensor.shape
         with outside_transforms():
@@ -409,9 +377,7 @@ class Recorder:
             note = f"vmap: all samples, as {tuple(plain.shape)}"
         return stored, note, found, staged
 
-    def _keep_large(
-        self, name: str, tensor: Tensor
-    ) -> tuple[str, str, tuple[Any, ...] | None, Staged | None]:
+    def _keep_large(self, name: str, tensor: Tensor) -> _Kept:
         """Keep a large plain tensor; its statistics are taken during the copy."""
         if keeps_storage(tensor):
             why_not, found = self._blocks.store_measured(name, tensor)
@@ -422,13 +388,11 @@ class Recorder:
         note = why_not or ("" if found is not None else why_no_statistics(tensor))
         return ("" if why_not else name), note, found, None
 
-    def _stage(
-        self, name: str, values: Tensor, note: str
-    ) -> tuple[str, str, tuple[Any, ...] | None, Staged | None]:
-        staged = self._blocks.stage(self._block, name if self._tensors else "", values)
+    def _stage(self, name: str, values: Tensor, note: str) -> _Kept:
+        staged = self._blocks.stage(self._block, name if self._options.tensors else "", values)
         if isinstance(staged, str):
             return "", staged, None, None
-        if self._statistics and is_expanded_far(values):
+        if self._options.statistics and is_expanded_far(values):
             note = note or why_no_statistics(values)
         return staged.name, note, None, staged
 
@@ -446,8 +410,8 @@ class Recorder:
         if hooked is not None and hooked.version == version and hooked.ref() is tensor:
             hooked.owners.append((call, path))  # one gradient with several names
             return
-        hooked = self._hooked[id(tensor)] = Hooked(tensor, version)
-        hooked.owners.append((call, path))
+        hooked = Hooked(weakref.ref(tensor), version, [(call, path)])
+        self._hooked[id(tensor)] = hooked
         handle = tensor.register_hook(partial(self._gradient, hooked))
         if tensor.is_leaf:
             if (earlier := self._leaves.pop(id(tensor), None)) is not None:

@@ -131,17 +131,17 @@ class CapturedRun:
 
     def summary(self) -> CaptureSummary:
         """Return the totals of the run, and of each class of modules."""
-        from ptsave.capturing.summary import CaptureSummary, Totals
+        from ptsave.capturing.summary import CaptureSummary, class_summary
 
         calls = self.calls()
-        totals: dict[str, Totals] = {}
-        by_call = {}
+        classes: dict[str, list[CapturedCall]] = {}
         for call in calls:
-            by_call[call.id] = found = totals.setdefault(call.class_name, Totals())
-            found.add_call(call)
+            classes.setdefault(call.class_name, []).append(call)
+        class_of = {call.id: call.class_name for call in calls}
+        tensors: dict[str | None, list[Row]] = {}
         for row in self.value_rows:
-            if row[_CALL] in by_call and row[_KIND] == "tensor":
-                by_call[row[_CALL]].add_tensor(row)
+            if row[_KIND] == "tensor":
+                tensors.setdefault(class_of.get(row[_CALL]), []).append(row)
         return CaptureSummary(
             self.path,
             self.model,
@@ -151,7 +151,7 @@ class CapturedRun:
             self.total("stored_nbytes"),
             self.total("dropped"),
             self.totals is not None,
-            tuple(found.of_class(name) for name, found in totals.items()),
+            tuple(class_summary(name, of, tensors.get(name, [])) for name, of in classes.items()),
         )
 
     # -------------------------------------------------------------------------------- views
@@ -223,7 +223,8 @@ class CapturedRun:
             missing = [name for name in known if name not in names and name not in defaults]
             if missing:
                 raise self._damaged(f"{key!r}: its {kind}s have no {', '.join(missing)}")
-            rows = [_rearranged(row, names, known, defaults) for row in rows]
+            filled = [{**defaults, **dict(zip(names, row, strict=True))} for row in rows]
+            rows = [tuple(row[name] for name in known) for row in filled]
         for name, column in zip(known, zip(*rows, strict=True), strict=False):
             if not _is_column_right(kind, name, column):
                 raise self._damaged(f"{key!r}: a {kind} has a wrong {name}")
@@ -235,7 +236,7 @@ class CapturedRun:
             raise self._damaged("two calls have one id")
         parent = CALL_FIELDS.index("parent")
         if any(row[parent] is not None and row[parent] >= row[0] for row in self.call_rows):
-            raise self._damaged("a call began before the one that it was made in")
+            raise self._damaged("a call began before the call that contains it")
 
 
 class _Values(Mapping[str, CapturedValue]):
@@ -291,13 +292,6 @@ _CALL_DEFAULTS = _defaults_of(CapturedCall)
 _VALUE_DEFAULTS = _defaults_of(CapturedValue)
 
 
-def _rearranged(
-    row: Row, names: tuple[str, ...], known: tuple[str, ...], defaults: dict[str, Any]
-) -> Row:
-    found = {**defaults, **dict(zip(names, row, strict=True))}
-    return tuple(found[name] for name in known)
-
-
 # ------------------------------------------------------------------------------------------ types
 
 _NAME_PATTERN = re.compile(rf"[0-9]{{1,18}}/(?:{'|'.join(PHASES)})/[^/#]*#[0-9]{{1,18}}(?:/[^/]*)+")
@@ -305,20 +299,20 @@ _MAX_NUMBER = (1 << 64) - 1
 
 
 def _is_column_right(kind: str, field: str, column: Collection[Any]) -> bool:
-    """Return whether a field of records of a `kind`, ``call`` or ``value``, has its type.
-
-    >>> _is_column_right("call", "order", (1, 2)), _is_column_right("call", "order", (1, -2))
-    (True, False)
-    """
+    """Return whether a field of records of a `kind`, ``call`` or ``value``, has its type."""
     try:
         return _CHECKS.get((kind, field), _are_texts)(column)
     except TypeError:  # a value cannot be in a set
         return False
 
 
-def _are_texts(column: Iterable[Any]) -> bool:
-    """Return whether all are `str`."""
-    return set(map(type, column)) <= {str}
+def _of_types(*kinds: type) -> Callable[[Iterable[Any]], bool]:
+    allowed = frozenset(kinds)
+    return lambda column: set(map(type, column)) <= allowed
+
+
+_are_texts = _of_types(str)
+_are_tuples = _of_types(tuple)
 
 
 def _are_counts(column: Collection[Any]) -> bool:
@@ -332,26 +326,10 @@ def _are_counts_or_none(column: Collection[Any]) -> bool:
     return _are_counts([number for number in column if number is not None])
 
 
-def _are_flags(column: Collection[Any]) -> bool:
-    return set(map(type, column)) <= {bool}
-
-
-def _are_plain(column: Collection[Any]) -> bool:
-    return set(map(type, column)) <= {type(None), bool, int, float, complex, str}
-
-
-def _are_tuples(column: Collection[Any]) -> bool:
-    return set(map(type, column)) <= {tuple}
-
-
 def _are_shapes(column: Collection[Any]) -> bool:
     """Return whether all are tuples of sizes; sizes of nested tensors may be symbols."""
     sizes = set(chain.from_iterable(set(column))) if _are_tuples(column) else {None}
     return _are_counts([size for size in sizes if type(size) is not str])
-
-
-def _are_stacks(column: Collection[Any]) -> bool:
-    return _are_tuples(column) and _are_texts(chain.from_iterable(set(column)))
 
 
 def _are_statistics(column: Collection[Any]) -> bool:
@@ -375,14 +353,6 @@ def _are_numbers(column: Collection[Any]) -> bool:
     return kinds <= {float}
 
 
-def _are_means(column: Collection[Any]) -> bool:
-    return _are_numbers([number for number in column if type(number) is not complex])
-
-
-def _are_names(column: Collection[Any]) -> bool:
-    return _are_texts(column) and all(map(_NAME_PATTERN.fullmatch, column))
-
-
 def _one_of(*choices: str) -> Callable[[Collection[Any]], bool]:
     allowed = frozenset(choices)
     return lambda column: set(column) <= allowed
@@ -391,7 +361,7 @@ def _one_of(*choices: str) -> Callable[[Collection[Any]], bool]:
 _STATISTICS_CHECKS: dict[str, Callable[[Collection[Any]], bool]] = {
     **dict.fromkeys(("numel", "n_nan", "n_inf", "n_zero", "checksum"), _are_counts),
     **dict.fromkeys(("std", "min", "max", "norm"), _are_numbers),
-    "mean": _are_means,
+    "mean": lambda column: _are_numbers([each for each in column if type(each) is not complex]),
 }
 # All other fields are texts.
 _CHECKS: dict[tuple[str, str], Callable[[Collection[Any]], bool]] = {
@@ -399,14 +369,18 @@ _CHECKS: dict[tuple[str, str], Callable[[Collection[Any]], bool]] = {
     ("call", "phase"): _one_of(*GRADIENT_PHASES.values()),
     ("call", "parent"): _are_counts_or_none,
     ("call", "status"): _one_of("returned", "raised", "stopped", "unfinished"),
-    ("call", "stack"): _are_stacks,
-    ("value", "name"): _are_names,
+    ("call", "stack"): lambda column: (
+        _are_tuples(column) and _are_texts(chain.from_iterable(set(column)))
+    ),
+    ("value", "name"): lambda column: (
+        _are_texts(column) and all(map(_NAME_PATTERN.fullmatch, column))
+    ),
     ("value", "order"): _are_counts,
     ("value", "call"): _are_counts_or_none,
     ("value", "kind"): _one_of("tensor", "container", "plain"),
     ("value", "shape"): _are_shapes,
     ("value", "nbytes"): _are_counts,
-    ("value", "requires_grad"): _are_flags,
-    ("value", "value"): _are_plain,
+    ("value", "requires_grad"): _of_types(bool),
+    ("value", "value"): _of_types(type(None), bool, int, float, complex, str),
     ("value", "statistics"): _are_statistics,
 }

@@ -38,12 +38,6 @@ class PooledStatistics:
     """The `Statistics` of several tensors, as if they were one.
 
     The variance is that of all elements, by the parallel algorithm of Chan et al.
-
-    >>> pooled = PooledStatistics()
-    >>> pooled.add((2, 0, 0, 0, 1.0, 0.0, 1.0, 1.0, 2.0**0.5, 0))  # two ones
-    >>> pooled.add((2, 0, 0, 0, 3.0, 0.0, 3.0, 3.0, 18.0**0.5, 0))  # two threes
-    >>> pooled.mean, round(pooled.std, 6), pooled.max, round(pooled.norm, 6)
-    (2.0, 1.154701, 3.0, 4.472136)
     """
 
     def __init__(self) -> None:
@@ -222,10 +216,7 @@ def _nest(modules: Sequence[ModuleStatistics]) -> None:
 def entry_statistics(
     contents: Contents, listing: FileListing, numbers: Iterable[int]
 ) -> dict[int, ValueStatistics]:
-    """Read tensors one after the other; return their statistics by the numbers of their nodes.
-
-    Nodes that are no tensors are left out.
-    """
+    """Read tensors one by one; return their statistics by the numbers of their nodes."""
     found = {}
     for number in numbers:
         node = listing.tree.nodes[number]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ptsave.capturing.schema import VALUE_FIELDS, CapturedCall, Row
 from ptsave.support.text import (
     count_text,
     cut,
+    first_of,
     n_columns,
     padded,
     printable,
@@ -22,6 +24,7 @@ _WIDTH = 80
 _MIN_CLASS_WIDTH = 12
 _CLASS, _OUTPUTS = 0, 3  # columns that are cut if there is no room
 _LEFT = {_CLASS, _OUTPUTS, 4}
+_OUTPUT = re.compile("[^/]*/(?:forward|recompute)/[^/]*/outputs")
 
 
 @dataclass(frozen=True)
@@ -119,59 +122,29 @@ class CaptureSummary:
             yield f"{count_text(self.n_dropped, 'tensor')} left out for lack of room"
 
 
-@dataclass
-class Totals:
-    """Totals of a class, while they are counted."""
-
-    modules: set[str] = field(default_factory=set)
-    n_calls: int = 0
-    n_raised: int = 0
-    shapes: dict[tuple[Any, ...], None] = field(default_factory=dict)
-    dtypes: dict[str, None] = field(default_factory=dict)
-    n_tensors: int = 0
-    nbytes: int = 0
-    n_nan: int = 0
-    n_inf: int = 0
-
-    def add_call(self, call: CapturedCall) -> None:
-        self.modules.add(call.module)
-        self.n_calls += 1
-        self.n_raised += call.status == "raised"
-
-    def add_tensor(self, row: Row) -> None:
-        self.dtypes[row[_DTYPE]] = None
-        self.n_tensors += 1
-        self.nbytes += row[_NBYTES]
-        statistics = row[_STATISTICS]
-        if statistics is not None:
-            self.n_nan += statistics[1]
-            self.n_inf += statistics[2]
-        if _is_output(row[_NAME]):
-            self.shapes[row[_SHAPE]] = None
-
-    def of_class(self, class_name: str) -> ClassSummary:
-        return ClassSummary(
-            class_name,
-            len(self.modules),
-            self.n_calls,
-            self.n_raised,
-            tuple(self.shapes),
-            tuple(self.dtypes),
-            self.n_tensors,
-            self.nbytes,
-            self.n_nan,
-            self.n_inf,
-        )
-
-
 _NAME, _SHAPE, _DTYPE, _NBYTES, _STATISTICS = map(
     VALUE_FIELDS.index, ("name", "shape", "dtype", "nbytes", "statistics")
 )
 
 
-def _is_output(name: str) -> bool:
-    _, phase, _, path = name.split("/", 3)
-    return phase in ("forward", "recompute") and path.startswith("outputs")
+def class_summary(
+    class_name: str, calls: Sequence[CapturedCall], rows: Sequence[Row]
+) -> ClassSummary:
+    """Return the totals of a class, given its calls and the rows of their tensors."""
+    statistics = [row[_STATISTICS] for row in rows if row[_STATISTICS] is not None]
+    outputs = [row for row in rows if _OUTPUT.match(row[_NAME])]
+    return ClassSummary(
+        class_name,
+        len({call.module for call in calls}),
+        len(calls),
+        sum(call.status == "raised" for call in calls),
+        tuple(dict.fromkeys(row[_SHAPE] for row in outputs)),
+        tuple(dict.fromkeys(row[_DTYPE] for row in rows)),
+        len(rows),
+        sum(row[_NBYTES] for row in rows),
+        sum(found[1] for found in statistics),
+        sum(found[2] for found in statistics),
+    )
 
 
 # ----------------------------------------------------------------------------------------- table
@@ -184,17 +157,12 @@ def _columns_of(found: ClassSummary) -> tuple[str, ...]:
         printable(found.name),
         short_count_text(found.n_calls),
         short_count_text(found.n_modules),
-        _first_of([shape_text(shape) for shape in found.shapes]),
-        _first_of([dtype.removeprefix("torch.") for dtype in found.dtypes]),
+        first_of([shape_text(shape) for shape in found.shapes]),
+        first_of([dtype.removeprefix("torch.") for dtype in found.dtypes]),
         size_text(found.nbytes),
         short_count_text(found.n_nan),
         short_count_text(found.n_inf),
     )
-
-
-def _first_of(texts: Sequence[str]) -> str:
-    more = f" +{len(texts) - 1}" if len(texts) > 1 else ""
-    return f"{printable(texts[0])}{more}" if texts else ""
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -59,10 +59,7 @@ def unexpanded(tensor: Tensor) -> Tensor:
 
 
 def keeps_storage(tensor: Tensor) -> bool:
-    """Return whether a strided tensor is written with its storage, because it fills the storage.
-
-    If a tensor is only a part of its storage, a copy of the part is written instead.
-    """
+    """Return whether a strided tensor fills its storage; of a part of one a copy is written."""
     return tensor.untyped_storage().nbytes() <= unexpanded(tensor).nbytes
 
 
@@ -80,10 +77,7 @@ def is_freed(tensor: Tensor) -> bool:
 
 
 def local_values(tensor: Tensor) -> tuple[Tensor | None, str]:
-    """Return a strided tensor with the values that this process has, and a note.
-
-    Without values the tensor is None, and the note says why.
-    """
+    """Return a strided tensor of this process's values, or None, and a note that says why."""
     if tensor.is_meta:
         return None, "meta: no values"
     if type(tensor) not in PLAIN_TYPES:

@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import errno
-import fnmatch
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import filterfalse
 from pickle import UnpicklingError
 from typing import Any
 
 from torch import Tensor
 
-from ptsave.comparison.directories import pairs_in
-from ptsave.comparison.entries import Detail, EntryComparer, EntryDifference, TensorPair
+from ptsave import _core
+from ptsave.comparison.entries import (
+    Detail,
+    EntryComparer,
+    EntryDifference,
+    Settings,
+    TensorPair,
+    Wanted,
+)
 from ptsave.comparison.moved_names import moved_names
-from ptsave.comparison.numbers import Tolerance, checked_tolerance
-from ptsave.comparison.sides import ComparedCheckpoint, flat
-from ptsave.comparison.tensors import NumberMeasure, are_empty, compare_tensors
+from ptsave.comparison.numbers import checked_tolerance
+from ptsave.comparison.tensors import (
+    ComparedCheckpoint,
+    NumberMeasure,
+    are_empty,
+    compare_tensors,
+    flat,
+    opened_sides,
+)
 from ptsave.contents.captures import is_capture
-from ptsave.contents.checkpoint_files import look_into, named_checkpoints
+from ptsave.contents.checkpoint_files import CheckpointFiles, look_into, named_checkpoints
 from ptsave.contents.contents import Contents
-from ptsave.contents.opening import open_contents, open_files
+from ptsave.contents.opening import open_files
+from ptsave.contents.shard_files import ShardFiles
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.local import describe, position_kept
-from ptsave.sources.opening import Folder, folder_at
+from ptsave.sources.opening import Folder, folder_at, open_folder_or_file
 from ptsave.support.calls import pausing_garbage_collection, progress_bar
 from ptsave.tree.containers import is_container, walk
-from ptsave.tree.names import entry_not_found
 
 _MAX_LISTED = 3
+_CHUNK_NBYTES = 1 << 20
 
 
 class _Shown(str):
@@ -145,18 +161,15 @@ def compare(
     >>> [(each.kind, each.name, each.numbers.max_abs) for each in found.differences]
     [('numbers', 'weight', 0.5)]
     """
-    wanted = _Wanted(patterns)
-    settings = _Settings(wanted, detail, ignore_dtype, checked_tolerance(rtol, atol), progress)
+    wanted = Wanted(patterns)
+    settings = Settings(wanted, detail, ignore_dtype, checked_tolerance(rtol, atol), progress)
     with position_kept(a), position_kept(b):
         folders = folder_at(a, a_storage_options), folder_at(b, b_storage_options)
         if folders[0] is not None and folders[1] is not None:
             result = _compare_directories(folders[0], folders[1], settings)
         else:
-            first = second = open_contents(a, a_storage_options)
-            # A file object that is both sides has one position, so it is opened once.
-            if b is not a or b_storage_options != a_storage_options:
-                second = open_contents(b, b_storage_options)
-            result = _compare_contents(first, second, settings)
+            sides = opened_sides(a, b, a_storage_options, b_storage_options)
+            result = _compare_contents(*sides, settings)
             for folder in folders:
                 if folder is not None:
                     _note_others(folder, result)
@@ -164,18 +177,7 @@ def compare(
     return result
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """The options of a comparison."""
-
-    wanted: _Wanted
-    detail: Detail
-    ignore_dtype: bool
-    tolerance: Tolerance | None
-    progress: bool
-
-
-def _compare_directories(a: Folder, b: Folder, settings: _Settings) -> Comparison:
+def _compare_directories(a: Folder, b: Folder, settings: Settings) -> Comparison:
     """Compare everything in two directories; files that are no checkpoints by their bytes."""
     found = pairs_in(a, b)
     for folder, others in ((a, found.only_in_a), (b, found.only_in_b)):
@@ -231,7 +233,7 @@ def _note_others(folder: Folder, result: Comparison) -> None:
         result.not_compared = {name: reason for name in named if name}
 
 
-def _compare_contents(first: Contents, second: Contents, settings: _Settings) -> Comparison:
+def _compare_contents(first: Contents, second: Contents, settings: Settings) -> Comparison:
     sources = ComparedCheckpoint(first), ComparedCheckpoint(second)
     result = Comparison()
     if is_capture(sources[0].obj) and is_capture(sources[1].obj):
@@ -240,51 +242,15 @@ def _compare_contents(first: Contents, second: Contents, settings: _Settings) ->
             "compare_captures(), aligns their calls"
         )
     objects = _objects(sources, result)
-    comparer = EntryComparer(
-        wanted=settings.wanted,
-        detail=settings.detail,
-        ignore_dtype=settings.ignore_dtype,
-        ignore_types=sources[0].is_flat or sources[1].is_flat,
-        tolerance=settings.tolerance,
-    )
+    is_flat = sources[0].is_flat or sources[1].is_flat
+    comparer = EntryComparer(settings, ignore_types=is_flat)
     with pausing_garbage_collection():
         comparer.compare(*objects)
     result.differences = _with_moved(comparer.differences)
-    _compare_values(sources, comparer.pairs, settings.tolerance, result, settings.progress)
+    _compare_values(sources, comparer.pairs, settings, result)
     with pausing_garbage_collection():
         result.remarks += _remarks_on_sharing(sources, comparer.pairs)
     return result
-
-
-class _Wanted:
-    """Matches names with patterns, and keeps the names that do not match until one matches."""
-
-    def __init__(self, patterns: Sequence[str]) -> None:
-        self._patterns = patterns
-        self._others: list[str] = []
-        self._found = not patterns
-
-    @property
-    def takes_all(self) -> bool:
-        return not self._patterns
-
-    def __call__(self, name: str) -> bool:
-        if not self._patterns:
-            return True
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
-            self._found = True
-            self._others.clear()
-            return True
-        if not self._found:
-            self._others.append(name)
-        return False
-
-    def require_any(self, *paths: str) -> None:
-        """Raise EntryNotFoundError if no name has matched."""
-        if self._found:
-            return
-        files = " and ".join(dict.fromkeys(paths))
-        raise entry_not_found(files, self._patterns[0], dict.fromkeys(self._others))
 
 
 def _objects(
@@ -294,40 +260,29 @@ def _objects(
     if not any(source.is_flat for source in sources):
         return sources[0].obj, sources[1].obj
     for source in sources:
-        if not source.is_flat and _holds_more(source.obj):
+        if source.is_flat:
+            continue
+        leaves = filterfalse(is_container, walk(source.obj, attributes=False))
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
             result.remarks.append(
-                f"{source.path} holds more than tensors; only those are compared, as the other "
-                "one holds nothing else"
+                f"{source.path} holds more than tensors: only its tensors are compared, because "
+                "the other checkpoint holds nothing else"
             )
     return flat(sources[0].obj, sources[0].path), flat(sources[1].obj, sources[1].path)
-
-
-def _holds_more(obj: Any) -> bool:
-    """Whether an object holds anything, at any depth, that is no tensor."""
-    leaves = (value for value in walk(obj, attributes=False) if not is_container(value))
-    return any(not isinstance(value, Tensor) for value in leaves)
 
 
 def _compare_values(
     sources: tuple[ComparedCheckpoint, ComparedCheckpoint],
     pairs: list[TensorPair],
-    tolerance: Tolerance | None,
+    settings: Settings,
     result: Comparison,
-    progress: bool,
 ) -> None:
     result.n_tensors = len(pairs)
     result.nbytes = sum(pair.a.numel() * pair.a.itemsize for pair in pairs)
-    n_done = 0
-    with progress_bar(progress, "comparing", result.nbytes, delay=1) as callback:
-
-        def done(nbytes: int) -> None:
-            nonlocal n_done
-            n_done += nbytes
-            if callback is not None:
-                callback(n_done)
-
+    with progress_bar(settings.progress, "comparing", result.nbytes, delay=1) as callback:
         compared = [pair for pair in pairs if not are_empty(pair)]
-        for pair, numbers in compare_tensors(*sources, compared, NumberMeasure(tolerance), done):
+        measure = NumberMeasure(settings.tolerance)
+        for pair, numbers in compare_tensors(*sources, compared, measure, callback):
             if numbers.n_different:
                 differs = result.differences if numbers.n_outside else result.within_tolerance
                 found = EntryDifference("numbers", pair.name, pair.a, pair.b, numbers=numbers)
@@ -373,3 +328,76 @@ def _sharing(
     for pair, place in zip(pairs, source.places_of(tensors), strict=True):
         groups.setdefault(place, []).append(pair.name)
     return {tuple(names): None for names in groups.values() if len(names) > 1}
+
+
+# ------------------------------------------------------------------------------------- directories
+
+
+@dataclass(frozen=True)
+class FilePair:
+    """Two checkpoints, or two other files, of one name."""
+
+    name: str  # relative to the directories; "" for the model, or for an only checkpoint
+    a: ShardFiles
+    b: ShardFiles
+    are_checkpoints: bool  # both begin as checkpoints do
+
+    def same_bytes(self) -> bool:
+        """Whether both are single files with the same bytes."""
+        paths = self.a.paths, self.b.paths
+        if len(paths[0]) != 1 or len(paths[1]) != 1:
+            return False
+        with closing(self.a.open_one(paths[0][0])) as a, closing(self.b.open_one(paths[1][0])) as b:
+            if a.nbytes != b.nbytes:
+                return False
+            with a.stream() as one, b.stream() as other:
+                while piece := one.read(_CHUNK_NBYTES):
+                    if piece != other.read(len(piece)):
+                        return False
+        return True
+
+
+@dataclass
+class FilePairs:
+    """The files that two directories share, and the names that only one of them has."""
+
+    pairs: list[FilePair] = field(default_factory=list)
+    only_in_a: list[str] = field(default_factory=list)
+    only_in_b: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # damaged or missing files
+
+
+def pairs_in(a: Folder, b: Folder, prefix: str = "") -> FilePairs:
+    """Return the pairs of two directories and their subdirectories; names begin with `prefix`."""
+    sides = look_into(a, distributed=True), look_into(b, distributed=True)
+    checkpoints = named_checkpoints(a, sides[0]), named_checkpoints(b, sides[1])
+    files = _others_in(a, sides[0]) | checkpoints[0], _others_in(b, sides[1]) | checkpoints[1]
+    found = FilePairs(problems=[*sides[0].problems, *sides[1].problems])
+    for name in files[0].keys() & files[1].keys():
+        are_checkpoints = name in checkpoints[0] and name in checkpoints[1]
+        found.pairs.append(FilePair(prefix + name, files[0][name], files[1][name], are_checkpoints))
+    found.pairs.sort(key=lambda pair: pair.name)
+    names = {*files[0], *sides[0].directories}, {*files[1], *sides[1].directories}
+    found.only_in_a = [prefix + name for name in sorted(names[0] - names[1])]
+    found.only_in_b = [prefix + name for name in sorted(names[1] - names[0])]
+    for name in sides[0].directories:
+        if name in sides[1].directories:
+            inner = pairs_in(_folder_in(a, name), _folder_in(b, name), f"{prefix}{name}/")
+            for kind, values in vars(inner).items():
+                getattr(found, kind).extend(values)
+    return found
+
+
+def _others_in(folder: Folder, found: CheckpointFiles) -> dict[str, ShardFiles]:
+    """Return the files that are no checkpoints and are not being written."""
+    return {
+        name: ShardFiles([folder.join(name)], storage_options=folder.storage_options)
+        for name in found.ignored
+        if not _core.target_of_temporary(os.fsencode(name))
+    }
+
+
+def _folder_in(folder: Folder, name: str) -> Folder:
+    found = open_folder_or_file(folder.join(name), folder.storage_options)
+    assert isinstance(found, Folder)
+    return found

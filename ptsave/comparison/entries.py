@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import cmath
+import fnmatch
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from ptsave.comparison.numbers import NumberDifference, Tolerance
 from ptsave.comparison.value_numbers import ValueNumbers, comparable, opened
 from ptsave.tree.containers import MAX_DEPTH, attributes_of, is_container, items_of, nested_too_deep
+from ptsave.tree.names import entry_not_found
 from ptsave.tree.opaque import Opaque
 
 Kind = Literal["only in a", "only in b", "type", "value", "dtype", "shape", "numbers"]
@@ -63,29 +65,60 @@ class TensorPair:
     b: Tensor
 
 
+class Wanted:
+    """Matches names with patterns, and keeps the names that do not match until one matches."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = patterns
+        self._others: list[str] = []
+        self._found = not patterns
+
+    @property
+    def takes_all(self) -> bool:
+        return not self._patterns
+
+    def __call__(self, name: str) -> bool:
+        if not self._patterns:
+            return True
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
+            self._found = True
+            self._others.clear()
+            return True
+        if not self._found:
+            self._others.append(name)
+        return False
+
+    def require_any(self, *paths: str) -> None:
+        """Raise EntryNotFoundError if no name has matched."""
+        if self._found:
+            return
+        files = " and ".join(dict.fromkeys(paths))
+        raise entry_not_found(files, self._patterns[0], dict.fromkeys(self._others))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a comparison."""
+
+    wanted: Wanted
+    detail: Detail
+    ignore_dtype: bool  # also of Python's numbers
+    tolerance: Tolerance | None  # also of numbers that are no tensors
+    progress: bool
+
+
 class EntryComparer:
     """Walks through two objects together, and collects their differences.
 
-    `ignore_dtype` pairs tensors of two dtypes, and compares Python's numbers of two types.
-    `ignore_types` takes a tensor and a parameter for the same.  `tolerance` is for numbers that are
-    no tensors.  `differences` are in the order of a; entries that only b has come last in their
-    container.  The values of `pairs` remain to be compared.
+    `ignore_types` takes a tensor and a parameter for the same.  `differences` are in the order of
+    a; entries that only b has come last in their container.  The values of `pairs` remain to be
+    compared.
     """
 
-    def __init__(
-        self,
-        *,
-        wanted: Callable[[str], bool],
-        detail: Detail,
-        ignore_dtype: bool,
-        ignore_types: bool,
-        tolerance: Tolerance | None,
-    ) -> None:
-        self._wanted = wanted
-        self._detail = detail
-        self._ignore_dtype = ignore_dtype
+    def __init__(self, settings: Settings, *, ignore_types: bool) -> None:
+        self._settings = settings
+        self._wanted = settings.wanted
         self._ignore_types = ignore_types
-        self._tolerance = tolerance
         self._numbers = ValueNumbers()
         self._seen: set[tuple[int, int]] = set()
         self._kept: list[Any] = []  # objects made on the way, kept so that no id is used again
@@ -118,7 +151,7 @@ class EntryComparer:
             if parts[0] is None or parts[1] is None or _is_named(a) != _is_named(b):
                 return None
         if parts[0] is None or parts[1] is None:
-            if self._detail == "values" and self._wanted(name):
+            if self._settings.detail == "values" and self._wanted(name):
                 self._compare_values(a, b, name)
             return None
         if (id(a), id(b)) in self._seen:
@@ -169,27 +202,27 @@ class EntryComparer:
         alike = same_class and valued[0] == valued[1] and _same_layout(a, b)
         if not alike:
             self.differences.append(EntryDifference("type", name, a, b))
-        if self._detail == "names" or a.is_nested != b.is_nested:
+        if self._settings.detail == "names" or a.is_nested != b.is_nested:
             return None
         differs = len(self.differences)
-        if a.dtype != b.dtype and not self._ignore_dtype:
+        if a.dtype != b.dtype and not self._settings.ignore_dtype:
             self.differences.append(EntryDifference("dtype", name, a, b))
         if a.shape != b.shape:
             self.differences.append(EntryDifference("shape", name, a, b))
         comparable = all(valued) and a.layout == b.layout and a.is_quantized == b.is_quantized
-        if self._detail == "values" and len(self.differences) == differs and comparable:
+        if self._settings.detail == "values" and len(self.differences) == differs and comparable:
             self.pairs.append(TensorPair(name, a, b))
         return None
 
     def _are_numbers(self, a: Any, b: Any) -> bool:
-        return self._ignore_dtype and {type(a), type(b)} <= {int, float, complex}
+        return self._settings.ignore_dtype and {type(a), type(b)} <= {int, float, complex}
 
     def _compare_values(self, a: Any, b: Any, name: str) -> None:
         if isinstance(a, _BY_NUMBER) and isinstance(b, _BY_NUMBER):
             self._compare_by_number(a, b, name)
             return
         if {type(a), type(b)} <= {int, float, complex}:
-            equal = _are_close(a, b, self._tolerance)
+            equal = _are_close(a, b, self._settings.tolerance)
         elif hasattr(a, "tobytes") and hasattr(b, "tobytes"):  # NumPy's arrays and scalars
             equal = comparable(a) == comparable(b)
         else:
@@ -228,10 +261,7 @@ def quantizer_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """Return a container's entries by key, or the attributes of an object without ``__eq__``.
-
-    None for any other value.
-    """
+    """Return a container's entries, or an object's attributes if it has no ``__eq__``, or None."""
     if isinstance(value, Tensor):
         return None
     if is_container(value) and not isinstance(value, torch.Size):
@@ -258,15 +288,11 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             parts = _parts(leaf)
             if parts and id(leaf) not in seen and len(pending) <= MAX_DEPTH:
                 seen.add(id(leaf))
-                pending.append(_named(parts, entry_name))
+                pending.append(iter([(f"{entry_name}.{key}", part) for key, part in parts.items()]))
                 break
             yield entry_name, leaf
         else:
             pending.pop()
-
-
-def _named(parts: dict[Any, Any], name: str) -> Iterator[tuple[str, Any]]:
-    return ((f"{name}.{key}", part) for key, part in parts.items())
 
 
 def _are_close(a: complex, b: complex, tolerance: Tolerance | None) -> bool:

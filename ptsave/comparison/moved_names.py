@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 
 # Parts that wrappers put into names, at any depth.
@@ -30,7 +31,8 @@ def moved_names(a: Mapping[str, Hashable], b: Mapping[str, Hashable]) -> dict[st
         found = _partner([by_end.get((end, fact), []) for end in _ends(name)])
         if found is not None:
             moved[name] = found
-    return _one_to_one(moved)
+    count = Counter(moved.values())  # a name that several would have become is not clear
+    return {name: other for name, other in moved.items() if count[other] == 1}
 
 
 def _ends(name: str) -> list[str]:
@@ -52,14 +54,6 @@ def _partner(candidates: list[list[str]]) -> str | None:
         return None
     is_whole = n_common == min(n_parts, len(_ends(names[0])))
     return names[0] if is_whole or n_common >= 2 else None
-
-
-def _one_to_one(moved: dict[str, str]) -> dict[str, str]:
-    """Leave out the names that several others would have become."""
-    count: dict[str, int] = {}
-    for other in moved.values():
-        count[other] = count.get(other, 0) + 1
-    return {name: other for name, other in moved.items() if count[other] == 1}
 
 
 def prefixes_of(name: str, other: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ those of ``torch.testing.assert_close``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,10 +23,7 @@ class Tolerance:
 
 
 def checked_tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
-    """Return a tolerance in which a missing value is 0; None if both are missing.
-
-    Raises ValueError if one is negative or NaN.
-    """
+    """Return a tolerance in which a missing value is 0; None if both are missing."""
     if rtol is None and atol is None:
         return None
     for name, value in (("rtol", rtol), ("atol", atol)):
@@ -52,27 +49,19 @@ class NumberDifference:
     max_rel: float | None = 0.0  # relative to abs(b); inf where b is 0
 
     def __add__(self, other: NumberDifference) -> NumberDifference:
-        return NumberDifference(
-            self.numel + other.numel,
-            self.n_different + other.n_different,
-            self.n_outside + other.n_outside,
-            self.n_nan_a + other.n_nan_a,
-            self.n_nan_b + other.n_nan_b,
-            _larger(self.max_abs, other.max_abs),
-            _larger(self.max_rel, other.max_rel),
+        return replace(
+            self,
+            **{name: getattr(self, name) + getattr(other, name) for name in _COUNTS},
+            max_abs=_larger(self.max_abs, other.max_abs),
+            max_rel=_larger(self.max_rel, other.max_rel),
         )
 
     def times(self, n: int) -> NumberDifference:
         """Return the difference of n such rows."""
-        return NumberDifference(
-            self.numel * n,
-            self.n_different * n,
-            self.n_outside * n,
-            self.n_nan_a * n,
-            self.n_nan_b * n,
-            self.max_abs,
-            self.max_rel,
-        )
+        return replace(self, **{name: n * getattr(self, name) for name in _COUNTS})
+
+
+_COUNTS = ("numel", "n_different", "n_outside", "n_nan_a", "n_nan_b")
 
 
 def _larger(a: float | None, b: float | None) -> float | None:
@@ -87,18 +76,9 @@ def number_difference(
     Both are contiguous, of shape (N,), on the CPU, and not conjugated lazily.  Without a tolerance,
     numbers are equal if they have the same bits; between two dtypes, the same value.  Raises
     TypeError if the dtypes differ, and torch cannot compute with one of them.
-
-    >>> import torch
-    >>> a, b = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.5, 4.0])
-    >>> found = number_difference(a, b)
-    >>> found.n_different, found.max_abs, found.max_rel
-    (1, 0.5, 0.2)
     """
     found = None
-    if torch.float4_e2m1fn_x2 not in (
-        a.dtype,
-        b.dtype,
-    ):  # numel counts its pairs
+    if torch.float4_e2m1fn_x2 not in (a.dtype, b.dtype):  # numel counts its pairs
         rtol, atol = (0.0, 0.0) if tolerance is None else (tolerance.rtol, tolerance.atol)
         found = _C.tensor_difference(a, b, rtol, atol, n_threads)
     if found is not None:

@@ -1,38 +1,40 @@
-"""Compares the values of tensors of two checkpoints, in pieces of bounded size."""
+"""Reads and compares the values of tensors of two checkpoints, in pieces of bounded size."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ptsave.archive.views import view_as
+from ptsave.archive.recycled_memory import RecycledMemory
+from ptsave.archive.views import Allocator, view_as
 from ptsave.comparison.entries import TensorPair, quantizer_of
-from ptsave.comparison.numbers import (
-    NumberDifference,
-    Tolerance,
-    number_difference,
-    rows_in_order,
-)
-from ptsave.comparison.sides import ComparedCheckpoint
-from ptsave.contents.contents import as_saved
+from ptsave.comparison.numbers import NumberDifference, Tolerance, number_difference, rows_in_order
+from ptsave.contents.contents import Contents, UnreadContents, as_saved
+from ptsave.contents.opening import open_contents
+from ptsave.contents.safetensors import SafetensorsContents
+from ptsave.contents.sharded import ShardedContents
 from ptsave.support import config
+from ptsave.support.calls import ProgressCallback
 from ptsave.support.threads import ThreadPool
 from ptsave.support.torch_tensors import n_values_of_sparse
+from ptsave.tree.containers import dotted
 from ptsave.tree.extents import ADVICE, default_limit, stored_nbytes_of
+from ptsave.tree.names import EntryNames
 
 # For one side.  The next pieces of both sides are read while one piece is compared.
 _PIECE_NBYTES = 16 << 20
 _N_PIECES = 3
 _SMALL_NUMEL = 1 << 12
+_MAX_IDLE_NBYTES = 64 << 20  # fresh pages take longer than reading and comparing
 _WORD_NBYTES = 8  # no dtype of _PLAIN_BITS is larger
 _PLAIN_BITS = {
     torch.float32: torch.int32,
@@ -42,6 +44,42 @@ _PLAIN_BITS = {
     torch.float64: torch.int64,
     torch.int32: torch.int32,
 }
+
+
+class ComparedCheckpoint:
+    """One side of a comparison: an open checkpoint.  Safe for concurrent use.
+
+    `is_flat` says that it cannot hold more than a dict of tensors.  `allocate` gives memory for
+    values that are compared and dropped.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self.path = contents.path
+        self.obj = contents.obj
+        is_set = isinstance(contents, ShardedContents) and contents.is_flat
+        self.is_flat = is_set or isinstance(contents, SafetensorsContents)
+        self.allocate: Allocator = RecycledMemory(_MAX_IDLE_NBYTES).storage
+
+    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Read whole tensors."""
+        return self._contents.read(tensors, None, self.allocate)
+
+    def packs(self, tensors: list[Tensor]) -> UnreadContents | None:
+        """Return the contents that can read all of these tensors in one row; None if none can."""
+        found = self._contents.by_part(tensors)
+        contents = found[0][0] if len(found) == 1 else None
+        if not isinstance(contents, UnreadContents) or not contents.can_read_packed(tensors):
+            return None
+        return contents
+
+    def read_slice(self, tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
+        """Read a part of a tensor."""
+        return self._contents.read_slice(tensor, index, None, allocate=self.allocate)
+
+    def places_of(self, tensors: list[Tensor]) -> list[object]:
+        """Return a key of each tensor's storage, unique in a file and across files."""
+        return [place[0] for place in self._contents.places_of(tensors)]
 
 
 @dataclass(frozen=True)
@@ -97,13 +135,14 @@ def compare_tensors(
     b: ComparedCheckpoint,
     pairs: Iterable[TensorPair],
     measure: Measure[_Difference],
-    done: Callable[[int], None],
+    progress: ProgressCallback | None,
 ) -> Iterator[tuple[TensorPair, _Difference]]:
     """Yield the difference of each pair, in order; the tensors of a pair have one shape and layout.
 
-    After each piece `done` gets the bytes of a that were compared with it.
+    `progress` gets the bytes of a that were compared so far.
     """
     total: _Difference | None = None
+    n_done = 0
     with ThreadPool(2) as readers:
         for piece, values in _read_ahead(_pieces(pairs), a, b, readers, measure):
             for pair, read in zip(piece.pairs, values, strict=True):
@@ -121,7 +160,9 @@ def compare_tensors(
                 if piece.is_last:
                     yield pair, total
                     total = None
-            done(piece.nbytes)
+            n_done += piece.nbytes
+            if progress is not None:
+                progress(n_done)
 
 
 class _Packing:
@@ -357,7 +398,8 @@ class NumberMeasure:
         try:
             if _are_small_and_same(a, b):
                 return NumberDifference(a.numel())
-            if a.is_quantized and _are_same_quantized(a, b):
+            same_integers = a.is_quantized and torch.equal(a.int_repr(), b.int_repr())
+            if same_integers and quantizer_of(a) == quantizer_of(b):
                 return NumberDifference(a.numel())
             x, y, _ = rows_in_order(*dense_values(a, b))
             if x.dtype == y.dtype and _same_bytes(x, y):
@@ -365,10 +407,6 @@ class NumberMeasure:
             return number_difference(x, y, self._tolerance, self._n_threads)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise cannot_compare(pair, a, b, error) from error
-
-
-def _are_same_quantized(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.int_repr(), b.int_repr()) and quantizer_of(a) == quantizer_of(b)
 
 
 def cannot_compare(pair: TensorPair, a: Tensor, b: Tensor, error: Exception) -> TypeError:
@@ -431,3 +469,30 @@ def _of_same_pattern(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         row[its_numbers] = x.values()
         rows.append(row)
     return rows[0], rows[1]
+
+
+def opened_sides(
+    a: Any,
+    b: Any,
+    a_storage_options: Mapping[str, Any] | None,
+    b_storage_options: Mapping[str, Any] | None,
+    *,
+    recover: bool = False,
+) -> tuple[Contents, Contents]:
+    """Open both sides; a file object that is both has one position, so it is opened once."""
+    first = open_contents(a, a_storage_options, recover=recover)
+    if b is a and b_storage_options == a_storage_options:
+        return first, first
+    return first, open_contents(b, b_storage_options, recover=recover)
+
+
+def flat(obj: Any, path: str) -> dict[str, Tensor]:
+    """Return an object's tensors by dotted name; two of one name raise ValueError."""
+    names = EntryNames(obj, path)
+    result: dict[str, Tensor] = {}
+    for name, tensor in zip(names.names, names.tensors, strict=True):
+        text = name if isinstance(name, str) else dotted(name)
+        if text in result:
+            raise ValueError(f"{path}: two tensors are called {text!r} when their names are dotted")
+        result[text] = tensor
+    return result

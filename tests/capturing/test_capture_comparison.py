@@ -194,7 +194,7 @@ def test_statistics_alone(runs: Runs, tmp_path: Path) -> None:
     assert compare_captures(whole, part, exact=True).equal
     bare = run(tmp_path / "bare.pt", what=["outputs"], tensors=False, statistics=False)
     found = compare_captures(whole, bare)
-    assert "neither values nor statistics" in found.remarks[0]
+    assert "neither their values nor their statistics" in found.remarks[0]
 
 
 def test_steps(tmp_path: Path) -> None:

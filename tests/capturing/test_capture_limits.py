@@ -68,7 +68,8 @@ def test_sizes_are_texts_or_numbers(path: Path) -> None:
         with pytest.raises((ValueError, TypeError)):
             ptsave.ArchiveWriter(path, max_memory_bytes=size)  # type: ignore[arg-type]
     capture = ptsave.capture(nn.Identity(), path, max_bytes=np.int64(5), max_memory_bytes="2MB")  # type: ignore[arg-type]
-    assert (capture._max_bytes, capture._max_memory) == (5, 2_000_000)
+    options = capture._options
+    assert (options.max_bytes, options.max_memory_bytes) == (5, 2_000_000)
 
 
 def test_errors_name_the_option_of_an_archive(path: Path) -> None:
@@ -524,7 +525,8 @@ def test_ranks_are_numbers_from_0_on(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="rank must be a number from 0 on, or None, not -1"):
         ptsave.capture(model, tmp_path / "run.pt", rank=-1)
-    assert ptsave.capture(model, tmp_path / "run.pt", rank=np.int64(3))._rank == 3  # type: ignore[arg-type]
+    capture = ptsave.capture(model, tmp_path / "run.pt", rank=np.int64(3))  # type: ignore[arg-type]
+    assert capture._options.rank == 3
 
 
 def test_a_pattern_that_matches_no_module_is_told(path: Path) -> None:
