@@ -21,14 +21,14 @@ import pytest
 import torch
 from _corruption import flip
 from click.testing import CliRunner
+from common.reports import list_file, verify_directory
 from safetensors.torch import load_file, save_file
 
 import ptsave
 from ptsave.cli.commands import commands
 from ptsave.inspection.extraction import read_entries
-from ptsave.inspection.listing import list_file
 from ptsave.inspection.required_globals import required_globals, unsafe_globals
-from ptsave.inspection.verification import verify_directory, verify_file
+from ptsave.inspection.verification import verify_file
 from ptsave.sources.local import describe
 
 STATE = {

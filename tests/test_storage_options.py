@@ -13,6 +13,7 @@ import pytest
 import torch
 import url_file_systems as file_systems
 from click.testing import CliRunner
+from common.reports import list_file, verify_directory
 from torch import nn
 from url_file_systems import TOKEN
 
@@ -24,9 +25,8 @@ from ptsave.comparison.compare import compare
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import read_entries, write_entries
-from ptsave.inspection.listing import list_file
 from ptsave.inspection.required_globals import required_globals
-from ptsave.inspection.verification import verify_directory, verify_file
+from ptsave.inspection.verification import verify_file
 
 STATE = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(2)}
 NAMES = ["model.pt", "old.pt", "model.safetensors", "shards", "shards/model.safetensors.index.json"]

@@ -113,7 +113,7 @@ def plan_disk(
     """
     refuse_url_target(directory)
     if not available_states([state]):
-        raise PermissionError(errno.EPERM, f"memory becomes {state} for root alone")
+        raise PermissionError(errno.EPERM, f"only root can make memory {state}")
     folder = Path(directory)
     try:
         tempfile.TemporaryFile(dir=folder).close()

@@ -37,10 +37,7 @@ _Move: TypeAlias = Callable[[int, int, int], None]
 
 
 def measure(mode: str, path: Path, nbytes: int) -> tuple[int, dict[str, float]]:
-    """Measure a mode in a fresh process; return the bytes moved, and seconds by thread count.
-
-    `nbytes` counts for writes only, because a file is read whole.  A written file is removed.
-    """
+    """Measure a mode in a fresh process; return the bytes moved, and seconds by thread count."""
     arguments = [mode, str(path), str(nbytes), *map(str, THREAD_COUNTS)]
     answer = answer_of(f"measuring the limit ({mode})", "ptsave.bench.limits", *arguments)
     return answer["nbytes"], answer["seconds"]

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from ptsave.bench.rounds import CONTENDERS, LIMIT, SAFETENSORS, Results, Workload
+from ptsave.sources.urls import refuse_url_target
 
 _OURS, _SAFETENSORS, _OTHERS, _LINE = "#3d86bd", "#e0a458", "#9aa5b1", "#c0392b"
 _OTHER_NAMES = ("torch", "torch.save", "loop", "nothing", "empty", "clones", "references")
@@ -20,10 +21,7 @@ _TEXT = 0.15  # the width of a figure's text, as a fraction of the longest bar
 
 @dataclass(frozen=True)
 class Bar:
-    """One contender's median `value`, its `low` to `high` spread, and the `text` beside the bar.
-
-    The hardware's limit is a line across its group.
-    """
+    """One contender's median, its `low` to `high` spread, and a text; a limit is a line."""
 
     label: str
     value: float
@@ -55,6 +53,22 @@ def require_matplotlib() -> Any:
             "plots need matplotlib: pip install 'ptsave[plot]', or pip install matplotlib"
         ) from error
     return Figure
+
+
+def check_plot(path: str) -> None:
+    """Raise the errors of plotting to a file now, before minutes of measuring or reading."""
+    refuse_url_target(path)
+    formats = require_matplotlib()().canvas.get_supported_filetypes()
+    suffix = Path(path).suffix.removeprefix(".").lower()
+    if suffix and suffix not in formats:
+        raise ValueError(
+            f"{path}: matplotlib writes no .{suffix}, but {', '.join(sorted(formats))}"
+        )
+    is_new = not Path(path).exists()
+    with open(path, "ab"):
+        pass
+    if is_new:
+        Path(path).unlink()
 
 
 def draw_bars(groups: Sequence[Group], axis: str, title: str = "", *, mixed: bool = False) -> Any:
@@ -117,10 +131,7 @@ def _draw(axes: Any, bar: Bar, row: float, top: float, unit: float) -> float:
 def plot_speeds(
     path: str, workloads: Mapping[str, Workload], results: Mapping[str, Results], title: str
 ) -> None:
-    """Draw the median speeds, with lines from the slowest to the fastest round.
-
-    The suffix of `path` chooses the format; one that matplotlib cannot write is a ValueError.
-    """
+    """Draw the median speeds with their spread to a file, whose suffix chooses the format."""
     groups = [Group(each.title, _speeds(results[name])) for name, each in workloads.items()]
     draw_bars(groups, "GB/s (more is better)", title).savefig(Path(path), dpi=150)
 

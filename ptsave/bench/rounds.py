@@ -199,10 +199,7 @@ def run_rounds(
     *,
     progress: bool | None = None,
 ) -> dict[str, Results]:
-    """Run every workload once per round, its contenders and its limit in a shuffled order.
-
-    The bench is prepared.  By default a terminal shows a progress bar.
-    """
+    """Run every workload once per round, on a prepared bench, contenders in a shuffled order."""
     from tqdm import tqdm
 
     order = [*contenders, LIMIT]

@@ -19,15 +19,7 @@ from typing import Any
 
 import torch
 
-from ptsave.bench.system import (
-    WARMED_UP,
-    Figure,
-    PeakMemory,
-    Task,
-    make_cold,
-    make_warm,
-    settle,
-)
+from ptsave.bench.system import WARMED_UP, Figure, PeakMemory, Task, make_cold, make_warm, settle
 from ptsave.support.syncing import sync_path
 
 StateDict = dict[str, torch.Tensor]

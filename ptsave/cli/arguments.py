@@ -76,10 +76,7 @@ def path_of_standard_input(ctx: click.Context, *, needs_values: bool = True) -> 
 
 
 def copy_header(stream: IO[bytes], copy: IO[bytes]) -> bool:
-    """Copy the header of a safetensors file, and extend the copy to the file's size.
-
-    Return False if it is no such file, or damaged: then the caller copies the rest.
-    """
+    """Copy a safetensors file's header, extended to the file's size; False if there is none."""
     head = stream.read(_HEAD_NBYTES)
     copy.write(head)
     if not is_safetensors(head, 0):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ import click
 
 from ptsave.cli.arguments import FILE
 from ptsave.cli.command import Command, note, shows_progress
-from ptsave.sources.urls import refuse_url_target
 from ptsave.support.text import size_text
 
 if TYPE_CHECKING:
@@ -36,9 +34,7 @@ def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int 
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-@click.command(
-    "bench", cls=Command, short_help="How fast your disk is, beside torch.", examples=_EXAMPLES
-)
+@click.command("bench", cls=Command, examples=_EXAMPLES)
 @click.argument("directory", metavar="[DIR]", default=".", type=FILE)
 @click.option(
     "--size",
@@ -77,11 +73,12 @@ def command(
     Files are removed afterwards.
     """
     from ptsave.bench.disk import measure_disk, plan_disk
-    from ptsave.bench.plot import plot_speeds
+    from ptsave.bench.plot import check_plot, plot_speeds
     from ptsave.bench.rounds import SPEED_HEADER, aligned, speed_rows, table
+    from ptsave.bench.system import describe_machine
 
     if plot is not None:
-        _require_plot(plot)
+        check_plot(plot)
     plan = plan_disk(directory, size, rounds, state.replace("-", " "))
     note(
         ctx,
@@ -100,37 +97,15 @@ def command(
             for row in speed_rows(workload, found.results[name])
         ]
         if markdown:
-            click.echo(f"{_machine(plan)}\n\n{table(SPEED_HEADER, rows, 2)}")
+            again = ["ptsave", "bench", "--size", f"{plan.nbytes >> 20}MiB"]
+            again += ["--rounds", str(rounds), "--state", state]
+            machine = describe_machine(plan.directory, again)
+            click.echo(f"{machine}\n\n{table(SPEED_HEADER, rows, 2)}")
         else:
             click.echo(aligned(SPEED_HEADER, rows, 2))
     if plot is not None:
         title = f"{size_text(plan.nbytes)} of tensors, {plan.state}, medians of {rounds} rounds"
         plot_speeds(plot, found.workloads, found.results, title)
-
-
-def _require_plot(path: str) -> None:
-    """Raise now the errors of plotting, which would otherwise come after minutes of measuring."""
-    from ptsave.bench.plot import require_matplotlib
-
-    refuse_url_target(path)
-    figure = require_matplotlib()()
-    formats = figure.canvas.get_supported_filetypes()
-    suffix = Path(path).suffix.removeprefix(".").lower()
-    if suffix not in formats:
-        raise ValueError(f"{path}: matplotlib writes {', '.join(sorted(formats))}, not {suffix!r}")
-    is_new = not Path(path).exists()
-    with open(path, "ab"):
-        pass
-    if is_new:
-        Path(path).unlink()
-
-
-def _machine(plan: Plan) -> str:
-    from ptsave.bench.system import describe_machine
-
-    command = ["ptsave", "bench", "--size", f"{plan.nbytes >> 20}MiB"]
-    command += ["--rounds", str(plan.rounds), "--state", plan.state.replace(" ", "-")]
-    return describe_machine(plan.directory, command)
 
 
 def _as_json(plan: Plan, found: Measurement) -> dict[str, Any]:

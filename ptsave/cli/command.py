@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from ptsave.cli.commands import PURPOSES
 from ptsave.cli.interrupts import INTERRUPTED, raise_when_interrupted
 from ptsave.cli.terminal import colors_by_environment
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
@@ -43,13 +44,11 @@ class Settings:
 
 
 class Command(click.Command):
-    """A command with ``--quiet`` and ``--debug``, which prints an error as one line.
-
-    The lines of `examples` end its ``--help``.
-    """
+    """A command with ``--quiet`` and ``--debug`` that prints an error as one line."""
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.short_help = PURPOSES.get(str(self.name))
         self._examples = examples
         self.params += [
             _flag("--quiet", "-q", help="No progress bars and no remarks, only results."),
@@ -85,7 +84,10 @@ class Command(click.Command):
             ctx.exit(INTERRUPTED)
         except Exception as error:
             report_error(ctx, error)
-            _discard_unwritable()
+            try:
+                _flush_output()
+            except OSError:
+                _discard_unwritten()
             ctx.exit(FAILED)
 
 
@@ -112,14 +114,6 @@ def exits_if_unwritable() -> Iterator[None]:
 def _flush_output() -> None:
     if sys.stdout is not None:  # None if it was closed before Python started
         sys.stdout.flush()
-
-
-def _discard_unwritable() -> None:
-    """Drop output that cannot be written."""
-    try:
-        _flush_output()
-    except OSError:
-        _discard_unwritten()
 
 
 def _discard_unwritten() -> None:
@@ -223,18 +217,18 @@ with_recovery = click.option(
 
 def _trust(ctx: click.Context, param: click.Parameter, names: tuple[str, ...]) -> None:
     """Allow the named classes until the command ends."""
-    if names:
-        from torch.serialization import safe_globals
+    if not names:
+        return
+    from torch.serialization import safe_globals
 
-        ctx.with_resource(safe_globals([_global_of(name, param, ctx) for name in names]))
-
-
-def _global_of(name: str, param: click.Parameter, ctx: click.Context) -> Any:
-    module, _, attribute = name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise click.BadParameter(f"{name}: {error}", ctx, param) from None
+    classes = []
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        try:
+            classes.append(getattr(importlib.import_module(module), attribute))
+        except (ImportError, ValueError, AttributeError) as error:
+            raise click.BadParameter(f"{name}: {error}", ctx, param) from None
+    ctx.with_resource(safe_globals(classes))
 
 
 with_trust = click.option(

@@ -10,11 +10,10 @@ import click
 from click.shell_completion import CompletionItem
 
 import ptsave
-import ptsave.cli.completion  # the shells' completion
 from ptsave.cli.terminal import colors_by_environment
 
-# Each command's purpose is here, so that help and completion import no command's module.
-_COMMANDS = {
+# Here, so that help and completion import no command's module.
+PURPOSES = {
     "ls": "What a file holds.",
     "show": "One entry: a value, or a tensor's numbers.",
     "verify": "Whether files are whole.",
@@ -22,7 +21,7 @@ _COMMANDS = {
     "extract": "Parts of a file as a new one.",
     "convert": "A file in another format.",
     "compact": "A file without unused bytes.",
-    "diff": "In what two checkpoints differ.",
+    "diff": "How two checkpoints differ.",
     "run": "A program under ptsave.",
     "bench": "How fast your disk is, beside torch.",
     "completion": "A script for your shell.",
@@ -36,10 +35,10 @@ class _Commands(click.Group):
         return super().make_context(*args, **{"color": colors_by_environment(), **kwargs})
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*_COMMANDS]
+        return [*PURPOSES]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in _COMMANDS:
+        if name not in PURPOSES:
             return None
         command = importlib.import_module(f"ptsave.cli.{name}").command
         assert isinstance(command, click.Command)
@@ -52,22 +51,22 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in _COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+        if name not in PURPOSES and not name.startswith("-") and not ctx.resilient_parsing:
             import difflib
 
-            similar = difflib.get_close_matches(name, _COMMANDS, cutoff=0.5)
+            similar = difflib.get_close_matches(name, PURPOSES, cutoff=0.5)
             hint = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
             ctx.fail(f"No such command {name!r}.{hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([*_COMMANDS.items()])
+            formatter.write_dl([*PURPOSES.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         found = [
             CompletionItem(name, help=purpose)
-            for name, purpose in _COMMANDS.items()
+            for name, purpose in PURPOSES.items()
             if name.startswith(incomplete)
         ]
         return found + click.Command.shell_complete(self, ctx, incomplete)

@@ -19,9 +19,7 @@ ptsave compact path/to/model -o small   # a directory of shards
 """
 
 
-@click.command(
-    "compact", cls=Command, short_help="A file without unused bytes.", examples=_EXAMPLES
-)
+@click.command("compact", cls=Command, examples=_EXAMPLES)
 @click.argument("file", type=SOURCE)
 @click.option("-o", "--output", type=FILE, metavar="OUT", help="Where to write the compact file.")
 @click.option("--in-place", is_flag=True, help="Replace FILE, if that makes it smaller.")
@@ -49,8 +47,8 @@ def command(
     FILE is a checkpoint, a directory of shards or their index. Shards are compacted one by one and
     keep their names; OUT is a directory then.
 
-    A view that was saved has taken its whole storage along.  Views that overlap go on sharing
-    memory; those of one storage that are a KiB or more apart share none afterwards.
+    A saved view takes its whole storage along.  Views that overlap go on sharing memory. Views of
+    one storage that are a KiB or more apart get storages of their own.
 
     With --json: an object with path, tensors (how many), storages (how many have unused bytes),
     nbytes_before, nbytes and written (whether there is a new file).

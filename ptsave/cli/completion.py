@@ -111,7 +111,7 @@ for _name in _SCRIPTS:
     add_completion_class(_Shell, _name)
 
 
-@click.command("completion", cls=Command, examples=_EXAMPLES, short_help="A script for your shell.")
+@click.command("completion", cls=Command, examples=_EXAMPLES)
 @click.argument("shell", type=click.Choice([*_SCRIPTS]))
 def command(shell: str) -> None:
     """Print the script with which SHELL completes commands, options, files and entries.

@@ -33,21 +33,21 @@ ptsave convert model.pt checkpoint --format dcp         # for torch.distributed.
 """
 
 
-@click.command("convert", cls=Command, short_help="A file in another format.", examples=_EXAMPLES)
+@click.command("convert", cls=Command, examples=_EXAMPLES)
 @click.argument("source", type=SOURCE)
 @click.argument("target", type=FILE)
 @click.option(
     "--format",
     type=click.Choice(["pt", "safetensors", "dcp"]),
-    help="Of a directory (default: safetensors), or of a file with another suffix; dcp: a "
-    "directory for torch.distributed.checkpoint.",
+    help="The format of a directory (default: safetensors), or of a file with an unknown suffix; "
+    "dcp is a directory for torch.distributed.checkpoint.",
 )
 @click.option("--max-shard-size", metavar="SIZE", help="For a directory; default: 5GB.")
 @click.option(
     "--max-size",
     metavar="SIZE",
-    help="What the tensors may take in all, as those that are expanded or share memory are written "
-    "in full. Default: 8 times their storages, at least 1GiB.",
+    help="The most that all tensors may take; expanded and shared ones are written in full. "
+    "Default: 8 times their storages, at least 1GiB.",
 )
 @click.option("--drop", is_flag=True, help="Leave out what the format cannot hold.")
 @click.option("-f", "--force", is_flag=True, help="Replace what is there.")
@@ -59,13 +59,7 @@ ptsave convert model.pt checkpoint --format dcp         # for torch.distributed.
 @with_storage_options("TARGET", "target")
 @click.pass_context
 def command(
-    ctx: click.Context,
-    /,
-    *,
-    source: str,
-    target: str,
-    as_json: bool,
-    **options: Any,
+    ctx: click.Context, /, *, source: str, target: str, as_json: bool, **options: Any
 ) -> None:
     """Write the tensors of SOURCE in the format of TARGET.
 

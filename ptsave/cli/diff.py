@@ -24,9 +24,7 @@ ptsave diff run.pt model.pt --capture --step 0  # the parameters of a step
 """
 
 
-@click.command(
-    "diff", cls=Command, short_help="In what two checkpoints differ.", examples=_EXAMPLES
-)
+@click.command("diff", cls=Command, examples=_EXAMPLES)
 @click.argument("a", type=SOURCE)
 @click.argument("b", type=SOURCE)
 @click.option("--rtol", type=float, help="Relative tolerance, to values in B.")
@@ -86,8 +84,9 @@ def command(
     """
     options["progress"] = shows_progress(ctx)
     if capture:
+        from ptsave.bench.plot import check_plot
         from ptsave.capturing.comparison import compare_captures
-        from ptsave.cli.diff_captures import capture_json, capture_lines, check_plot, plot_errors
+        from ptsave.cli.diff_captures import capture_json, capture_lines, plot_errors
 
         if names_only or shapes or ignore_dtype or only:
             raise click.UsageError(

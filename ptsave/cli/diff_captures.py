@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from ptsave.bench.plot import require_matplotlib
 from ptsave.capturing.comparison import CaptureComparison, CapturedDifference
 from ptsave.capturing.difference import TensorDifference
 from ptsave.capturing.schema import Statistics, parse_name
-from ptsave.support.text import count_text, cut, printable, shape_text, size_text
+from ptsave.support.text import count_text, cut, differ_text, printable, shape_text, size_text
 
 _WIDTH = 80
 _NAME_WIDTH = 34
@@ -58,10 +57,11 @@ def _details(difference: CapturedDifference) -> Iterator[str]:
     a, b = difference.a, difference.b
     numbers = difference.numbers
     if numbers is not None:
-        yield f"{_types(difference)}: {_counts(numbers)}"
+        differ = differ_text(numbers.n_different, numbers.n_outside, numbers.numel)
+        yield f"{_types(difference)}: {differ}"
         index = "" if numbers.first is None else f", the first at {list(numbers.first)}"
         yield (
-            f"max abs {_short(numbers.max_abs)}, max rel {_short(numbers.max_rel)}, "
+            f"max abs {numbers.max_abs:.3g}, max rel {numbers.max_rel:.3g}, "
             f"cosine {_cosine_text(numbers.cosine, '.6g')}{index}"
         )
         if any((numbers.n_nan_a, numbers.n_nan_b, numbers.n_inf_a, numbers.n_inf_b)):
@@ -89,22 +89,11 @@ def _types(difference: CapturedDifference) -> str:
     return f"{dtypes} {shape_text(difference.a.shape)}"
 
 
-def _counts(numbers: TensorDifference) -> str:
-    text = f"{numbers.n_different:,} of {numbers.numel:,} differ"
-    if numbers.n_outside != numbers.n_different:
-        text += f", {numbers.n_outside:,} by more than allowed"
-    return text
-
-
 def _statistics_lines(a: Statistics, b: Statistics) -> Iterator[str]:
     for name in ("mean", "std", "min", "max", "norm", "n_nan", "n_inf"):
         x, y = getattr(a, name), getattr(b, name)
         if x != y and not (x != x and y != y):  # noqa: PLR0124 - NaN
             yield f"{name} {x:.6g} / {y:.6g}"
-
-
-def _short(number: float) -> str:
-    return f"{number:.3g}"
 
 
 def _cosine_text(cosine: float, form: str) -> str:
@@ -132,15 +121,10 @@ def _ulps_text(numbers: TensorDifference) -> str:
     return f"{text}, more: {rest:,}" if rest else text
 
 
-def _by_module(found: CaptureComparison) -> dict[str, list[CapturedDifference]]:
+def _module_lines(found: CaptureComparison, top: int) -> Iterator[str]:
     modules: dict[str, list[CapturedDifference]] = {}
     for each in found.differences:
         modules.setdefault(parse_name(each.name).module, []).append(each)
-    return modules
-
-
-def _module_lines(found: CaptureComparison, top: int) -> Iterator[str]:
-    modules = _by_module(found)
     yield ""
     yield (
         f"{'module':{_NAME_WIDTH}} {'differ':>6} {'max abs':>9} {'max rel':>9} "
@@ -161,12 +145,12 @@ def _module_line(module: str, differences: list[CapturedDifference]) -> str:
     if numbers:
         max_abs = max(each.max_abs for each in numbers)
         max_rel = max(each.max_rel for each in numbers)
-        sizes = f"{_short(max_abs):>9} {_short(max_rel):>9}"
+        sizes = f"{max_abs:>9.3g} {max_rel:>9.3g}"
     cosines = [each.cosine for each in numbers if not math.isnan(each.cosine)]
     cosine = _cosine_text(min(cosines, default=math.nan), ".5f")
     return (
         f"{name:{_NAME_WIDTH}} {len(differences):>6} {cut(sizes, _SIZES_WIDTH):>{_SIZES_WIDTH}} "
-        f"{_short(error):>9} {cosine:>8}"
+        f"{error:>9.3g} {cosine:>8}"
     )
 
 
@@ -239,29 +223,8 @@ def _number(number: float) -> float | str:
 # ------------------------------------------------------------------------------------------ picture
 
 
-def check_plot(path: str) -> None:
-    """Raise the errors of `plot_errors` now, before minutes of reading."""
-    formats = require_matplotlib()().canvas.get_supported_filetypes()
-    suffix = os.path.splitext(path)[1].removeprefix(".").lower()
-    if suffix and suffix not in formats:
-        raise ValueError(
-            f"{path}: matplotlib writes no .{suffix}, but {', '.join(sorted(formats))}"
-        )
-    folder = os.path.dirname(path) or "."
-    for wrong, code in (
-        (os.path.isdir(path), errno.EISDIR),
-        (not os.path.isdir(folder), errno.ENOENT),
-        (not os.access(path if os.path.exists(path) else folder, os.W_OK), errno.EACCES),
-    ):
-        if wrong:
-            raise OSError(code, os.strerror(code), path)
-
-
 def plot_errors(path: str, found: CaptureComparison, title: str) -> None:
-    """Draw the relative errors along the network, in A's order of execution.
-
-    A missing matplotlib is an ImportError, and an unknown format a ValueError.
-    """
+    """Draw the relative errors along the network, in A's order of execution."""
     tensors = [each for each in found.compared if each.a.kind == "tensor"]
     figure = require_matplotlib()(figsize=(10, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -270,23 +233,16 @@ def plot_errors(path: str, found: CaptureComparison, title: str) -> None:
         (False, "#c0392b", "outside"),
     ):
         places = [i for i, each in enumerate(tensors) if each.equal is equal]
-        errors = [_drawn(tensors[i].relative_error) for i in places]
+        # The errors may be 0 or infinite, and the axis is logarithmic.
+        errors = [min(max(tensors[i].relative_error, _TINY), 1e12) for i in places]
         axes.scatter(places, errors, s=12, color=color, label=label)
     axes.set_yscale("log")
     axes.set_ylabel("largest error / root mean square of B")
     axes.set_xlabel("tensors, in A's order of execution")
     ticks = [*range(0, len(tensors), max(1, len(tensors) // 12))]
-    axes.set_xticks(ticks, [_tick(tensors[i]) for i in ticks], rotation=30, ha="right", fontsize=7)
+    calls = [cut(printable(tensors[i].call).replace("$", ""), 28) for i in ticks]
+    axes.set_xticks(ticks, calls, rotation=30, ha="right", fontsize=7)
     axes.set_title(printable(title), fontsize=10, parse_math=False)
     axes.legend(loc="best", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
-
-
-def _drawn(error: float) -> float:
-    """Clamp an error, which may be 0 or infinite, to the limits of the logarithmic axis."""
-    return min(max(error, _TINY), 1e12)
-
-
-def _tick(difference: CapturedDifference) -> str:
-    return cut(printable(difference.call).replace("$", ""), 28)

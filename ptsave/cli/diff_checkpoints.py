@@ -15,7 +15,14 @@ from torch import Tensor
 from ptsave.comparison.compare import Comparison
 from ptsave.comparison.entries import EntryDifference, quantizer_of
 from ptsave.comparison.moved_names import prefixes_of
-from ptsave.support.text import count_text, dtype_text, printable, shape_text, size_text
+from ptsave.support.text import (
+    count_text,
+    differ_text,
+    dtype_text,
+    printable,
+    shape_text,
+    size_text,
+)
 from ptsave.tree.opaque import Opaque, type_name_of
 
 # -------------------------------------------------------------------------------------------- text
@@ -104,9 +111,7 @@ def _value_text(value: Any) -> str:
 def _numbers_text(difference: EntryDifference) -> str:
     numbers = difference.numbers
     assert numbers is not None
-    differ = f"{numbers.n_different:,} of {numbers.numel:,} differ"
-    if numbers.n_outside != numbers.n_different:
-        differ += f", {numbers.n_outside:,} by more than allowed"
+    differ = differ_text(numbers.n_different, numbers.n_outside, numbers.numel)
     if numbers.max_abs is None:
         return f"{differ} (torch cannot compute with this dtype)"
     parts = [differ, f"max abs {numbers.max_abs:.3g}", f"max rel {numbers.max_rel:.3g}"]

@@ -28,9 +28,7 @@ ptsave extract checkpoint.pt model -o - | ssh host 'cat > model.pt'
 """
 
 
-@click.command(
-    "extract", cls=Command, examples=_EXAMPLES, short_help="Parts of a file as a new one."
-)
+@click.command("extract", cls=Command, examples=_EXAMPLES)
 @click.argument("file", type=SOURCE)
 @click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=complete_names)
 @click.option(
@@ -42,20 +40,20 @@ ptsave extract checkpoint.pt model -o - | ssh host 'cat > model.pt'
 @click.option(
     "--whole",
     is_flag=True,
-    help="In place of NAMEs: all that is whole, also of a file that was cut short. What is damaged "
-    "or missing is named.",
+    help="Instead of NAMEs: every entry that is whole, even of a file that was cut short. Damaged "
+    "and missing entries are named.",
 )
 @click.option("-f", "--force", is_flag=True, help="Replace the file if it is there.")
 @click.option(
     "--verify/--no-verify",
     default=True,
-    help="Whether to compare with checksums. Without, damaged tensors are read as they are.",
+    help="Whether to compare checksums; if not, damaged tensors are read as they are.",
 )
 @click.option(
     "--max-size",
     metavar="SIZE",
-    help="Of a .safetensors or .npy file, in which expanded tensors are written in full. "
-    "Default: 8 times their storages, at least 1GiB.",
+    help="The most that tensors may take in a .safetensors or .npy file, which holds expanded ones "
+    "in full. Default: 8 times their storages, at least 1GiB.",
 )
 @with_json
 @with_recovery
@@ -106,7 +104,7 @@ def command(
     if target == "-" and as_json:
         raise click.UsageError("--json and the checkpoint cannot both go to standard output")
     if target == "-" and sys.stdout.isatty():
-        raise click.UsageError("A checkpoint is nothing for a terminal: -o OUT, or redirect it")
+        raise click.UsageError("A checkpoint cannot be shown on a terminal: -o OUT, or redirect it")
     lost: list[str] = []
     if whole:
         rest, lost = read_whole(file, storage_options=storage_options)
@@ -144,6 +142,8 @@ def _read_named(
     try:
         return read_entries(file, names, verify=verify, recover=recover, storage_options=options)
     except CorruptCheckpointError as error:
-        words = str(error).replace("pass verify=False to", "use --no-verify to")
-        error.args = (words, *error.args[1:])
+        # A record that differs from its checksum; the engine's own findings are other damage.
+        if type(error) is CorruptCheckpointError and error.advice and not error.finding:
+            words = error.brief.removesuffix(".")
+            error.args = (f"{words}, or use --no-verify to read it as it is.",)
         raise

@@ -24,12 +24,12 @@ ptsave globals - < checkpoint.pt
 _ALLOWED, _NOT, _NEVER = "allowed", "not allowed", "never allowed"
 _COLORS = {_ALLOWED: "green", _NOT: "yellow", _NEVER: "red"}
 _WARNING = """
-Loading builds these by calling them: a file from somebody who wants harm can do harm with them.
-Only if you know what each of them does, and trust whoever made the file:
+Loading calls these functions and classes, so a malicious file can do harm with them.
+Allow them only if you know what each one does, and trust the author of the file:
 """
 
 
-@click.command("globals", cls=Command, examples=_EXAMPLES, short_help="What code a file needs.")
+@click.command("globals", cls=Command, examples=_EXAMPLES)
 @click.argument("file", type=SOURCE)
 @click.option("--all", "show_all", is_flag=True, help="Show those that are allowed, too.")
 @with_json

@@ -1,32 +1,4 @@
-"""Formats the entries of a file as text, one line each in columns, and as JSON.
-
-Programs rely on the form of ``ptsave ls --json``: keys are added, never changed.
-
-A file is an object with
-
-- ``path``, ``format`` (``pt``, ``safetensors``, ...) and ``metadata``, the file's own;
-- ``tensors``, a list of objects;
-- ``values``, the other leaves: objects with ``name``, ``path``, ``type`` and, if JSON can express
-  it, ``value``;
-- ``totals`` of the whole file, even if names were given: ``tensors``, ``tensor_nbytes``,
-  ``storages``, ``storage_nbytes``, ``unused_nbytes`` and ``file_nbytes``;
-- ``listed``: the first four totals for the listed tensors.
-
-A tensor is an object with
-
-- ``name`` (dotted) and ``path``, the keys; a key that JSON cannot express is text;
-- ``dtype``, ``shape`` (-1 where the parts of a nested tensor differ), ``nbytes`` (elements times
-  their size) and ``stride`` in elements, null for nested tensors and other layouts;
-- ``location``: the device that the tensor was saved from;
-- ``record`` and ``offset``, the first byte's position in the file;
-- ``storage`` (tensors with the same number share a storage) and ``storage_nbytes``;
-- ``chunks`` in a distributed checkpoint, the parts of ranks: objects with ``offsets`` (index of
-  the first element), ``sizes`` (a shape), ``file`` (its name in the directory), ``offset`` and
-  ``nbytes`` (the item's place in that file).
-
-Unknown facts are null.  A directory is an object with ``path``, ``index`` (the path of the
-index, or null), ``files`` (a list of file objects), ``totals`` and ``listed``.
-"""
+"""Formats a file's entries as text in columns, and as JSON (docs/reference/command_line.md)."""
 
 from __future__ import annotations
 
@@ -297,8 +269,6 @@ def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def type_text(value: Any) -> str:
     """Return the name of a value's type, with a container's length."""
     name = printable(type_name_of(value))
-    if _is_storage(value):
-        return name
     return f"{name} of {len(value)}" if isinstance(value, (Mapping, list, tuple, set)) else name
 
 
@@ -324,11 +294,6 @@ def value_text(value: Any) -> str:
     shown = [*value[:_N_SHOWN], "...", *value[-_N_SHOWN:]] if len(value) > 6 else value
     parts = ["..." if part == "..." else _cut(repr(part)) for part in shown]
     return printable(f"{begin}{', '.join(parts)}{end}")
-
-
-def _is_storage(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, (torch.UntypedStorage, torch.TypedStorage))
 
 
 def _text_of_torchs(value: Any) -> str | None:

@@ -81,7 +81,7 @@ def _complete(
     return names or FILE.shell_complete(ctx, parameter, incomplete)
 
 
-@click.command("ls", cls=Command, examples=_EXAMPLES, short_help="What a file holds.")
+@click.command("ls", cls=Command, examples=_EXAMPLES)
 @click.argument("file", type=FILE)
 @click.argument("others", metavar="[FILE]... [NAME]...", nargs=-1, shell_complete=_complete)
 @click.option("--depth", type=click.IntRange(1), help="How many levels to show.")
@@ -100,7 +100,7 @@ def _complete(
 @click.option(
     "--chunks",
     is_flag=True,
-    help="Of a distributed checkpoint: the parts of each tensor, where they are and in which file.",
+    help="Show the parts of each tensor of a distributed checkpoint, with their files.",
 )
 @click.option(
     "--json", "as_json", is_flag=True, help="One JSON object for each FILE, for programs."
@@ -108,8 +108,8 @@ def _complete(
 @click.option(
     "--stats/--no-stats",
     default=None,
-    help="Statistics of tensors: those of a capture by modules, all calls and steps together (the "
-    "default for a capture); those of another file are taken now, by reading its tensors.",
+    help="Show statistics: of a capture by modules, over all calls and steps (the default for a "
+    "capture); of any other file by reading its tensors now.",
 )
 @click.option("--step", type=click.IntRange(0), help="Statistics of this step of a capture only.")
 @with_recovery
@@ -202,7 +202,10 @@ def _listed(ctx: click.Context, file: str, asked: _Options) -> str:
     """Return the listing of one file as text."""
     files = find_files(file, asked.storage_options, distributed=True)
     listings = [] if asked.stats else list(list_files(files, recover=asked.recover))
-    _keep_until_exit(listings)
+    # Objects in a circle live until the process ends, which is faster than to free 100,000 of them.
+    circle: list[object] = [listings]
+    circle.append(circle)
+    gc.freeze()
     if asked.stats is None and len(listings) == 1 and is_capture(listings[0].tree.obj):
         files = find_files(file, asked.storage_options)  # from the beginning
         asked = asked._replace(stats=True)
@@ -240,13 +243,6 @@ def _write(text: str) -> None:
     """Print text without click, which would search long text for colours."""
     if sys.stdout is not None:  # None if it was closed before Python started
         sys.stdout.write(f"{text}\n")
-
-
-def _keep_until_exit(listings: list[FileListing]) -> None:
-    """Keep objects until the process ends, which is faster than to free 100,000 of them."""
-    cycle: list[object] = [listings]
-    cycle.append(cycle)
-    gc.freeze()
 
 
 def _lines(

@@ -11,9 +11,13 @@ def main() -> None:
     """Run the command line."""
     exit_when_interrupted()
     import io
+    import os
 
     from ptsave.cli.command import exits_if_unwritable
     from ptsave.cli.commands import commands
+
+    if "_PTSAVE_COMPLETE" in os.environ:  # a shell asks
+        import ptsave.cli.completion  # noqa: F401 - tells click about the shells
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

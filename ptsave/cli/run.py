@@ -24,7 +24,6 @@ _TO_THE_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": Fa
     "run",
     cls=Command,
     examples=_EXAMPLES,
-    short_help="A program under ptsave.",
     context_settings=_TO_THE_PROGRAM,
 )
 @click.option("--safetensors", is_flag=True, help="safetensors.torch's functions, too.")

@@ -31,12 +31,7 @@ ptsave show lightning.ckpt hyper_parameters --trust argparse.Namespace
 """
 
 
-@click.command(
-    "show",
-    cls=Command,
-    examples=_EXAMPLES,
-    short_help="One entry: a value, or a tensor's numbers.",
-)
+@click.command("show", cls=Command, examples=_EXAMPLES)
 @click.argument("file", type=SOURCE)
 @click.argument("name", default="", shell_complete=complete_names)
 @with_json
@@ -44,12 +39,7 @@ ptsave show lightning.ckpt hyper_parameters --trust argparse.Namespace
 @with_trust
 @with_storage_options("FILE")
 def command(
-    file: str,
-    name: str,
-    *,
-    as_json: bool,
-    recover: bool,
-    storage_options: dict[str, Any] | None,
+    file: str, name: str, *, as_json: bool, recover: bool, storage_options: dict[str, Any] | None
 ) -> None:
     """Print one entry of FILE.
 

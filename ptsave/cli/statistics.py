@@ -1,19 +1,6 @@
-"""Shows statistics of tensors, as text and as JSON: ``ptsave ls --stats`` and ``ptsave show``.
+"""Shows statistics of tensors as text and as JSON: ``ptsave ls --stats`` and ``ptsave show``.
 
-Programs rely on the form of ``ptsave ls --stats --json``: keys are added, never changed.
-
-A capture, also without ``--stats``, is an object with
-
-- ``path``, ``format`` (``"capture"``), ``model`` (the full name of its class), ``steps`` (the
-  recorded ones) and ``finished`` (false if the process was killed);
-- ``modules``: a list of objects with ``path``, ``class``, ``calls`` (how many) and ``values``, a
-  list of objects with ``name``, ``phase``, ``tensors`` (how many), ``dtypes``, ``shapes``,
-  ``nbytes``, ``note`` and ``statistics``.
-
-A checkpoint is the object of ``ptsave ls --json``, whose tensors also have ``note`` and
-``statistics``.  ``statistics`` is null, or an object with ``numel``, ``n_nan``, ``n_inf``,
-``n_zero``, ``mean``, ``std``, ``min``, ``max`` and ``norm``.  NaN and infinities are null, and a
-complex number is the list of its parts.
+docs/reference/command_line.md has the form of the JSON.
 """
 
 from __future__ import annotations
@@ -45,6 +32,7 @@ from ptsave.support.text import (
     count_text,
     cut,
     dtype_text,
+    first_of,
     n_columns,
     padded,
     printable,
@@ -95,16 +83,20 @@ def _statistics_of_run(
     modules = module_statistics(run, step=step, patterns=names)
     if as_json:
         return json.dumps(_run_json(run, modules))
-    lines = _module_lines(modules, depth, terminal())
-    totals = _totals_of(modules, step) if names or step is not None else _totals_of_run(run)
-    return "\n".join([*lines, "", totals, *_remarks_on(run)])
-
-
-def _totals_of_run(run: CapturedRun) -> str:
-    return (
+    totals = (
         f"{count_text(len(run.steps), 'step')}, {count_text(len(run.call_rows), 'call')}, "
         f"{count_text(len(run.value_rows), 'value')}"
     )
+    if names or step is not None:
+        totals = _totals_of(modules, step)
+    shown = [module for module in modules if depth is None or module.depth < depth]
+    lines = [line for module in shown for line in _lines_of_module(module)]
+    remarks = []
+    if run.header.get("statistics") is False:
+        remarks.append("captured with statistics=False")
+    if run.totals is None:
+        remarks.append("unfinished: the process was killed")
+    return "\n".join([*_table(lines, terminal()), "", totals, *remarks])
 
 
 def _totals_of(modules: list[ModuleStatistics], step: int | None) -> str:
@@ -116,13 +108,6 @@ def _totals_of(modules: list[ModuleStatistics], step: int | None) -> str:
         f"{count_text(len(modules), 'module')}, {count_text(n_calls, 'call')}, "
         f"{count_text(n_tensors, 'tensor')}{where}"
     )
-
-
-def _remarks_on(run: CapturedRun) -> Iterator[str]:
-    if run.header.get("statistics") is False:
-        yield "captured with statistics=False"
-    if run.totals is None:
-        yield "unfinished: the process was killed"
 
 
 def _statistics_of_files(
@@ -150,20 +135,6 @@ class _Line(NamedTuple):
     cells: Mapping[str, str]
     remark: str
     is_alarming: bool = False  # it has NaN or infinities
-
-
-def _module_lines(
-    modules: Sequence[ModuleStatistics], max_depth: int | None, terminal: Terminal
-) -> list[str]:
-    """Return the lines of modules and their values; each module comes before its children.
-
-    If the terminal is too narrow, some statistics are left out.
-    """
-    lines: list[_Line] = []
-    for module in modules:
-        if max_depth is None or module.depth < max_depth:
-            lines += _lines_of_module(module)
-    return list(_table(lines, terminal))
 
 
 def _lines_of_module(module: ModuleStatistics) -> Iterator[_Line]:
@@ -200,8 +171,8 @@ def _entry_lines(
 
 def _line_of(name: str, value: ValueStatistics) -> _Line:
     cells = {
-        "dtype": _first_of([dtype.removeprefix("torch.") for dtype in value.dtypes]),
-        "shape": _first_of([shape_text(shape) for shape in value.shapes]),
+        "dtype": first_of([dtype.removeprefix("torch.") for dtype in value.dtypes]),
+        "shape": first_of([shape_text(shape) for shape in value.shapes]),
     }
     found = value.statistics
     note = [printable(value.note)] if value.note else []
@@ -220,11 +191,6 @@ def statistics_line(value: ValueStatistics) -> str:
     numbers = [f"{name} {_number_text(getattr(found, name))}" for name in _COLUMNS[2:]]
     counts = f"{found.numel:,} elements, {found.n_nan:,} NaN, {found.n_inf:,} Inf"
     return "; ".join([", ".join(numbers), counts, *([printable(value.note)] if value.note else [])])
-
-
-def _first_of(texts: Sequence[str]) -> str:
-    more = f" +{len(texts) - 1}" if len(texts) > 1 else ""
-    return f"{printable(texts[0])}{more}" if texts else ""
 
 
 def _remarks(found: PooledStatistics) -> list[str]:

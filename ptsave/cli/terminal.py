@@ -16,11 +16,7 @@ class Terminal(NamedTuple):
     has_colors: bool = False
 
     def paint(self, text: str, color: str | None = None, *, bold: bool = False) -> str:
-        r"""Return text in a colour if the terminal has colours.
-
-        >>> Terminal(has_colors=True).paint("whole", "green")
-        '\x1b[32mwhole\x1b[0m'
-        """
+        """Return text in a colour if the terminal has colours."""
         if not self.has_colors:
             return text
         import click

@@ -1,20 +1,6 @@
 """``ptsave verify``: checks that files are whole, and names the damaged parts.
 
-Programs rely on the form of ``--json``: keys are added, never changed.  It is an object with
-
-- ``whole``: whether nothing is damaged, and all could be read;
-- ``arguments``: a list of objects, one for each FILE, with ``path``, ``files``, ``problems`` (texts
-  about inconsistent shards and indices), ``not_looked_at`` (names in a directory) and ``error`` (a
-  text, or null if it could be read).
-
-An object of ``files`` has
-
-- ``path``, ``nbytes``, ``records`` (how many; 0 for a file that is no archive), ``tensors`` (how
-  many, or null) and ``unfinished`` (whether its end is missing);
-- ``state``: ``"whole"``, ``"damaged"``, ``"no checksums"`` or ``"unreadable"``;
-- ``problems``: objects with ``reason``, ``record``, ``offset`` and ``entries``, the damaged
-  tensors; and ``readable``, the names of tensors that can still be read, or null;
-- ``remarks``, and ``error`` (a text, or null if the file is readable).
+docs/reference/command_line.md has the form of ``--json``.
 """
 
 from __future__ import annotations
@@ -44,8 +30,7 @@ from ptsave.cli.terminal import terminal
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.contents.rank_sets import nbytes_of_ranks
 from ptsave.contents.shard_files import ShardFiles
-from ptsave.inspection.findings import Problem, Verification, compare_with_index
-from ptsave.inspection.whole_files import whole_file
+from ptsave.inspection.findings import Problem, Verification, compare_with_index, whole_file
 from ptsave.sources.ranges import FsspecFile
 from ptsave.sources.urls import is_url
 from ptsave.support.calls import ProgressCallback, progress_bar, progress_from
@@ -63,7 +48,7 @@ curl -s https://example.org/model.pt | ptsave verify -
 """
 
 
-@click.command("verify", cls=Command, examples=_EXAMPLES, short_help="Whether files are whole.")
+@click.command("verify", cls=Command, examples=_EXAMPLES)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=SOURCE)
 @click.option("--list", "list_all", is_flag=True, help="Name all tensors, not only the first few.")
 @with_json

@@ -17,28 +17,18 @@ from torch.nn import Parameter
 from ptsave import _C
 from ptsave.archive.views import unfilled_tensors, view_as
 from ptsave.contents.checkpoint_files import find_files
-from ptsave.contents.contents import as_saved
+from ptsave.contents.contents import Contents, UnreadContents, as_saved
 from ptsave.contents.opening import open_file
+from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.shard_files import ShardFiles
-from ptsave.conversion.source_checkpoints import SourceCheckpoint
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.local import describe, position_kept
 from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import RangeSource
-from ptsave.sources.urls import (
-    is_url,
-    is_url_target,
-    refuse_storage_options,
-    refuse_url_target,
-)
+from ptsave.sources.urls import is_url, is_url_target, refuse_storage_options, refuse_url_target
 from ptsave.streaming.payload_sources import PayloadSources, check_records
 from ptsave.streaming.places import StoragePlace
-from ptsave.streaming.streamed_files import (
-    PicklePlan,
-    SafetensorsPlan,
-    StreamedPlan,
-    write_bytes,
-)
+from ptsave.streaming.streamed_files import PicklePlan, SafetensorsPlan, StreamedPlan, write_bytes
 from ptsave.support.calls import check_flags, progress_bar
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import leaves_of, read_entry, require_picklable
@@ -83,6 +73,44 @@ class Compaction:
     nbytes_before: int
     nbytes: int
     is_written: bool
+
+
+class SourceCheckpoint:
+    """An open checkpoint, of one file or several, whose tensors are not read.
+
+    ``sources.localize`` has returned the files of `contents`, and `sources` learns the places of
+    the tensors.  `remarks` has facts that the owner of the files should know.
+    """
+
+    def __init__(self, contents: Contents, sources: PayloadSources) -> None:
+        self.contents = contents
+        self.path = contents.path
+        self.obj = contents.obj
+        parts = contents.parts
+        self.paths = [part.path for part in parts]
+        self.is_safetensors = True
+        self.metadata: dict[str, str] = {}
+        self.remarks: list[str] = []
+        for part in parts:
+            sources.add(part)
+            if isinstance(part, SafetensorsContents):
+                self.metadata.update(part.header.metadata)
+                continue
+            self.is_safetensors = False
+            if part.kind == "dcp":
+                self._add_ranks(part)
+            if isinstance(part, UnreadContents) and not part.reader.engine.storages_have_crcs:
+                self.remarks.append(
+                    f"{part.path} has no checksums of its storages: they are copied unverified"
+                )
+
+    def _add_ranks(self, contents: Contents) -> None:
+        from ptsave.contents.dcp import DcpContents  # imports a torch module, for a second
+
+        assert isinstance(contents, DcpContents)
+        checkpoint = contents.checkpoint
+        self.paths.append(checkpoint.metadata_path)
+        self.paths += [checkpoint.file(name) for name in checkpoint.sizes]
 
 
 def compact(
@@ -261,15 +289,11 @@ def _compact_file(source: RangeSource, path: str, is_other: bool, options: _Opti
 
 
 def _check_target(source: str, path: str, options: _Options) -> None:
-    if path == source or _is_same_file(path, source):
+    both = os.path.exists(path) and os.path.exists(source)
+    if path == source or (both and os.path.samefile(path, source)):
         raise FileExistsError(errno.EEXIST, "it is the source itself: use --in-place", path)
     if exists(options.resolve(path)) and not options.force:
         raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", path)
-
-
-def _is_same_file(path: str, source: str) -> bool:
-    both = os.path.exists(path) and os.path.exists(source)
-    return both and os.path.samefile(path, source)
 
 
 class _Part(NamedTuple):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ptsave.contents.opening import open_contents
 from ptsave.contents.safetensors_header import safetensors_dtypes
-from ptsave.conversion.source_checkpoints import SourceCheckpoint
+from ptsave.conversion.compacting import SourceCheckpoint
 from ptsave.errors import UnsupportedUrlError
 from ptsave.inspection.extraction import without_opaque
 from ptsave.models.extra_state import (
@@ -44,12 +44,8 @@ from ptsave.models.save_model import (
 )
 from ptsave.sources.local import describe, position_kept
 from ptsave.streaming.payload_sources import PayloadSources
-from ptsave.streaming.streamed_files import (
-    PicklePlan,
-    SafetensorsPlan,
-    StreamedPlan,
-)
-from ptsave.support.calls import ProgressCallback, check_flags, parse_size, progress_bar
+from ptsave.streaming.streamed_files import PicklePlan, SafetensorsPlan, StreamedPlan
+from ptsave.support.calls import check_flags, parse_size, progress_bar, progress_from
 from ptsave.support.text import some_of
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.containers import attributes_of, items_of, set_attributes
@@ -226,24 +222,12 @@ def convert(
     with position_kept(source), ExitStack() as stack:
         sources = PayloadSources(stack, place.folder)
         contents = open_contents(
-            source,
-            storage_options,
-            recover=recover,
-            localize=sources.localize,
-            stays_open=True,
+            source, storage_options, recover=recover, localize=sources.localize, stays_open=True
         )
         checkpoint = SourceCheckpoint(contents, sources)
         _refuse_source(place, checkpoint.paths)
         conversion = Conversion(place.path, remarks=checkpoint.remarks)
-        writing = _Writing(
-            place,
-            checkpoint,
-            sources,
-            conversion,
-            max_size=max_size,
-            fsync=fsync,
-            progress=progress,
-        )
+        writing = _Writing(place, checkpoint, sources, conversion, max_size, fsync, progress)
         if place.format == "dcp":
             writing.write_ranks()
         elif place.format == "pt" and not place.is_directory:
@@ -255,28 +239,18 @@ def convert(
     return conversion
 
 
+@dataclass
 class _Writing:
     """Writes one conversion, whose source is open."""
 
-    def __init__(
-        self,
-        target: _Target,
-        checkpoint: SourceCheckpoint,
-        sources: PayloadSources,
-        conversion: Conversion,
-        *,
-        max_size: int | str | None,
-        fsync: bool,
-        progress: bool,
-    ) -> None:
-        self._target = target
-        self._checkpoint = checkpoint
-        self._sources = sources
-        self._conversion = conversion
-        self._max_size = max_size
-        self._fsync = fsync
-        self._progress = progress
-        self._extra: dict[str, str] = {}  # state of modules that is no tensor
+    _target: _Target
+    _checkpoint: SourceCheckpoint
+    _sources: PayloadSources
+    _conversion: Conversion
+    _max_size: int | str | None
+    _fsync: bool
+    _progress: bool
+    _extra: dict[str, str] = field(default_factory=dict)  # state of modules that is no tensor
 
     def write_object(self, *, drop: bool) -> None:
         obj = self._checkpoint.obj
@@ -323,7 +297,7 @@ class _Writing:
             for name in (files.single, files.index_name):
                 if folder.exists(name):
                     self._conversion.remarks.append(
-                        f"{name} is in the directory, too: of both, readers take the safetensors"
+                        f"{name} is in the directory, too: readers prefer the safetensors"
                     )
 
     def _plan(self, shard: Shard, target: FileTarget) -> StreamedPlan:
@@ -392,7 +366,9 @@ class _Writing:
         }
         for name in others:
             first = metadata.pop(name)
-            self._conversion.remarks.append(f"{name} is {first}, by the metadata: under both names")
+            self._conversion.remarks.append(
+                f"{name} is {first}, by the metadata: written under both names"
+            )
         if metadata.items() - _PLAIN_METADATA.items():
             keys = some_of(sorted(metadata), _N_NAMED)
             self._conversion.remarks.append(f"__metadata__ has no place in a .pt file: {keys}")
@@ -403,7 +379,8 @@ class _Writing:
         """Write files, one after another: each takes all threads."""
         with progress_bar(self._progress, "converting", nbytes, delay=1) as callback:
             for plan in plans:
-                plan.write(fsync=self._fsync, progress=_moved(callback, self._conversion.nbytes))
+                progress = progress_from(callback, self._conversion.nbytes)
+                plan.write(fsync=self._fsync, progress=progress)
                 self._conversion.nbytes += plan.nbytes
 
 
@@ -431,12 +408,6 @@ class _StreamedShards(ShardSet):
         self.write_plans(plans, sum(shard.nbytes for shard in self.shards))
 
 
-def _moved(callback: ProgressCallback | None, done: int) -> ProgressCallback | None:
-    if callback is None:
-        return None
-    return lambda nbytes: callback(done + nbytes)
-
-
 @contextmanager
 def _new_directory(folder: Folder) -> Iterator[None]:
     """Make a directory, and remove it after an error if it is new."""
@@ -456,9 +427,7 @@ def _new_directory(folder: Folder) -> Iterator[None]:
 
 
 def _target_of(
-    target: str | os.PathLike[str],
-    wanted: Format | None,
-    storage_options: Mapping[str, Any] | None,
+    target: str | os.PathLike[str], wanted: Format | None, storage_options: Mapping[str, Any] | None
 ) -> _Target:
     if wanted not in (None, "pt", "safetensors", "dcp"):
         raise ValueError(f"format must be 'pt', 'safetensors' or 'dcp', not {wanted!r}")

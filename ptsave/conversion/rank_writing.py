@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.nn import Parameter
 
-from ptsave.conversion.source_checkpoints import SourceCheckpoint
+from ptsave.conversion.compacting import SourceCheckpoint
 from ptsave.dcp.blocks import table_nbytes
 from ptsave.dcp.metadata import set_checked_files
 from ptsave.distributed.directory import CheckpointDirectory
@@ -46,11 +46,7 @@ class RankWriting:
     """
 
     def __init__(
-        self,
-        checkpoint: SourceCheckpoint,
-        sources: PayloadSources,
-        *,
-        max_size: int | str | None,
+        self, checkpoint: SourceCheckpoint, sources: PayloadSources, *, max_size: int | str | None
     ) -> None:
         if not isinstance(checkpoint.obj, Mapping):
             raise ValueError(

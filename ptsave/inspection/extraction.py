@@ -39,13 +39,6 @@ def read_entries(
 
     `names` are dotted names of tensors, containers or values, or paths of keys such as ``"('a.b',
     0)"``.  Raises KeyError, with similar names, if there is no such entry.
-
-    >>> import os, tempfile, torch, ptsave
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = os.path.join(folder, "checkpoint.pt")
-    ...     ptsave.save({"model": {"weight": torch.ones(2)}, "epoch": 3}, path)
-    ...     read_entries(path, ["model.weight", "epoch"])
-    {'model.weight': tensor([1., 1.]), 'epoch': 3}
     """
     options: dict[str, Any] = {
         "verify": verify,
@@ -65,17 +58,6 @@ def read_whole(
     not built.  A list or tuple that holds one is left out as a whole, because its other parts would
     change places.  Raises CorruptCheckpointError if more than tensors is damaged, and TypeError if
     the file holds no dict.
-
-    >>> import os, tempfile, torch, ptsave
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = os.path.join(folder, "checkpoint.pt")
-    ...     ptsave.save({"model": {"a": torch.ones(2), "b": torch.zeros(2)}, "epoch": 3}, path)
-    ...     with ptsave.open(path) as archive:
-    ...         offset = archive.info("model.a").offset
-    ...     with open(path, "r+b") as opened:
-    ...         _ = opened.seek(offset), opened.write(b"damage")
-    ...     read_whole(path)
-    ({'model': {'b': tensor([0., 0.])}, 'epoch': 3}, ['model.a'])
     """
     found = verify_file(file, recover=True, storage_options=storage_options)
     with position_kept(file):
@@ -102,10 +84,7 @@ def without_entries(obj: Mapping[Any, Any], names: Set[str]) -> tuple[dict[str, 
 
 
 def without_opaque(obj: Any) -> tuple[Any, list[str]]:
-    """Return a copy of a mapping without its `Opaque` parts, and their names.
-
-    Any other object is returned as it is.
-    """
+    """Return a copy of a mapping without `Opaque` parts, and their names; others stay."""
     opaque = _opaque_in(obj)
     return without_entries(obj, opaque) if opaque and isinstance(obj, Mapping) else (obj, [])
 
@@ -167,12 +146,7 @@ class Counts(NamedTuple):
 
 
 def count_entries(entries: Mapping[str, Any]) -> Counts:
-    """Count the leaves of entries; a tensor counts once for each of its names.
-
-    >>> import torch
-    >>> count_entries({"model": {"weight": torch.ones(2)}, "epoch": 3})
-    Counts(tensors=1, values=1, nbytes=8)
-    """
+    """Count the leaves of entries; a tensor counts once for each of its names."""
     tree = EntryTree(dict(entries))
     leaves = [n for n in range(len(tree.nodes)) if not tree.is_container(n)]
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tree.tensors)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ptsave.contents.captures import with_short_records
 from ptsave.contents.outline import Outline, outline_of
 from ptsave.contents.shard_files import ShardFiles
-from ptsave.sources.local import position_kept
-from ptsave.sources.ranges import RangeSource
 from ptsave.support.calls import pausing_garbage_collection
 from ptsave.tree.names import entry_not_found
 from ptsave.tree.tree import EntryTree
@@ -53,27 +51,8 @@ class FileListing:
     chunks: dict[int, Sequence[ChunkInfo]] = field(default_factory=dict, repr=False)
 
 
-def list_file(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> FileListing:
-    """Return the listing of a checkpoint; several files give one listing of all entries.
-
-    >>> import io, torch, ptsave
-    >>> stream = io.BytesIO()
-    >>> ptsave.save({"a": torch.ones(2, 3), "b": torch.ones(100)[:4]}, stream)
-    >>> _ = stream.seek(0)
-    >>> list_file(stream).totals.unused_nbytes
-    384
-    """
-    from ptsave.contents.opening import open_contents
-
-    with pausing_garbage_collection(), position_kept(f):
-        return listing_of(open_contents(f, storage_options))
-
-
 def list_files(files: ShardFiles, *, recover: bool = False) -> Iterator[FileListing]:
-    """Yield a listing of each file of a checkpoint; the files need not fit together.
-
-    A plain file is listed without torch, which takes a second to import.
-    """
+    """Yield a listing of each file, of plain ones without torch; they need not fit together."""
     for path in files.paths:
         source = files.open_one(path)
         with pausing_garbage_collection():
@@ -82,19 +61,24 @@ def list_files(files: ShardFiles, *, recover: bool = False) -> Iterator[FileList
                 source.close()
                 yield listing_of(outlined)
                 continue
-            yield listing_of(_open_one(source, files, recover=recover))
+            from ptsave.contents.opening import open_one  # imports torch
 
-
-def _open_one(source: RangeSource, files: ShardFiles, *, recover: bool) -> Contents:
-    from ptsave.contents.opening import open_one
-
-    return open_one(source, files, recover=recover)
+            yield listing_of(open_one(source, files, recover=recover))
 
 
 def listing_of(contents: Contents | Outline) -> FileListing:
     """Return the listing of an open file."""
     tree = EntryTree(with_short_records(contents.obj, contents.path))
-    facts = _facts_of(contents, tree.tensors)
+    chunks: dict[int, Sequence[ChunkInfo]] = {}
+    if isinstance(contents, Outline):
+        facts = contents.facts_of(tree.tensors)
+    else:
+        from ptsave.contents.tensor_info import facts_of  # imports torch
+
+        facts = facts_of(tree.tensors)
+        if contents.kind == "dcp":
+            found_chunks = map(contents.chunks_of, tree.tensors)
+            chunks = {number: found for number, found in enumerate(found_chunks) if found}
     places = contents.places_of(tree.tensors)
     groups = _groups_of([place[0] for place in places])
     sharing = {number: group for group in groups.values() for number in group}
@@ -126,23 +110,8 @@ def listing_of(contents: Contents | Outline) -> FileListing:
         places,
         sharing,
         totals,
-        _chunks_of(contents, tree.tensors),
+        chunks,
     )
-
-
-def _chunks_of(contents: Contents | Outline, tensors: list[Any]) -> dict[int, Sequence[ChunkInfo]]:
-    if contents.kind != "dcp" or isinstance(contents, Outline):
-        return {}
-    found = {number: contents.chunks_of(tensor) for number, tensor in enumerate(tensors)}
-    return {number: chunks for number, chunks in found.items() if chunks}
-
-
-def _facts_of(contents: Contents | Outline, tensors: list[Any]) -> list[Facts]:
-    if isinstance(contents, Outline):
-        return contents.facts_of(tensors)
-    from ptsave.contents.tensor_info import facts_of
-
-    return facts_of(tensors)
 
 
 def _groups_of(storages: list[object]) -> dict[int, list[int]]:
@@ -159,10 +128,7 @@ def _groups_of(storages: list[object]) -> dict[int, list[int]]:
 
 
 def totals_of(listing: FileListing, numbers: Sequence[int]) -> Totals:
-    """Return the sums over the tensors among some nodes of a file.
-
-    Unused bytes are unknown then, and 0: other tensors may use them.
-    """
+    """Return the sums over the tensors among some nodes; their unused bytes are unknown, and 0."""
     nodes, facts, sharing = listing.tree.nodes, listing.facts, listing.sharing
     tensors = [nodes[number].tensor for number in numbers if nodes[number].tensor >= 0]
     if len(tensors) == len(facts):
@@ -192,10 +158,7 @@ def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:
 
 
 def select(listings: Sequence[FileListing], patterns: Sequence[str]) -> list[list[int]]:
-    """Return the numbers of each file's nodes that match the patterns; all without patterns.
-
-    Raises KeyError, with similar names, if a pattern matches in no file.
-    """
+    """Return the numbers of each file's nodes that match; a pattern without any is a KeyError."""
     if not patterns:
         return [[*range(len(listing.tree.nodes))] for listing in listings]
     for pattern in patterns:

@@ -56,8 +56,8 @@ def globals_in_pickle(stream: BinaryIO, path: str) -> dict[str, str]:
                 strings.append(memo.get(int(str(argument))))
             elif opcode.stack_after:
                 strings.append(value)
-            if len(strings) > 1 and _is_dtype(strings[-2]):
-                found |= _dtype_class(strings[-1])
+            if len(strings) > 1 and isinstance(strings[-2], _Global):
+                found |= _dtype_class(strings[-1]) if strings[-2] == "numpy.dtype" else {}
             del strings[:-2]
     except (ValueError, AttributeError, IndexError, OverflowError, UnicodeError) as error:
         raise CorruptCheckpointError(
@@ -81,10 +81,6 @@ def _add(found: dict[str, str], module: str | None, name: str | None) -> _Global
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
     found[f"{module}.{name}"] = module
     return _Global(f"{module}.{name}")
-
-
-def _is_dtype(value: str | None) -> bool:
-    return isinstance(value, _Global) and value == "numpy.dtype"
 
 
 def _dtype_class(code: str | None) -> dict[str, str]:

@@ -31,13 +31,6 @@ def required_globals(f: Any, *, storage_options: Mapping[str, Any] | None = None
     The full names are those of Python 3, as torch has them.  The steps of the pickle are read, not
     run.  With NumPy's arrays come the classes of their dtypes: no file names them, but torch wants
     them allowed.
-
-    >>> import os, pathlib, tempfile, torch
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = os.path.join(folder, "checkpoint.pt")
-    ...     torch.save({"where": pathlib.PurePosixPath("x"), "t": torch.ones(1)}, path)
-    ...     unsafe_globals(required_globals(path))
-    ['pathlib.PurePosixPath']
     """
     found: dict[str, str] = {}
     with position_kept(f):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
@@ -20,11 +21,7 @@ from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.contents.contents import UnreadContents
 from ptsave.contents.opening import open_file, reporting_damage, require_saved_object
-from ptsave.contents.rank_sets import (
-    is_metadata,
-    refuse_file_of_rank,
-    require_files_beside,
-)
+from ptsave.contents.rank_sets import is_metadata, refuse_file_of_rank, require_files_beside
 from ptsave.contents.recovery import recover as recovery_of
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError, bare_message
 from ptsave.inspection.findings import NO_CHECKSUMS, Problem, Verification, compare_with_index
@@ -32,59 +29,16 @@ from ptsave.inspection.pickle_globals import globals_in_pickle
 from ptsave.sources.local import position_kept
 from ptsave.sources.ranges import FsspecFile, RangeSource
 from ptsave.support.calls import ProgressCallback, progress_from
+from ptsave.support.text import count_text, some_of
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.tree.containers import MAX_DEPTH
 from ptsave.tree.tree import EntryTree
 
 
-@dataclass(frozen=True)
-class DirectoryVerification:
-    """The result of verifying all checkpoints in a directory.
-
-    `contents` also has the files that were not checked.  `problems` are those of the directory, or
-    of a set of shards, beside the problems of single files.
-    """
-
-    contents: CheckpointFiles
-    files: list[Verification]
-    problems: list[Problem]
-
-    @property
-    def is_damaged(self) -> bool:
-        """Whether the directory or one of its files has a problem."""
-        return bool(self.problems) or any(file.problems for file in self.files)
-
-
-def verify_directory(
-    f: Any,
-    progress: ProgressCallback | None = None,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-) -> DirectoryVerification:
-    """Check every checkpoint in a directory: each file, and shards with their index.
-
-    A file is a checkpoint by its content, not by its name.  Subdirectories are not searched.  `f`
-    may also be a file or a set, as for :func:`ptsave.open`, and all of it is checked.  `progress`
-    gets the bytes read in all files so far.  Raises OSError if there is no checkpoint at all.
-
-    >>> import os, tempfile, torch, ptsave
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     ptsave.save({"w": torch.ones(9)}, os.path.join(folder, "model.pt"))
-    ...     ptsave.save({"state": {}}, os.path.join(folder, "optimizer.bin"))
-    ...     open(os.path.join(folder, "config.json"), "w").close()
-    ...     found = verify_directory(folder)
-    >>> found.is_damaged, [os.path.basename(file.path) for file in found.files]
-    (False, ['model.pt', 'optimizer.bin'])
-    >>> list(found.contents.ignored)
-    ['config.json']
-    """
-    with position_kept(f):
-        return _verify_all(checkpoint_files(f, storage_options), progress)
-
-
-def _verify_all(
+def verify_all(
     contents: CheckpointFiles, progress: ProgressCallback | None
-) -> DirectoryVerification:
+) -> tuple[list[Verification], list[Problem]]:
+    """Check each file of a directory; also return the problems of the directory and of its sets."""
     problems = [Problem(text) for text in contents.problems]
     verified: list[Verification] = []
     done = 0
@@ -95,7 +49,7 @@ def _verify_all(
             done += shards[-1].nbytes
         verified += shards
         problems += compare_with_index(files, shards)
-    return DirectoryVerification(contents, verified, problems)
+    return verified, problems
 
 
 def verify_file(
@@ -107,42 +61,31 @@ def verify_file(
 ) -> Verification:
     """Check a file: every checksum, and that every record and tensor lies where it can.
 
-    All checkpoints of a directory count, as for `verify_directory`.  With `recover`, a file that
-    has lost its end is checked as far as :func:`ptsave.open` recovers it.  Such a file is whole if
-    no finished part is lost.
-
-    >>> import os, tempfile, torch, ptsave
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = os.path.join(folder, "checkpoint.pt")
-    ...     ptsave.save({"a": torch.ones(99), "b": torch.zeros(99)}, path)
-    ...     with open(path, "r+b") as file:
-    ...         content = file.read()
-    ...         _ = file.seek(content.index(torch.ones(99).numpy().tobytes()))
-    ...         _ = file.write(b"damage")
-    ...     verify_file(path).whole
-    ['b']
+    All checkpoints of a directory count, by their contents; subdirectories are not searched.
+    `progress` gets the bytes read in all files so far.  With `recover`, a file that has lost its
+    end is checked as far as :func:`ptsave.open` recovers it, and is whole if no finished part is
+    lost.  Raises OSError if there is no checkpoint at all.
     """
     with position_kept(f):
         contents = checkpoint_files(f, storage_options)
         if len(contents.sets) == 1 and contents.sets[0].source is not None:
             return _verify_source(contents.sets[0].source, progress, recover=recover)
-        return _as_one(_verify_all(contents, progress))
+        return _as_one(contents.path, *verify_all(contents, progress))
 
 
-def _as_one(found: DirectoryVerification) -> Verification:
+def _as_one(path: str, files: list[Verification], problems: list[Problem]) -> Verification:
     """Merge the results of several files into one."""
-    problems = list(found.problems)
-    for file in found.files:
+    for file in files:
         problems += [replace(each, reason=f"{file.path}: {each.reason}") for each in file.problems]
     return Verification(
-        found.contents.path,
+        path,
         problems,
-        [f"{file.path}: {remark}" for file in found.files for remark in file.remarks],
-        sum(file.n_records for file in found.files),
-        sum(file.nbytes for file in found.files),
-        [name for file in found.files for name in file.tensors or []],
-        [name for file in found.files for name in file.whole or []],
-        all(file.has_checksums for file in found.files),
+        [f"{file.path}: {remark}" for file in files for remark in file.remarks],
+        sum(file.n_records for file in files),
+        sum(file.nbytes for file in files),
+        [name for file in files for name in file.tensors or []],
+        [name for file in files for name in file.whole or []],
+        all(file.has_checksums for file in files),
     )
 
 
@@ -154,11 +97,9 @@ def _verify_source(
     if recovery is not None:
         return _verify_recovery(source, recovery, progress)
     if is_metadata(source):
-        from ptsave.inspection.rank_verification import verify_ranks  # imports torch's slow module
-
         require_files_beside(source)
         source.close()
-        return verify_ranks(source if isinstance(source, FsspecFile) else source.name, progress)
+        return _verify_ranks(source if isinstance(source, FsspecFile) else source.name, progress)
     if source.kind != "zip":
         return _verify_other(source)
     try:
@@ -178,7 +119,7 @@ def _verify_recovery(
     if reason := recovery.damage():
         first = next(iter([*recovery.storages, *recovery.journals]), None)
         damage.append(Problem(reason, first, entries=[*recovery.entries]))
-    remark = "it has no end: what was finished is checked"
+    remark = "it has no end: only its finished part was checked"
     return replace(
         found,
         problems=[*damage, *found.problems],
@@ -212,6 +153,48 @@ def _verify_other(source: RangeSource) -> Verification:
     names = _names_in(tree)
     remarks = [remark] if tree.is_whole else [remark, _TOO_DEEP]
     return Verification(path, [], remarks, 0, nbytes, names, names, has_checksums=False)
+
+
+def _verify_ranks(metadata: str | FsspecFile, progress: ProgressCallback | None) -> Verification:
+    """Check a distributed checkpoint, given its ``.metadata``: every file and every checksum."""
+    # Not above: the first one imports torch's slow module.
+    from ptsave.dcp.checking import find_dcp_damage
+    from ptsave.dcp.checkpoint import DcpCheckpoint
+
+    metadata_path = metadata if isinstance(metadata, str) else metadata.name
+    path = os.path.dirname(metadata_path) or "."
+    try:
+        checkpoint = DcpCheckpoint(metadata)
+    except CorruptCheckpointError as error:
+        reason = str(error).removeprefix(f"{metadata_path}: ")
+        problem = Problem(f"{os.path.basename(metadata_path)}: {reason}", None, None, error.entries)
+        nbytes = metadata.nbytes if isinstance(metadata, FsspecFile) else os.stat(metadata).st_size
+        return Verification(path, [problem], nbytes=nbytes)
+    found = find_dcp_damage(checkpoint, progress)
+    lost = {name for damage in found.damage for name in damage.entries}
+    names = [*checkpoint.tensors]
+    remarks = []
+    if not found.metadata_is_checked:
+        remarks.append(_METADATA_UNCHECKED)
+    if found.unverified:
+        what = count_text(len(found.unverified), "item")
+        remarks.append(
+            f"unverified, as there are no checksums of them: {what}, {some_of(found.unverified, 3)}"
+        )
+    return Verification(
+        path,
+        [
+            Problem(
+                f"{os.path.basename(each.path)}: {each.reason}", None, each.offset, each.entries
+            )
+            for each in found.damage
+        ],
+        remarks,
+        nbytes=checkpoint.nbytes,
+        tensors=names,
+        whole=[name for name in names if name not in lost],
+        has_checksums=not found.unverified,
+    )
 
 
 def _verify_archive(
@@ -257,6 +240,10 @@ def _verify_archive(
     )
 
 
+_METADATA_UNCHECKED = (
+    "its metadata has no checksum, because torch's writer adds none: a name or number that has "
+    "changed and is still valid is not noticed"
+)
 _UNKNOWN_TENSORS = (
     "its tensors cannot be named: its object needs more than weights_only=True, or values that are "
     "damaged"
@@ -280,10 +267,7 @@ class _Tensors(NamedTuple):
 
 
 def _tensors_in(source: RangeSource, reader: RecordReader, is_damaged: bool) -> _Tensors:
-    """Return the names of the tensors, by their records.
-
-    Raises UnpicklingError if the object needs more than ``weights_only=True``.
-    """
+    """Return the tensors by record, or raise UnpicklingError if weights_only=True is too little."""
     if not reader.engine.all_stored:  # its pickle is compressed, too
         return _Tensors([], {})
     reader.check_version()

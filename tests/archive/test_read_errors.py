@@ -71,7 +71,6 @@ import torch, ptsave
 from ptsave.comparison.compare import compare
 from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import read_entries
-from ptsave.inspection.listing import list_file
 from ptsave.inspection.verification import verify_file
 from ptsave.inspection.required_globals import required_globals
 

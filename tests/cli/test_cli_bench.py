@@ -115,7 +115,7 @@ def test_states(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(system, "_COMPACT_MEMORY", tmp_path / "nothing")
     result = bench(str(tmp_path), "--state", "cold")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "memory becomes cold for root alone" in result.stderr
+    assert "only root can make memory cold" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["speeds.png", "speeds.svg"])

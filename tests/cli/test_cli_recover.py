@@ -136,4 +136,4 @@ def test_verify(leftover: str) -> None:
     assert "0 records can still be found whole" in result.stdout
 
 
-NO_END = "it has no end: what was finished is checked"
+NO_END = "it has no end: only its finished part was checked"

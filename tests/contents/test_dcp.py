@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as _dcp
 from click.testing import CliRunner
+from common.reports import verify_directory
 from stock_comparison import assert_same_object
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -36,7 +37,7 @@ from ptsave._C import unjustified_claim
 from ptsave.cli.commands import commands
 from ptsave.dcp.metadata import load_metadata
 from ptsave.distributed import StorageReader, StorageWriter
-from ptsave.inspection.verification import verify_directory, verify_file
+from ptsave.inspection.verification import verify_file
 
 dcp: Any = _dcp  # a package that does not export its names to type checkers
 

@@ -23,8 +23,8 @@ from safetensors.torch import save as safetensors_bytes
 from stock_comparison import zip_records, zipped
 from unpickler_mutation import corpus, mutated
 
+from ptsave.inspection.findings import whole_file
 from ptsave.inspection.verification import verify_file
-from ptsave.inspection.whole_files import whole_file
 
 _MAX_CHANGES = 4
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from common.reports import verify_directory
 from stock_comparison import failure_of, stock_load
 
 import ptsave
-from ptsave.inspection.verification import verify_directory
 
 LFS_POINTER = (
     b"version https://git-lfs.github.com/spec/v1\n"

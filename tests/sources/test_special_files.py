@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from common.reports import list_file
 
 import ptsave
 from ptsave.comparison.compare import compare
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import read_entries
-from ptsave.inspection.listing import list_file
 from ptsave.inspection.required_globals import required_globals
 from ptsave.inspection.verification import verify_file
 from ptsave.sources import kinds as not_checkpoints

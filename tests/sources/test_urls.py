@@ -14,6 +14,7 @@ import fsspec
 import pytest
 import torch
 from click.testing import CliRunner
+from common.reports import list_file
 from fsspec.registry import known_implementations
 from stock_comparison import assert_same_object, stock_load, stock_save
 from torch import nn
@@ -26,7 +27,6 @@ from ptsave.comparison.compare import compare
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import read_entries, write_entries
-from ptsave.inspection.listing import list_file
 from ptsave.inspection.required_globals import required_globals
 from ptsave.inspection.verification import verify_file
 
