@@ -123,7 +123,12 @@ def _save_state(
     finally:
         project.automatic_checkpoint_naming = is_named
     if is_named and accelerator.is_main_process:
-        _remove_oldest(directory, project.total_limit)  # other ranks do not wait for it
+        # Other ranks do not wait for the removal of the oldest.
+        matches = map(_NUMBERED.fullmatch, os.listdir(directory))
+        numbered = sorted((int(match[1]), match[0]) for match in matches if match)
+        limit = len(numbered) if project.total_limit is None else project.total_limit
+        for _, name in numbered[: max(len(numbered) - limit, 0)]:
+            shutil.rmtree(os.path.join(directory, name))
     return Path(final) if isinstance(result, Path) else result
 
 
@@ -148,18 +153,8 @@ def _engine(accelerator: Any, *, fsync: bool | None = None) -> AbstractContextMa
     return installed(safetensors=True, distributed=is_sharded or None, fsync=fsync)
 
 
-def _remove_oldest(directory: str, limit: int | None) -> None:
-    matches = map(_NUMBERED.fullmatch, os.listdir(directory))
-    numbered = sorted((int(match[1]), match[0]) for match in matches if match)
-    for _, name in numbered[: max(len(numbered) - limit, 0)] if limit is not None else []:
-        shutil.rmtree(os.path.join(directory, name))
-
-
 def _load_state(
-    accelerator: Any,
-    input_dir: str | os.PathLike[str] | None = None,
-    *args: Any,
-    **kwargs: Any,
+    accelerator: Any, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     if input_dir is not None:
         final = os.path.expanduser(os.fspath(input_dir))

@@ -85,10 +85,7 @@ class CheckpointIO:
         self._weights_only_check = weights_only_check
 
     def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        path: str | os.PathLike[str],
-        storage_options: Any = None,
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Save a checkpoint, and make its directory.
 
@@ -215,10 +212,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._saves = PendingSaves()
 
     def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        path: str | os.PathLike[str],
-        storage_options: Any = None,
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Begin to save a checkpoint, then raise the error of an earlier one, if any."""
         place, options = self._place_of(path, storage_options)

@@ -144,11 +144,12 @@ class AsyncSaveHandler(SaveHandler):
 
     Parameters
     ----------
-    dirname, atomic, create_dir, require_empty, save_on_rank
-    storage_options, weights_only_check, **kwargs
-        As for :class:`SaveHandler`.
+    *args : object
+        ``dirname`` and other options of :class:`SaveHandler`.
     fsync : bool, default True
         Whether older checkpoints are removed only when the new one survives power loss.
+    **kwargs : object
+        Options of :class:`SaveHandler`.
 
     Examples
     --------
@@ -156,30 +157,8 @@ class AsyncSaveHandler(SaveHandler):
     >>> handler = AsyncSaveHandler("run")  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        dirname: str | os.PathLike[str],
-        atomic: bool = True,
-        create_dir: bool = True,
-        require_empty: bool = True,
-        save_on_rank: int = 0,
-        *,
-        fsync: bool = True,
-        storage_options: Mapping[str, Any] | None = None,
-        weights_only_check: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            dirname,
-            atomic,
-            create_dir,
-            require_empty,
-            save_on_rank,
-            fsync=fsync,
-            storage_options=storage_options,
-            weights_only_check=weights_only_check,
-            **kwargs,
-        )
+    def __init__(self, *args: Any, fsync: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, fsync=fsync, **kwargs)
         self._saves = PendingSaves()
 
     def __call__(

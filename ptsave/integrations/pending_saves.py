@@ -27,14 +27,7 @@ from ptsave.support.syncing import sync_path
 from ptsave.writing.targets import absolute, replaceable_file, resolve_file
 from ptsave.writing.url_targets import UrlTarget, save_errors
 
-__all__ = [
-    "Pending",
-    "PendingSaves",
-    "StagedFile",
-    "make_parent",
-    "path_key",
-    "remove_checkpoint",
-]
+__all__ = ["Pending", "PendingSaves", "StagedFile", "make_parent", "path_key", "remove_checkpoint"]
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _Options = Mapping[str, Any] | None

@@ -11,12 +11,7 @@ from typing import Any
 from ptsave.background.save_future import SaveFuture
 from ptsave.installation import installed
 from ptsave.integrations.accelerate import raised_on_all
-from ptsave.integrations.folder_saves import (
-    FolderParts,
-    FolderSaves,
-    give_up,
-    writes_in_background,
-)
+from ptsave.integrations.folder_saves import FolderParts, FolderSaves, give_up, writes_in_background
 from ptsave.integrations.lazy_classes import classes_over
 from ptsave.integrations.staged_folders import StagedFolder
 from ptsave.support import config
@@ -25,6 +20,16 @@ __all__ = ["CheckpointMixin", "Trainer"]
 
 _PREFIX = "checkpoint"
 _STATE_NAME = "trainer_state.json"
+
+
+def _calling_in(context: str, name: str) -> Any:
+    """Return a method that calls the Trainer's method `name` in a context of the mixin."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self, context)():
+            return getattr(super(CheckpointMixin, self), name)(*args, **kwargs)
+
+    return method
 
 
 class CheckpointMixin:
@@ -98,17 +103,9 @@ class CheckpointMixin:
         with self._engine(), self._step():
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with self._step():
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-
-    def _save_scaler(self, output_dir: str) -> None:
-        with self._step():
-            super()._save_scaler(output_dir)  # type: ignore[misc]
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        with self._step():
-            super()._save_rng_state(output_dir)  # type: ignore[misc]
+    _save_optimizer_and_scheduler = _calling_in("_step", "_save_optimizer_and_scheduler")
+    _save_scaler = _calling_in("_step", "_save_scaler")
+    _save_rng_state = _calling_in("_step", "_save_rng_state")
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -259,25 +256,11 @@ class CheckpointMixin:
         self.accelerator.wait_for_everyone()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._engine():
-            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
-
-    def _load_best_model(self) -> None:
-        with self._engine():
-            super()._load_best_model()  # type: ignore[misc]
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with self._engine():
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        with self._engine():
-            super()._load_scaler(checkpoint)  # type: ignore[misc]
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with self._engine():
-            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+    _load_from_checkpoint = _calling_in("_engine", "_load_from_checkpoint")
+    _load_best_model = _calling_in("_engine", "_load_best_model")
+    _load_optimizer_and_scheduler = _calling_in("_engine", "_load_optimizer_and_scheduler")
+    _load_scaler = _calling_in("_engine", "_load_scaler")
+    _load_rng_state = _calling_in("_engine", "_load_rng_state")
 
 
 Trainer = CheckpointMixin
