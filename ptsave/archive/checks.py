@@ -111,7 +111,9 @@ def member_pieces(reader: RecordReader, index: int) -> Iterator[bytes]:
     record = reader.engine.record(index)
     reader.require_small(index)
     if record.directory:
-        reader.fail("it is marked as a directory, of which nothing is read", record.name)
+        reader.fail(
+            "it is marked as a directory, and nothing is read from a directory", record.name
+        )
     offset = reader.get_record_offset(record.name)  # refuses other methods and encryption
     if record.nbytes > _MAX_INFLATION * record.stored_nbytes + 64:
         reader.fail(f"it cannot inflate to {record.nbytes} bytes", record.name)

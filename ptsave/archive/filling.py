@@ -38,7 +38,7 @@ def verifies_storages(reader: RecordReader) -> bool:
 
 
 def storages_were_left_out(reader: RecordReader) -> bool:
-    """Whether ``torch.serialization.skip_data`` wrote the file, for others to fill the storages.
+    """Whether the file was written under ``skip_data``, so that its storages are not filled yet.
 
     Then only storages lack checksums, and the serialization id is the hash of such checksums.  An
     ordinary file that has lost its checksums has another id.

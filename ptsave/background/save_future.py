@@ -183,7 +183,9 @@ def report_failures() -> None:
     """Warn of the failures that the program has not asked for."""
     failures = [_unseen_failures.pop(number) for number in list(_unseen_failures)]
     if failures:
-        message = "saves failed, and nobody has asked for their results: " + "; ".join(failures)
+        message = "saves failed, and the program never asked for their results: " + "; ".join(
+            failures
+        )
         warnings.warn(message, CheckpointWarning, stacklevel=2)
 
 

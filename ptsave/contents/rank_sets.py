@@ -215,7 +215,7 @@ def _refuse_missing(folder: Folder, name: str) -> None:
     missing = next((part for part in parts if part not in there), name)
     raise FileNotFoundError(
         errno.ENOENT,
-        f"a rank's part is missing: there is {name}, and no step of which all parts are there",
+        f"a rank's part is missing: there is {name}, and no step has all of its parts",
         folder.join(missing),
     )
 

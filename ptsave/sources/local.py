@@ -111,6 +111,6 @@ def require_identity(found: Identity, wanted: Identity, path: str) -> None:
     if found != wanted:
         raise OSError(
             errno.ESTALE,
-            "the file was replaced or changed while the set of which it is one was read",
+            "the file was replaced or changed while its checkpoint was being read",
             path,
         )

@@ -805,7 +805,7 @@ Rows rows_of(Element element_a, const void* a, Element element_b, const void* b,
   const bool one_is_pair =
       element_a == Element::kFloat4E2M1Pair || element_b == Element::kFloat4E2M1Pair;
   if (one_is_pair && element_a != element_b) {
-    throw std::invalid_argument("float4, of which an element holds two numbers, and another dtype");
+    throw std::invalid_argument("float4, whose elements hold two numbers each, and another dtype");
   }
   return {element_a,
           element_b,
