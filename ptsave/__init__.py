@@ -49,9 +49,8 @@ _NAMES = {
     "state.optimizers": "load_optimizer_state_dict",
     "state.prefixes": "add_prefix strip_prefix",
     "state.unsaved": "unsaved_tensors",
-    "training.checkpoint": "load_checkpoint load_into save_checkpoint",
+    "training.checkpoint": "RestoredEntries load_checkpoint load_into save_checkpoint",
     "training.checkpointer": "AsyncCheckpointer",
-    "training.restored": "RestoredEntries",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -49,11 +49,11 @@ from ptsave.state.optimizers import load_optimizer_state_dict as load_optimizer_
 from ptsave.state.prefixes import add_prefix as add_prefix
 from ptsave.state.prefixes import strip_prefix as strip_prefix
 from ptsave.state.unsaved import unsaved_tensors as unsaved_tensors
+from ptsave.training.checkpoint import RestoredEntries as RestoredEntries
 from ptsave.training.checkpoint import load_checkpoint as load_checkpoint
 from ptsave.training.checkpoint import load_into as load_into
 from ptsave.training.checkpoint import save_checkpoint as save_checkpoint
 from ptsave.training.checkpointer import AsyncCheckpointer as AsyncCheckpointer
-from ptsave.training.restored import RestoredEntries as RestoredEntries
 
 __all__ = [
     "Archive",

@@ -12,12 +12,13 @@ import torch
 from torch.serialization import DEFAULT_PROTOCOL, get_crc32_options
 
 from ptsave.support import torch_serialization as stock
-from ptsave.support.calls import check_flags, progress_bar
+from ptsave.support.calls import progress_bar
 from ptsave.support.torch_serialization import (
     check_dill_version,
     check_save_filelike,
     log_api_usage,
 )
+from ptsave.writing.options import SaveOptions
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
 from ptsave.writing.targets import (
@@ -113,42 +114,43 @@ def save(
     ...     torch.load(path)
     {'weight': tensor([1., 1., 1.])}
     """
-    check_flags(fsync=fsync, atomic=atomic, weights_only_check=weights_only_check)
-    if weights_only_check:
+    save_with(obj, f, SaveOptions.of(locals()))
+
+
+def save_with(obj: object, f: Any, options: SaveOptions) -> None:
+    """Save an object as :func:`save` does."""
+    options.check()
+    pickling = options.pickle_module, options.pickle_protocol
+    new_format = options._use_new_zipfile_serialization
+    no_byte_order = options._disable_byteorder_record
+    if options.weights_only_check:
         from ptsave.writing.weights_only_check import warn_of_refusals
     if torch.save is stock.save:  # code that has ptsave installed writes any name, as torch does
         refuse_safetensors_name(f)
-    check_dill_version(pickle_module)
+    check_dill_version(options.pickle_module)
     if not is_url_file(f):  # a UrlTarget comes from a checkpoint directory at a URL
         check_save_filelike(f)
-    if not engine_can_save(_use_new_zipfile_serialization):
-        if weights_only_check:
-            warn_of_refusals(obj, pickle_module, pickle_protocol)
-        with _opened_for_torch(f, storage_options) as target:
-            return stock.save(
-                obj,
-                target,
-                pickle_module,
-                pickle_protocol,
-                _use_new_zipfile_serialization,
-                _disable_byteorder_record,
-            )
+    if not engine_can_save(new_format):
+        if options.weights_only_check:
+            warn_of_refusals(obj, *pickling)
+        with _opened_for_torch(f, options.storage_options) as target:
+            stock.save(obj, target, *pickling, new_format, no_byte_order)
+        return
     log_api_usage("torch.save")
-    f = resolve_target(f, storage_options)
-    data, storages = pickle_object(obj, pickle_module, pickle_protocol)
-    if weights_only_check:
-        warn_of_refusals(obj, pickle_module, pickle_protocol, data)
-    plan = plan_archive(f, data, storages, _disable_byteorder_record)
-    with progress_bar(progress, "saving", plan.nbytes) as callback:
+    f = resolve_target(f, options.storage_options)
+    data, storages = pickle_object(obj, *pickling)
+    if options.weights_only_check:
+        warn_of_refusals(obj, *pickling, data)
+    plan = plan_archive(f, data, storages, no_byte_order)
+    with progress_bar(options.progress, "saving", plan.nbytes) as callback:
         writer = TargetWriter(
             plan,
             compute_crcs=get_crc32_options(),
-            fsync=fsync,
-            atomic=atomic,
+            fsync=options.fsync,
+            atomic=options.atomic,
             progress=callback,
         )
         writer.write(f)
-    return None
 
 
 def _opened_for_torch(

@@ -17,6 +17,7 @@ from ptsave.background.save_future import SaveFuture
 from ptsave.contents.safetensors_header import names_in_order
 from ptsave.streaming.payload_sources import PayloadSources
 from ptsave.streaming.streamed_files import SafetensorsPlan, check_safetensors
+from ptsave.writing.options import SaveOptions
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.targets import scratch_folder
 
@@ -53,10 +54,8 @@ def async_save_safetensors(
             snapshot,
             reservation,
             path,
-            show_progress=False,
+            SaveOptions(fsync=fsync),
             compute_crcs=False,
-            fsync=fsync,
-            atomic=True,
         )
         undo.pop_all()  # `save` releases them from here on
     background.start(save, stage_in_background=False)

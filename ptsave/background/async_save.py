@@ -8,23 +8,20 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
 
-from torch.serialization import (
-    DEFAULT_PROTOCOL,
-    get_crc32_options,
-)
+from torch.serialization import DEFAULT_PROTOCOL, get_crc32_options
 
 from ptsave import _C
 from ptsave.background import saves as background
 from ptsave.background.save_future import SaveFuture
 from ptsave.support import config
-from ptsave.support.calls import check_flags
+from ptsave.support import torch_serialization as stock
 from ptsave.support.torch_serialization import (
     check_dill_version,
     check_save_filelike,
     log_api_usage,
-    options,
     storage_alignment,
 )
+from ptsave.writing.options import SaveOptions
 from ptsave.writing.pickling import pickle_object
 from ptsave.writing.planning import engine_can_save, plan_archive
 from ptsave.writing.targets import absolute, refuse_safetensors_name, resolve_target
@@ -111,47 +108,50 @@ def async_save(
     ...     torch.load(path)
     {'weight': tensor([1., 1., 1.])}
     """
-    _check_options(staging, when_full)
-    check_flags(fsync=fsync, atomic=atomic, weights_only_check=weights_only_check)
-    limit = _staging_limit(max_staged_bytes)
+    return async_save_with(obj, f, SaveOptions.of(locals()))
+
+
+def async_save_with(obj: object, f: Any, options: SaveOptions) -> SaveFuture:
+    """Save an object as :func:`async_save` does."""
+    options.check()
+    limit = _staging_limit(options.max_staged_bytes)
     refuse_safetensors_name(f)
-    check_dill_version(pickle_module)
+    check_dill_version(options.pickle_module)
     check_save_filelike(f)
-    if not engine_can_save(_use_new_zipfile_serialization):
+    if not engine_can_save(options._use_new_zipfile_serialization):
         raise ValueError(
             "async_save writes only torch's zip format, with storages aligned to at most 32 KiB; "
             "use ptsave.save for any other"
         )
     log_api_usage("torch.save")
-    named = target = resolve_target(f, storage_options)
+    named = target = resolve_target(f, options.storage_options)
     if isinstance(named, str):
         target = absolute(named)
-    data, storages = pickle_object(obj, pickle_module, pickle_protocol)
-    if weights_only_check:
+    pickling = options.pickle_module, options.pickle_protocol
+    data, storages = pickle_object(obj, *pickling)
+    if options.weights_only_check:
         from ptsave.writing.weights_only_check import warn_of_refusals
 
-        warn_of_refusals(obj, pickle_module, pickle_protocol, data)
-    skip_data = options.skip_data
+        warn_of_refusals(obj, *pickling, data)
+    skip_data = stock.options.skip_data
     with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept
         nbytes = 0 if skip_data else storages.staging_nbytes(storage_alignment())
-        reservation = background.reserve(nbytes, limit, wait=when_full == "wait")
+        reservation = background.reserve(nbytes, limit, wait=options.when_full == "wait")
         undo.callback(reservation.release)
         snapshot = _reserve_memory(storages, nbytes, skip_data)
         undo.callback(snapshot.release)
         if not storages.in_reach and not skip_data:
             _copy_from_devices(storages, snapshot.storages)
         save = background.BackgroundSave(
-            plan_archive(named, data, snapshot.storages, _disable_byteorder_record),
+            plan_archive(named, data, snapshot.storages, options._disable_byteorder_record),
             snapshot,
             reservation,
             target,
-            show_progress=progress,
+            options,
             compute_crcs=get_crc32_options(),
-            fsync=fsync,
-            atomic=atomic,
         )
         undo.pop_all()  # `save` releases them from here on
-    background.start(save, stage_in_background=staging == "background")
+    background.start(save, stage_in_background=options.staging == "background")
     return save.future
 
 
@@ -168,13 +168,6 @@ def release_staging_memory() -> None:
     """
     _C.trim_staging_pool()
     _C.release_pinned_memory()
-
-
-def _check_options(staging: str, when_full: str) -> None:
-    if staging not in ("blocking", "background"):
-        raise ValueError(f"staging must be 'blocking' or 'background', not {staging!r}")
-    if when_full not in ("wait", "raise"):
-        raise ValueError(f"when_full must be 'wait' or 'raise', not {when_full!r}")
 
 
 def _staging_limit(max_staged_bytes: int | None) -> int | None:

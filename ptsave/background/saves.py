@@ -43,6 +43,7 @@ from ptsave.background.worker_lane import WorkerLane
 from ptsave.errors import StagingFullError
 from ptsave.support import config, memory_limits
 from ptsave.support.calls import ProgressCallback, progress_bar
+from ptsave.writing.options import SaveOptions
 from ptsave.writing.targets import TargetWriter, is_url_file, name_of
 
 _FORKED = (
@@ -84,9 +85,9 @@ class BackgroundSave:
         snapshot: _C.Snapshot,
         reservation: Reservation,
         target: Any,
+        options: SaveOptions,
         *,
-        show_progress: bool,
-        **options: Any,
+        compute_crcs: bool,
     ) -> None:
         name = f"<{type(target).__name__}>"
         if isinstance(target, str) or is_url_file(target):
@@ -96,7 +97,7 @@ class BackgroundSave:
         self._snapshot = snapshot
         self._reservation = reservation
         self._target = target
-        self._show_progress = show_progress
+        self._show_progress = options.progress
         self._withdrawn = False
         self._copying = threading.Lock()
         self._copier: threading.Thread | None = None
@@ -105,7 +106,12 @@ class BackgroundSave:
         self.is_queued = False
         self._progress = _Progress(self.future)
         self._writer = TargetWriter(
-            plan, progress=self._progress, payloads_are_still=True, **options
+            plan,
+            compute_crcs=compute_crcs,
+            fsync=options.fsync,
+            atomic=options.atomic,
+            progress=self._progress,
+            payloads_are_still=True,
         )
         self._writer.begin_staging()
         self._n_threads = config.current().n_threads

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -15,22 +16,17 @@ from ptsave.contents.loading import load_source
 from ptsave.sources.local import describe
 from ptsave.state.copying import tensors_in
 from ptsave.state.modules import IncompatibleKeys
-from ptsave.support.calls import check_flags, location_of, one_of
+from ptsave.support.calls import check_flags
 from ptsave.support.together import failing_together, has_others
 from ptsave.training.meant_parts import part_named, refuse_module, warn_if_nothing_fits
-from ptsave.training.restoring import check_locations, restoring
-from ptsave.training.targets import (
-    TargetOptions,
-    key_mappings,
-    names_of_modules,
-    names_of_parameters,
-)
+from ptsave.training.options import RestoreOptions, check_named, entries_of
+from ptsave.training.restoring import RestoringCopier, check_locations, restoring
+from ptsave.training.targets import Target, key_mappings, names_of_modules, names_of_parameters
 from ptsave.tree.containers import items_of
 
 if TYPE_CHECKING:
     from ptsave.state.renaming import Rename
-    from ptsave.training.restored import RestoredEntries
-    from ptsave.training.targets import KeyMapping, Match
+    from ptsave.training.options import KeyMapping, Match
 
 
 def load_into(
@@ -152,50 +148,52 @@ def load_into(
     """
     with failing_together(process_group, describe(f)):
         check_flags(verify=verify)
-        map_location = location_of(map_location, device)
-        key_mapping = one_of(key_mapping=key_mapping, rename=rename)
-        _check_order(f, target)
-        _check_options(target, assign=assign, match=match, key_mapping=key_mapping)
-        how = TargetOptions(
-            strict,
-            assign,
-            ignore_mismatched_sizes,
-            match,
-            key_mappings(key_mapping, {"": target}).get(""),
-            names_of_parameters(named_parameters),
-        )
-    options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
-    options.update(storage_options=storage_options, process_group=process_group)
-    in_place = not assign  # assigned tensors stay in the memory that they are read to
-    with restoring(f, map_location, deferred=in_place, **options) as (obj, copier, _):
+        options = RestoreOptions.of(locals())
+        _check_arguments(f, target, options)
+        renaming = key_mappings(options.key_mapping, {"": target}).get("")
+        whole = Target(target, options, renaming, names_of_parameters(named_parameters))
+    with _restoring(f, options) as (obj, copier, _):
         try:
             refuse_module(obj)
             if copier.is_shared:  # otherwise the load itself checks
                 with part_named(obj, target):
-                    how.check(target, obj, copier)
+                    whole.check(obj, copier)
                 copier.agree()
             with part_named(obj, target):
-                result = how.load(target, obj, copier)
+                result = whole.load(obj, copier)
             warn_if_nothing_fits(obj, target, result)
             return result
         finally:
             del obj  # drop our reference: the copier reads only storages that are still referenced
 
 
-def _check_order(f: Any, target: Any) -> None:
-    """Raise if the arguments are in the order of `load_model`, with the target first."""
+def _check_arguments(f: Any, target: Any, options: RestoreOptions) -> None:
+    """Raise for the order of `load_model`, and for options that the target cannot have."""
     if isinstance(target, (str, os.PathLike)) and hasattr(f, "state_dict"):
         raise TypeError("the arguments are in the wrong order: load_into(file, target)")
-
-
-def _check_options(target: Any, *, assign: bool, match: Match, key_mapping: Any) -> None:
     is_module, is_optimizer = isinstance(target, nn.Module), isinstance(target, Optimizer)
-    if assign and not is_module:
+    if options.assign and not is_module:
         raise TypeError("assign=True is for modules: nothing else assigns tensors")
-    if match is not None and not is_optimizer:
+    if options.match is not None and not is_optimizer:
         raise TypeError("match is for optimizers: everything else has names")
-    if key_mapping is not None and not (is_module or is_optimizer):
+    if options.key_mapping is not None and not (is_module or is_optimizer):
         raise TypeError("key_mapping is for modules and optimizers")
+
+
+def _restoring(
+    f: Any, options: RestoreOptions
+) -> AbstractContextManager[tuple[Any, RestoringCopier, Set[str]]]:
+    """Open a file as `restoring` does; tensors to assign stay in the memory they are read to."""
+    return restoring(
+        f,
+        options.map_location,
+        weights_only=options.weights_only,
+        verify=options.verify,
+        progress=options.progress,
+        storage_options=options.storage_options,
+        process_group=options.process_group,
+        deferred=not options.assign,
+    )
 
 
 def save_checkpoint(
@@ -242,13 +240,56 @@ def save_checkpoint(
     >>> ptsave.load_checkpoint(stream, model=model, optimizer=optimizer)
     {'epoch': 3}
     """
-    from ptsave.serialization import save
-    from ptsave.training.named_options import check_saving, entries_of
+    from ptsave.serialization import save_with
+    from ptsave.writing.options import SaveOptions
 
-    options: dict[str, Any] = {"fsync": fsync, "atomic": atomic, "progress": progress}
-    options.update(storage_options=storage_options, weights_only_check=weights_only_check)
-    check_saving("ptsave.save_checkpoint", objects, **options)
-    save(entries_of(objects), f, **options)
+    options = SaveOptions.of(locals())
+    check_named("ptsave.save_checkpoint", options, objects)
+    save_with(entries_of(objects), f, options)
+
+
+class RestoredEntries(dict[str, Any]):
+    """The entries of a checkpoint that have no target: a dict, with a report of the targets.
+
+    Attributes
+    ----------
+    report : dict of str to IncompatibleKeys
+        The keys that did not match, by the name of each restored module, optimizer and dict.
+        ``missing_keys`` are not in the checkpoint, ``unexpected_keys`` are not in the target.
+        ``mismatched_keys`` were left out because their shapes differ; they come with the
+        checkpoint's shape and the target's.  The keys of an optimizer are names of parameters, or
+        their saved numbers if it was matched by order.  A module is left out if it has a
+        ``load_state_dict`` of its own that returns no keys.
+
+    Notes
+    -----
+    Equal to a plain dict of these entries.  Pickled, and so in a checkpoint, it is an
+    `OrderedDict` without the report, which ``weights_only=True`` loads.
+
+    Examples
+    --------
+    >>> import io, torch, ptsave
+    >>> stream = io.BytesIO()
+    >>> ptsave.save_checkpoint(stream, model=torch.nn.Linear(1, 1, bias=False), epoch=3)
+    >>> _ = stream.seek(0)
+    >>> rest = ptsave.load_checkpoint(stream, model=torch.nn.Linear(1, 1), strict=False)
+    >>> rest, rest.report["model"].missing_keys
+    ({'epoch': 3}, ['bias'])
+    """
+
+    report: dict[str, IncompatibleKeys]
+
+    def __init__(
+        self, entries: Mapping[str, Any], report: Mapping[str, IncompatibleKeys] | None = None
+    ) -> None:
+        super().__init__(entries)
+        self.report = dict(report or {})
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), None, None, iter(self.items())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
 
 
 def load_checkpoint(
@@ -318,51 +359,24 @@ def load_checkpoint(
     >>> ptsave.load_checkpoint(stream, model_state_dict=model)
     {'epoch': 3}
     """
-    from ptsave.training.named_options import check_restoring
-
-    options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
-    options.update(strict=strict, storage_options=storage_options, process_group=process_group)
-    options.update(assign=assign, ignore_mismatched_sizes=ignore_mismatched_sizes, match=match)
     with failing_together(process_group, describe(f)):
-        options["map_location"] = location_of(map_location, device)
-        options["key_mapping"] = one_of(key_mapping=key_mapping, rename=rename)
-        check_restoring("ptsave.load_checkpoint", targets, **options)
-    return restore_entries(f, targets, **options)
+        options = RestoreOptions.of(locals())
+        check_named("ptsave.load_checkpoint", options, targets)
+    return restore_entries(f, targets, options)
 
 
-def restore_entries(
-    f: Any,
-    targets: Mapping[str, Any],
-    *,
-    strict: bool = True,
-    assign: bool = False,
-    map_location: Any = None,
-    weights_only: bool | None = None,
-    verify: bool = True,
-    progress: bool = False,
-    ignore_mismatched_sizes: bool = False,
-    match: Match = None,
-    key_mapping: KeyMapping | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    process_group: Any = None,
-) -> RestoredEntries:
+def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions) -> RestoredEntries:
     """Load as :func:`load_checkpoint` does, for targets of any name."""
-    from ptsave.training.restored import RestoredEntries, keys_of
-
-    options: dict[str, Any] = {"weights_only": weights_only, "verify": verify, "progress": progress}
-    options.update(storage_options=storage_options, process_group=process_group)
-    with failing_together(process_group, describe(f)):
-        renamings = key_mappings(key_mapping, targets)
+    group = options.process_group
+    with failing_together(group, describe(f)):
+        renamings = key_mappings(options.key_mapping, targets)
     named = names_of_modules(each for each in targets.values() if isinstance(each, nn.Module))
-    how = {
-        name: TargetOptions(
-            strict, assign, ignore_mismatched_sizes, match, renamings.get(name), named
-        )
-        for name in targets
+    parts = {
+        name: Target(target, options, renamings.get(name), named)
+        for name, target in targets.items()
     }
     report: dict[str, IncompatibleKeys] = {}
-    # Assigned tensors stay in the memory that they are read to, so their bytes are read first.
-    with restoring(f, map_location, deferred=not assign, **options) as (obj, copier, locations):
+    with _restoring(f, options) as (obj, copier, locations):
         try:
             _check_entries(obj, targets)
             for name in targets:
@@ -371,12 +385,12 @@ def restore_entries(
             moves = locations if tensors_in(rest) else set()
             if moves:
                 check_locations(moves)
-            for name, target in targets.items():
+            for name, part in parts.items():
                 with _naming_entry(name):
-                    how[name].check(target, obj[name], copier)
+                    part.check(obj[name], copier)
             copier.agree()
             for name in sorted(targets, key=lambda name: _rank(targets[name])):
-                keys = keys_of(how[name].load(targets[name], obj[name], copier))
+                keys = _keys_of(parts[name].load(obj[name], copier))
                 if keys is None and isinstance(targets[name], Optimizer):
                     keys = IncompatibleKeys([], [])  # matched by order: all or nothing
                 if keys is not None:
@@ -386,14 +400,34 @@ def restore_entries(
         names = set(rest)
         if moves:
             rest.clear()
-    if not _any_rank(process_group, bool(moves)):
+    if not _any_rank(group, bool(moves)):
         return RestoredEntries(rest, report)
     # These entries belong on another device: load them again, by torch's rules for devices.
-    loading = LoadOptions(map_location, weights_only=weights_only, verify=False, wants_state=True)
-    again = load_source(f, loading, storage_options, process_group)
+    again = load_source(
+        f,
+        LoadOptions(
+            options.map_location,
+            weights_only=options.weights_only,
+            verify=False,
+            wants_state=True,
+        ),
+        options.storage_options,
+        group,
+    )
     if not moves:
         return RestoredEntries(rest, report)
     return RestoredEntries({key: each for key, each in items_of(again) if key in names}, report)
+
+
+def _keys_of(result: Any) -> IncompatibleKeys | None:
+    """Return the keys that a load has reported, or None if it reported none."""
+    if isinstance(result, IncompatibleKeys):
+        return result
+    missing = getattr(result, "missing_keys", None)
+    unexpected = getattr(result, "unexpected_keys", None)
+    if not isinstance(missing, list) or not isinstance(unexpected, list):
+        return None
+    return IncompatibleKeys(missing, unexpected, getattr(result, "mismatched_keys", None))
 
 
 @contextmanager

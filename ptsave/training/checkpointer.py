@@ -18,29 +18,31 @@ import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.serialization import config as torch_config
 
-from ptsave.background.async_save import async_save
+from ptsave.background.async_save import async_save_with
 from ptsave.background.save_future import PendingSave, SaveFuture
 from ptsave.background.saves import release_own
 from ptsave.errors import CheckpointWarning, SaveError, add_note
-from ptsave.support.calls import check_flags, location_of, one_of
+from ptsave.support.calls import check_flags
 from ptsave.support.ranks import check_rank_saves, group_of_job
 from ptsave.training.directory import CheckpointDirectory
-from ptsave.training.named_options import check_restoring, check_saving, entries_of
+from ptsave.training.options import RestoreOptions, check_named, entries_of
 from ptsave.training.rank_parts import RankParts, check_ranks, rank_parts
 from ptsave.training.retention import Retention
 from ptsave.training.stop_signals import StopSignals
 from ptsave.training.url_directory import directory_opener
+from ptsave.writing.options import SaveOptions
 
 if TYPE_CHECKING:
     from ptsave.support.rank_groups import GroupRanks
-    from ptsave.training.restored import RestoredEntries
-    from ptsave.training.targets import KeyMapping, Match
+    from ptsave.training.checkpoint import RestoredEntries
+    from ptsave.training.options import KeyMapping, Match
 
 
 class AsyncCheckpointer:
@@ -174,14 +176,7 @@ class AsyncCheckpointer:
         world_size = None if world_size is None else _checked(world_size, "world_size", 1)
         check_ranks(os.fsdecode(directory), self._rank, world_size, process_group)
         check_flags(fsync=fsync, weights_only_check=weights_only_check)
-        self._fsync = fsync
-        self._weights_only_check = weights_only_check
-        self._staging: dict[str, Any] = {
-            "staging": staging,
-            "max_staged_bytes": max_staged_bytes,
-            "when_full": when_full,
-            "storage_options": storage_options,
-        }
+        self._options = SaveOptions.of(locals())
         self._closed = False
         self._last_step: int | None = None
         self._announced: int | None = None  # the highest step that a warning has named
@@ -262,15 +257,10 @@ class AsyncCheckpointer:
             check_rank_saves(os.fspath(self._directory.path), self._rank)
         else:
             self._parts.begin()
-        options: dict[str, Any] = {
-            "fsync": self._fsync if fsync is None else fsync,
-            "atomic": atomic,
-            "progress": progress,
-            "weights_only_check": (
-                self._weights_only_check if weights_only_check is None else weights_only_check
-            ),
-        }
-        check_saving("AsyncCheckpointer.save", objects, **options)
+        given: dict[str, Any] = {"fsync": fsync, "weights_only_check": weights_only_check}
+        given = {name: value for name, value in given.items() if value is not None}
+        options = replace(self._options, atomic=atomic, progress=progress, **given)
+        check_named("AsyncCheckpointer.save", options, objects)
         entries = entries_of(objects)
         self._retention.check(entries)
         try:
@@ -287,11 +277,11 @@ class AsyncCheckpointer:
         Future.add_done_callback(future, lambda _: self._finish(step, str(path), future, atomic))
         return future
 
-    def _begin(self, path: Path | Any, entries: dict[str, Any], options: Any) -> SaveFuture:
+    def _begin(self, path: Path | Any, entries: dict[str, Any], options: SaveOptions) -> SaveFuture:
         if self._parts is not None:
             self._parts.note(str(path))
         try:
-            return async_save(entries, os.fspath(path), **options, **self._staging)
+            return async_save_with(entries, os.fspath(path), options)
         except OSError as error:
             return _failed_save(str(self._directory.path), error)
         except Exception as error:
@@ -478,12 +468,8 @@ class AsyncCheckpointer:
                 "step=... names something to restore; the number of a checkpoint is given first: "
                 f"restore({targets['step']}, ...)"
             )
-        options: dict[str, Any] = {"strict": strict, "assign": assign, "verify": verify}
-        options.update(weights_only=weights_only, progress=progress, match=match)
-        options["ignore_mismatched_sizes"] = ignore_mismatched_sizes
-        options["map_location"] = location_of(map_location, device)
-        options["key_mapping"] = one_of(key_mapping=key_mapping, rename=rename)
-        check_restoring("AsyncCheckpointer.restore", targets, **options)
+        options = RestoreOptions.of(locals())
+        check_named("AsyncCheckpointer.restore", options, targets)
         step = None if step is None else _checked(step, "step", 0)
         if self._parts is None:
             return self._restored(self._directory.opened(step), targets, options)
@@ -549,17 +535,19 @@ class AsyncCheckpointer:
                 self._directory.remove_step(step)
 
     def _restored(
-        self, opened: AbstractContextManager[Any], targets: dict[str, Any], options: dict[str, Any]
+        self,
+        opened: AbstractContextManager[Any],
+        targets: dict[str, Any],
+        options: RestoreOptions,
     ) -> RestoredEntries:
         from ptsave.training.checkpoint import restore_entries
 
         with opened as source:
             if isinstance(source, str):
-                options["storage_options"] = self._staging["storage_options"]
-                return restore_entries(source, targets, **options)
+                options = replace(options, storage_options=self._options.storage_options)
             # If torch is told to map files by default, it maps only paths.
-            path = source.name if torch_config.load.mmap else source
-            return restore_entries(path, targets, **options)
+            maps = torch_config.load.mmap and not isinstance(source, str)
+            return restore_entries(source.name if maps else source, targets, options)
 
     # ---------------------------------------------------------------------------------- the end
 

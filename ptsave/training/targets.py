@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,32 +15,29 @@ from ptsave.state.plain_copies import Mismatch
 if TYPE_CHECKING:
     from ptsave.state.name_keyed import Named
     from ptsave.state.optimizers import Matching
-    from ptsave.state.renaming import Rename, Renaming
-
-Match: TypeAlias = 'Literal["order", "name"] | None'
-# A renaming for all modules and optimizers, or a renaming for each target's name.
-KeyMapping: TypeAlias = "Rename | Mapping[str, Rename]"
+    from ptsave.state.renaming import Renaming
+    from ptsave.training.options import KeyMapping, RestoreOptions
 
 
-class TargetOptions(NamedTuple):
-    """How to restore one target; the options are those of :func:`ptsave.load_checkpoint`.
+class Target(NamedTuple):
+    """An object to restore; `namings` name an optimizer's parameters beside its own names."""
 
-    `namings` are ways to name an optimizer's parameters, besides the optimizer's own names.
-    """
+    target: Any
+    options: RestoreOptions
+    renaming: Renaming | None
+    namings: Sequence[Named]
 
-    strict: bool = True
-    assign: bool = False
-    ignore_mismatched_sizes: bool = False
-    match: Match = None
-    renaming: Renaming | None = None
-    namings: Sequence[Named] = ()
-
-    def check(self, target: Any, state: Any, copier: Copier) -> None:
+    def check(self, state: Any, copier: Copier) -> None:
         """Raise the errors that `load` is certain to raise, and change nothing."""
+        target, options = self.target, self.options
         if isinstance(target, nn.Module):
-            ignore = self.ignore_mismatched_sizes
-            state = self._renamed(state)
-            check_module(target, state, self.strict, copier, ignore_mismatched_sizes=ignore)
+            check_module(
+                target,
+                self._renamed(state),
+                options.strict,
+                copier,
+                ignore_mismatched_sizes=options.ignore_mismatched_sizes,
+            )
         elif isinstance(target, Optimizer):
             from ptsave.state.optimizers import check_optimizer
 
@@ -48,20 +45,21 @@ class TargetOptions(NamedTuple):
         elif isinstance(target, Mapping):
             from ptsave.state.mappings import check_mapping
 
-            check_mapping(target, state, self.strict)
+            check_mapping(target, state, options.strict)
         else:
             _check_type(target)
 
-    def load(self, target: Any, state: Any, copier: Copier) -> Any:
-        """Load a state dict into a target in place, and return the result of that load."""
+    def load(self, state: Any, copier: Copier) -> Any:
+        """Load a state dict into the target in place, and return the result of that load."""
+        target, options = self.target, self.options
         if isinstance(target, nn.Module):
             return load_module(
                 target,
                 self._renamed(state),
-                self.strict,
-                self.assign,
+                options.strict,
+                options.assign,
                 copier,
-                ignore_mismatched_sizes=self.ignore_mismatched_sizes,
+                ignore_mismatched_sizes=options.ignore_mismatched_sizes,
                 check_first=True,
             )
         if isinstance(target, Optimizer):
@@ -69,16 +67,10 @@ class TargetOptions(NamedTuple):
         if isinstance(target, Mapping):
             from ptsave.state.mappings import load_mapping
 
-            return load_mapping(target, state, self.strict, copier)
+            return load_mapping(target, state, options.strict, copier)
         _check_type(target)
         copier.show({"": state})
         return target.load_state_dict(state)
-
-    def goes_by_name(self, state: Any) -> bool:
-        """Return whether an optimizer's parameters are matched by name."""
-        from ptsave.state.name_keyed import is_name_keyed
-
-        return self.match == "name" or (self.match is None and is_name_keyed(state))
 
     def _load_optimizer(self, target: Optimizer, state: Any, copier: Copier) -> Any:
         from ptsave.state.optimizer_groups import UnmatchedParameters
@@ -93,15 +85,17 @@ class TargetOptions(NamedTuple):
         return IncompatibleKeys([], [], mismatched) if mismatched else result
 
     def _matching(self, state: Any, mismatched: list[Mismatch]) -> Matching:
+        from ptsave.state.name_keyed import is_name_keyed
         from ptsave.state.optimizers import Matching
 
-        by_name = self.goes_by_name(state)
+        match = self.options.match
+        by_name = match == "name" or (match is None and is_name_keyed(state))
         return Matching(
-            self.match,
+            match,
             namings=self.namings if by_name else None,
             rename=self.renaming if by_name else None,
-            strict=self.strict,
-            mismatched=mismatched if self.ignore_mismatched_sizes else None,
+            strict=self.options.strict,
+            mismatched=mismatched if self.options.ignore_mismatched_sizes else None,
         )
 
     def _renamed(self, state: Any) -> Any:
@@ -152,30 +146,20 @@ def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> 
 
     `key_mapping` is one renaming for all of them, or a mapping of targets' names to renamings.
     """
-    named = {
-        name: target
-        for name, target in targets.items()
-        if isinstance(target, (nn.Module, Optimizer))
-    }
     if key_mapping is None:
         return {}
-    if not _is_by_target(key_mapping):
-        renaming = _renaming(key_mapping)
-        return dict.fromkeys(named, renaming)
+    named = {name for name, each in targets.items() if isinstance(each, (nn.Module, Optimizer))}
     by_target: Any = key_mapping
+    if not isinstance(by_target, Mapping) or not any(
+        isinstance(value, Mapping) or callable(value) for value in by_target.values()
+    ):
+        return dict.fromkeys(named, _renaming(key_mapping))
     for name in by_target:
         if name not in named:
             raise TypeError(
                 f"key_mapping is of {name!r}, which is no module and no optimizer among the targets"
             )
     return {name: _renaming(rename) for name, rename in by_target.items()}
-
-
-def _is_by_target(key_mapping: Any) -> bool:
-    """Return whether a mapping holds a renaming for each target, not new names."""
-    if not isinstance(key_mapping, Mapping):
-        return False
-    return any(isinstance(value, Mapping) or callable(value) for value in key_mapping.values())
 
 
 def _renaming(rename: Any) -> Renaming:

@@ -170,13 +170,13 @@ def test_a_part_that_is_there_after_an_error_stays(tmp_path: Path) -> None:
     checkpointer.save(1, value=values(1))
     checkpointer.wait()
     if rank == 1:
-        save = module.async_save
+        save = module.async_save_with
 
-        def complete_it_and_fail(objects, path, **options):
-            save(objects, path, **options).result()
+        def complete_it_and_fail(objects, path, options):
+            save(objects, path, options).result()
             return module._failed_save(path, OSError(5, "cannot sync the directory"))
 
-        module.async_save = complete_it_and_fail
+        module.async_save_with = complete_it_and_fail
         checkpointer.save(2, value=values(2))
     else:
         while not list((folder / "run").glob("step-00000002.*")):

@@ -1,0 +1,147 @@
+"""The options of restores, and the check of objects that are given by name beside options.
+
+An option's name always means the option, so an object with that name is refused.  An option of
+another function is refused, too, because it would become an entry of the file, or a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from types import FunctionType, GeneratorType, ModuleType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+from ptsave.support.calls import location_of, one_of
+
+if TYPE_CHECKING:
+    from ptsave.state.renaming import Rename
+    from ptsave.writing.options import SaveOptions
+
+Match: TypeAlias = 'Literal["order", "name"] | None'
+# A renaming for all modules and optimizers, or a renaming for each target's name.
+KeyMapping: TypeAlias = "Rename | Mapping[str, Rename]"
+Location: TypeAlias = Any
+ProcessGroup: TypeAlias = Any
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RestoreOptions:
+    """The arguments of :func:`ptsave.load_checkpoint` beside the file and the targets."""
+
+    strict: bool = True
+    assign: bool = False
+    map_location: Location = None
+    weights_only: bool | None = None
+    verify: bool = True
+    progress: bool = False
+    ignore_mismatched_sizes: bool = False
+    match: Match = None
+    key_mapping: KeyMapping | None = None
+    storage_options: Mapping[str, Any] | None = None
+    process_group: ProcessGroup = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> RestoreOptions:
+        """Return the options among a call's arguments, given as ``locals()``."""
+        names = [each.name for each in fields(cls) if each.name in arguments]
+        found = {name: arguments[name] for name in names}
+        key_mapping, rename = arguments["key_mapping"], arguments["rename"]
+        found["map_location"] = location_of(arguments["map_location"], arguments["device"])
+        found["key_mapping"] = one_of(key_mapping=key_mapping, rename=rename)
+        return cls(**found)
+
+
+_NONE = type(None)
+_GROUPS = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
+# The types of an option's values, by its annotation.  Values of other types are objects.
+_KINDS: dict[Any, tuple[type, ...]] = {
+    "bool": (bool,),
+    "bool | None": (bool, _NONE),
+    "int": (int,),
+    "int | None": (int, _NONE),
+    "ModuleType": (ModuleType,),
+    "str": (str,),
+    "Mapping[str, Any] | None": (Mapping, _NONE),
+    "ProcessGroup": (*_GROUPS, _NONE),
+    "Match": (str, _NONE),
+    "Location": (str, torch.device),
+    "KeyMapping | None": (FunctionType,),
+}
+# Owners of the options that neither `save_checkpoint` nor `load_checkpoint` has.
+_OWNERS = {
+    "pickle_module": "ptsave.save",
+    "pickle_protocol": "ptsave.save",
+    "_use_new_zipfile_serialization": "ptsave.save",
+    "_disable_byteorder_record": "ptsave.save",
+    "staging": "ptsave.AsyncCheckpointer",
+    "max_staged_bytes": "ptsave.AsyncCheckpointer",
+    "when_full": "ptsave.AsyncCheckpointer",
+}
+_SAVING_ADVICE = "save that under another name, or in a dict under another name"
+_RESTORING_ADVICE = "the call returns the entry of that name, for you to load_state_dict() it"
+
+
+def check_named(
+    function: str, options: SaveOptions | RestoreOptions, objects: Mapping[str, Any]
+) -> None:
+    """Refuse objects named like an option, and options of other functions.
+
+    >>> from ptsave.writing.options import SaveOptions
+    >>> check_named("ptsave.save_checkpoint", SaveOptions(fsync=True), {"strict": False})
+    Traceback (most recent call last):
+    ...
+    TypeError: strict=False is an option of ptsave.load_checkpoint, which ptsave.save_checkpoint \
+does not have: leave it out, or give what it stands for another name
+    """
+    for option in fields(options):
+        value = getattr(options, option.name)
+        is_own = option.name not in _OWNERS
+        if is_own and not _is_value(option.name, value, _KINDS[option.type]):
+            restores = isinstance(options, RestoreOptions)
+            raise TypeError(
+                f"{option.name!r} is an option of {function}, which cannot be of type "
+                f"{type(value).__name__}: if it is an object of yours, "
+                f"{_RESTORING_ADVICE if restores else _SAVING_ADVICE}"
+            )
+    for owner, name, kinds in _all_options():
+        if name in objects and isinstance(objects[name], kinds):
+            raise TypeError(
+                f"{name}={objects[name]!r} is an option of {owner}, which {function} does "
+                "not have: leave it out, or give what it stands for another name"
+            )
+
+
+def _is_value(name: str, value: Any, kinds: tuple[type, ...]) -> bool:
+    """Return whether a value is one of the option, and not an object of the caller's."""
+    if name not in ("map_location", "key_mapping"):
+        return isinstance(value, kinds)
+    if hasattr(value, "load_state_dict"):
+        return False
+    mappings = (str, torch.device, dict) if name == "map_location" else (Mapping,)
+    return value is None or callable(value) or isinstance(value, mappings)
+
+
+def _all_options() -> Iterator[tuple[str, str, tuple[type, ...]]]:
+    """Yield the owner, the name and the types of each option that is refused as an object."""
+    from ptsave.writing.options import SaveOptions
+
+    for owner, options in (
+        ("ptsave.save_checkpoint", SaveOptions),
+        ("ptsave.load_checkpoint", RestoreOptions),
+    ):
+        for each in fields(options):
+            yield _OWNERS.get(each.name, owner), each.name, _KINDS[each.type]
+    yield "ptsave.load", "mmap", (bool, _NONE)
+    yield "ptsave.load_into", "named_parameters", (GeneratorType,)
+
+
+def entries_of(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a checkpoint: each object's state dict, or the object itself."""
+    return {name: _state_of(obj) for name, obj in objects.items()}
+
+
+def _state_of(obj: Any) -> Any:
+    state_dict = getattr(obj, "state_dict", None)
+    return state_dict() if callable(state_dict) and not isinstance(obj, type) else obj
