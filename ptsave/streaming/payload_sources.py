@@ -11,9 +11,9 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedWriter
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,24 +26,54 @@ from ptsave.archive.views import bytes_of, unfilled_tensors
 from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.errors import CorruptCheckpointError, SaveError
+from ptsave.sources.kinds import regular_only
 from ptsave.sources.ranges import LocalFile, RangeSource, expect_no_more_reads
-from ptsave.streaming.places import Payload, StoragePlace
 from ptsave.support import config
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.entry_reading import tensors_over
 
 if TYPE_CHECKING:
-    from ptsave.streaming.rank_payloads import RankPayloads
+    from ptsave.contents.dcp import DcpContents  # its torch module takes a second
+    from ptsave.dcp.checkpoint import Chunk, DcpTensor
+    from ptsave.dcp.rank_files import RankFiles, StoredTensor
 
-_T = TypeVar("_T")
-
-# The most bytes in memory of a tensor that has to be rearranged.
+# The most bytes in memory of a tensor that has to be rearranged, or that has parts on ranks.
 _PIECE_NBYTES = 32 << 20
+# With more files of ranks, none is read in place: each would keep a descriptor until the end.
+_MAX_FILES = 128
+# Chunks whose checksums are found at once: each takes less than a block of memory.
+_N_CHUNKS = 4096
 _SPOOL_ALIGNMENT = 64
 _ZIP64_HEADER_NBYTES = 30 + 20 + 4  # of a record, with the beginning of its padding
 # The most bytes of a remote file in memory, and in one request.
 _BATCH_NBYTES = 32 << 20
 _REQUEST_NBYTES = 8 << 20
+
+
+class StoragePlace(NamedTuple):
+    """The bytes of a storage, as a range of a source."""
+
+    source: int  # number of the file or memory
+    offset: int  # of the first byte in the source
+    nbytes: int
+    crc: int | None = None  # of the bytes, if known
+    contents: UnreadContents | None = None  # the archive that has them as a record
+    record: int = 0  # number of that record
+    # Of bytes in several ranges: where each begins in the storage, its source, its offset there.
+    parts: tuple[tuple[int, int, int], ...] = ()
+    path: str = ""  # directory of a checkpoint of many ranks
+    entry: str = ""  # the tensor in that checkpoint
+
+
+class Payload(NamedTuple):
+    """The bytes of a tensor, in the order of its elements, as a range of a source."""
+
+    nbytes: int
+    source: int = 0  # number of the file or memory
+    offset: int = 0  # of the first byte in the source
+    place: StoragePlace | None = None  # of the storage, if the payload is all of it
+    crc: int | None = None  # of the bytes, if known
+    parts: tuple[tuple[int, int, int], ...] = ()  # like `StoragePlace.parts`
 
 
 class PayloadSources:
@@ -127,7 +157,9 @@ class PayloadSources:
             away = {key: where for key, where in contents.locations.items() if where != "cpu"}
             self.locations.update(away)
         elif contents.kind == "dcp":
-            self._add_ranks(contents)
+            payloads = RankPayloads(cast("DcpContents", contents), self)
+            self.locations.update(payloads.locations)
+            self._ranks.append(payloads)
         elif isinstance(contents, SafetensorsContents):
             assert isinstance(contents.source, LocalFile)
             expect_no_more_reads(contents.source.descriptor)
@@ -144,13 +176,6 @@ class PayloadSources:
         for tensor, (_, _, _, location) in zip(tensors, contents.places_of(tensors), strict=True):
             if location not in (None, "cpu"):
                 self.locations[storage_id(tensor.untyped_storage())] = location
-
-    def _add_ranks(self, contents: Contents) -> None:
-        from ptsave.streaming.rank_payloads import RankPayloads  # its torch module takes a second
-
-        payloads = RankPayloads(contents, self)
-        self.locations.update(payloads.locations)
-        self._ranks.append(payloads)
 
     def put(self, storage: torch.UntypedStorage, place: StoragePlace) -> None:
         """Register the place of a storage without values."""
@@ -261,7 +286,7 @@ class PayloadSources:
         contents = None if place is None else place.contents
         views = (
             view if contents is None else contents.read_slice(view, ..., False)
-            for view in _pieces(tensor)
+            for view in (tensor[index] for index in _pieces(tensor.shape, tensor.itemsize))
         )
         source, begin = self.spool(views)
         return Payload(tensor.nbytes, source, begin)
@@ -274,13 +299,12 @@ class PayloadSources:
         self._opened = None  # it has the file's old size
         begin = self._spool.begin_aligned(_SPOOL_ALIGNMENT)
         for values in pieces:
-            flat = _bytes_in(values.resolve_conj().resolve_neg().contiguous())
+            plain = values.resolve_conj().resolve_neg().contiguous()
+            offset = int(plain.storage_offset()) * plain.itemsize
+            flat = torch.empty(0, dtype=torch.uint8)
+            flat.set_(plain.untyped_storage(), offset, (plain.nbytes,), (1,))
             self._spool.write_all(memory_of(flat))
         return self._spool_number, begin
-
-    def enter(self, context: AbstractContextManager[_T]) -> _T:
-        """Keep something open as long as the sources."""
-        return self._stack.enter_context(context)
 
 
 class TemporaryFile:
@@ -346,23 +370,26 @@ def check_records(places: Iterable[StoragePlace]) -> None:
         contents.check(sorted(records))
 
 
-def _bytes_in(values: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor."""
-    offset = int(values.storage_offset()) * values.itemsize
-    flat = torch.empty(0, dtype=torch.uint8)
-    return flat.set_(values.untyped_storage(), offset, (values.nbytes,), (1,))
+def _pieces(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
+    """Yield indices of parts that, one after the other, are the whole tensor.
 
-
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield parts that, one after the other, are the whole tensor."""
-    if tensor.nbytes <= _PIECE_NBYTES:
-        yield tensor
+    >>> list(_pieces((3, 1 << 25), 1)) == [(slice(i, i + 1),) for i in range(3)]
+    True
+    """
+    nbytes = itemsize
+    for n in shape:
+        nbytes *= n
+    if nbytes <= _PIECE_NBYTES or not shape:
+        yield ()
         return
-    dim = next(dim for dim, n in enumerate(tensor.shape) if n > 1)
-    n_rows = tensor.shape[dim]
-    step = max(_PIECE_NBYTES * n_rows // tensor.nbytes, 1)
-    for begin in range(0, n_rows, step):
-        yield from _pieces(tensor.narrow(dim, begin, min(step, n_rows - begin)))
+    row = nbytes // shape[0]
+    step = max(_PIECE_NBYTES // row, 1)
+    for begin in range(0, shape[0], step):
+        part = slice(begin, begin + step)
+        if row <= _PIECE_NBYTES:
+            yield (part,)
+        else:
+            yield from ((part, *rest) for rest in _pieces(shape[1:], itemsize))
 
 
 def _place_in(contents: UnreadContents, source: int, number: int) -> StoragePlace:
@@ -377,3 +404,149 @@ def _place_in(contents: UnreadContents, source: int, number: int) -> StoragePlac
         contents,
         number,
     )
+
+
+# ------------------------------------------------------------------- files of several ranks
+
+
+class _InPlace(NamedTuple):
+    """A tensor that is read from the files of ranks: its chunks in the order of its bytes."""
+
+    tensor: Tensor
+    stored: DcpTensor
+    chunks: list[StoredTensor]
+
+
+class RankPayloads:
+    """The tensors of one distributed checkpoint, as sources of a conversion.
+
+    If a tensor's chunks in sequence are its bytes (rows of ranks, or all of it on one), it is read
+    from the ranks' files while it is written.  Its checksum is known before, from the checksums of
+    its blocks or records.  Any other tensor, such as one in columns, goes through a temporary file,
+    piece by piece, and is checked on the way.
+
+    `locations` has the devices other than the CPU that tensors in objects were saved from, by
+    `storage_id`.
+    """
+
+    def __init__(self, contents: DcpContents, sources: PayloadSources) -> None:
+        self._contents = contents
+        self._checkpoint = contents.checkpoint
+        self._sources = sources
+        self._verify = sources.limits.verify
+        self._numbers: dict[str, int] = {}
+        self.locations = contents.locations
+        self._tensors = {
+            tensor.untyped_storage().data_ptr(): tensor
+            for tensor in tensors_over(contents.obj)
+            if contents.stored_tensor(tensor) is not None and tensor.nbytes
+        }
+
+    def place(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Tell the sources where the bytes of this checkpoint's storages are."""
+        pointers = dict.fromkeys(storage.data_ptr() for storage in storages)
+        tensors = [self._tensors[each] for each in pointers if each in self._tensors]
+        if self._checkpoint.is_remote or len(self._checkpoint.sizes) > _MAX_FILES:
+            for tensor in tensors:
+                self._spool(tensor)
+            return
+        batch: list[_InPlace] = []
+        n_chunks = 0
+        with self._checkpoint.rank_files(verify=self._verify) as files:
+            for tensor in tensors:
+                found = self._in_place(files, tensor)
+                if found is None:
+                    self._spool(tensor)
+                    continue
+                batch.append(found)
+                n_chunks += len(found.chunks)
+                if n_chunks >= _N_CHUNKS:
+                    self._put(files, batch)
+                    batch, n_chunks = [], 0
+            self._put(files, batch)
+
+    # ------------------------------------------------------------------------ in their files
+
+    def _in_place(self, files: RankFiles, tensor: Tensor) -> _InPlace | None:
+        """Return a tensor's chunks in the order of its bytes; None if they are not its bytes."""
+        stored = self._contents.stored_tensor(tensor)
+        assert stored is not None
+        self._checkpoint.require_tensor(stored)
+        if not all(_is_range(chunk, stored) for chunk in stored.chunks):
+            return None
+        chunks = sorted(stored.chunks, key=lambda chunk: chunk.offsets)
+        found: list[StoredTensor] = []
+        for chunk in chunks:
+            each = self._checkpoint.stored(files, stored, chunk)
+            if each is None or each.dtype != stored.dtype or not each.is_packed:
+                return None
+            found.append(each)
+        return _InPlace(tensor, stored, found)
+
+    def _put(self, files: RankFiles, batch: list[_InPlace]) -> None:
+        crcs = self._crcs(files, [chunk for each in batch for chunk in each.chunks])
+        for each in batch:
+            self._put_one(each, crcs[: len(each.chunks)])
+            crcs = crcs[len(each.chunks) :]
+
+    def _put_one(self, found: _InPlace, crcs: list[int | None]) -> None:
+        parts: list[tuple[int, int, int]] = []
+        begin = 0
+        whole: int | None = 0
+        for chunk, crc in zip(found.chunks, crcs, strict=True):
+            parts.append((begin, self._number(chunk.file), chunk.offset))
+            known = whole is not None and crc is not None
+            whole = _C.crc32_combine(whole, crc, chunk.nbytes) if known else None  # type: ignore[arg-type]
+            begin += chunk.nbytes
+        _, source, offset = parts[0]
+        place = StoragePlace(
+            source,
+            offset,
+            begin,
+            whole,
+            parts=tuple(parts) if len(parts) > 1 else (),
+            path=self._checkpoint.path,
+            entry=found.stored.name,
+        )
+        self._sources.put(found.tensor.untyped_storage(), place)
+
+    def _crcs(self, files: RankFiles, chunks: list[StoredTensor]) -> list[int | None]:
+        """Return the checksums of chunks, with None for unknown or unwanted ones."""
+        if not self._verify:
+            return [None] * len(chunks)
+        crcs: list[int | None] = [chunk.crc for chunk in chunks]
+        checked = [i for i, chunk in enumerate(chunks) if chunk.file in self._checkpoint.checked]
+        found = files.crcs_of([chunks[i] for i in checked])
+        for i, crc in zip(checked, found, strict=True):
+            crcs[i] = crc
+        return crcs
+
+    def _number(self, file: str) -> int:
+        """Return the number of a file among the sources, which is opened once."""
+        if file not in self._numbers:
+            path = self._checkpoint.file(file)
+            descriptor = regular_only(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._sources._stack.callback(os.close, descriptor)
+            self._numbers[file] = self._sources.add_file(descriptor, path)
+        return self._numbers[file]
+
+    # --------------------------------------------------------------- through a temporary file
+
+    def _spool(self, tensor: Tensor) -> None:
+        pieces = (
+            self._contents.read_slice(tensor, index, self._verify)
+            for index in _pieces(tensor.shape, tensor.itemsize)
+        )
+        source, begin = self._sources.spool(pieces)
+        place = StoragePlace(source, begin, tensor.nbytes)
+        self._sources.put(tensor.untyped_storage(), place)
+
+
+def _is_range(chunk: Chunk, stored: DcpTensor) -> bool:
+    """Whether a chunk is one range of the tensor's elements, in their order."""
+    is_cut = False
+    for n, size in zip(reversed(chunk.sizes), reversed(stored.shape), strict=True):
+        if is_cut and n != 1:
+            return False
+        is_cut = is_cut or n != size
+    return True

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -99,12 +99,18 @@ def load_file(
     The library's tensors map the file, whose pages are read on first touch.  These tensors are read
     at once, by several threads, and do not change with the file.
     """
-    tensors = None
+    tensors: dict[str, Tensor] | None = None
     if _engine_can_load(filename, device, options):
-        tensors = _loaded(os.fspath(filename), device)
+        # Errors are the library's to report.
+        with suppress(OSError, CorruptCheckpointError):
+            source = open_source(os.fspath(filename))
+            with source.closed_on_error():
+                if source.kind == "safetensors":
+                    tensors = load_safetensors(source, LoadOptions(device, mmap=False))
+            if tensors is None:
+                source.close()
     if tensors is None:
-        loaded: dict[str, Tensor] = originals()["load_file"](filename, device, **options)
-        return loaded
+        tensors = originals()["load_file"](filename, device, **options)
     return tensors
 
 
@@ -143,18 +149,12 @@ def engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:
         return False
     if not isinstance(filename, (str, os.PathLike)) or not isinstance(os.fspath(filename), str):
         return False
-    return (metadata is None or _is_ordinary(metadata)) and all(
-        _is_name(name) and name != "__metadata__" and _is_plain(value)
-        for name, value in tensors.items()
-    )
-
-
-def _is_ordinary(metadata: Any) -> bool:
     # The library writes metadata of an empty dict, which the engine leaves out.
-    return (
-        isinstance(metadata, dict)
-        and len(metadata) > 0
-        and all(_is_text(each) for pair in metadata.items() for each in pair)
+    if metadata is not None and not (isinstance(metadata, dict) and metadata):
+        return False
+    return all(_is_text(each) for pair in (metadata or {}).items() for each in pair) and all(
+        isinstance(name, str) and name.isprintable() and name != "__metadata__" and _is_plain(value)
+        for name, value in tensors.items()
     )
 
 
@@ -167,10 +167,6 @@ def _is_text(text: Any) -> bool:
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
     return True
-
-
-def _is_name(text: Any) -> bool:
-    return isinstance(text, str) and text.isprintable()
 
 
 def _is_plain(value: Any) -> bool:
@@ -193,16 +189,3 @@ def _engine_can_load(filename: Any, device: Any, options: Mapping[str, Any]) -> 
     if not options.keys() <= {"backend"} or options.get("backend", "mmap") not in _BACKENDS:
         return False
     return device == "cpu" and isinstance(os.fspath(filename), str) and os.path.isfile(filename)
-
-
-def _loaded(path: str, device: Any) -> dict[str, Tensor] | None:
-    """Return the tensors of a local file, or None if the library has to report an error."""
-    try:
-        source = open_source(path)
-        with source.closed_on_error():
-            if source.kind == "safetensors":
-                return load_safetensors(source, LoadOptions(map_location=device, mmap=False))
-        source.close()
-    except (OSError, CorruptCheckpointError):
-        pass
-    return None

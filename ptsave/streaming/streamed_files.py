@@ -15,13 +15,9 @@ from ptsave import _C
 from ptsave.archive.damage import RecordDamage, damage_of
 from ptsave.contents.contents import UnreadContents
 from ptsave.contents.safetensors_fields import let_library_read
-from ptsave.contents.safetensors_header import (
-    header_of,
-    safetensors_dtypes,
-    stored_shape,
-)
+from ptsave.contents.safetensors_header import header_of, safetensors_dtypes, stored_shape
 from ptsave.errors import CorruptCheckpointError, SaveError
-from ptsave.streaming.payload_sources import PayloadSources, is_in_order
+from ptsave.streaming.payload_sources import Payload, PayloadSources, StoragePlace, is_in_order
 from ptsave.streaming.places import Payload, StoragePlace
 from ptsave.support.calls import ProgressCallback, pausing_garbage_collection
 from ptsave.tree.extents import span_of
@@ -34,7 +30,7 @@ class StreamedPlan:
     """A planned file, and the expected checksums of its payloads."""
 
     nbytes: int  # the size of the file
-    _plan: _C.WritePlan | _C.PackedPlan
+    engine_plan: _C.WritePlan | _C.PackedPlan  # the layout of the file, and its payloads' places
     _places: Mapping[Any, StoragePlace]  # of payloads that are whole records, by their keys
     _has_crcs = True  # whether the file, or a payload of it, has checksums
 
@@ -46,7 +42,7 @@ class StreamedPlan:
     def write(self, *, fsync: bool, progress: ProgressCallback | None) -> None:
         """Write the file; if a record does not match its checksum, there is no file."""
         writer = FileWriter(
-            self._plan,
+            self.engine_plan,
             compute_crcs=self._has_crcs,
             fsync=fsync,
             atomic=True,
@@ -63,7 +59,7 @@ class StreamedPlan:
     def _require_undamaged(self) -> None:
         """Raise if the last write has found damage, with the entries that it reaches."""
         damaged: dict[UnreadContents, list[RecordDamage]] = {}
-        for key, crc in self._plan.damaged:
+        for key, crc in self.engine_plan.damaged:
             place = self._places[key]
             if place.contents is None:
                 raise CorruptCheckpointError(
@@ -77,11 +73,6 @@ class StreamedPlan:
             damaged.setdefault(place.contents, []).append(each)
         for contents, records in damaged.items():
             raise damage_of(contents.reader, records)
-
-    @property
-    def engine_plan(self) -> _C.WritePlan | _C.PackedPlan:
-        """The layout of the file, and the places of its payloads."""
-        return self._plan
 
 
 class PicklePlan(StreamedPlan):
@@ -102,7 +93,7 @@ class PicklePlan(StreamedPlan):
                 sources.open(),
                 [(name, p.source, p.offset, p.crc, p.parts) for name, p in self._places.items()],
             )
-        self._plan = plan
+        self.engine_plan = plan
         self.nbytes = plan.nbytes
 
 
@@ -128,16 +119,23 @@ class SafetensorsPlan(StreamedPlan):
             in_order, header = header_of(tensors, metadata)
         self._places, self._has_crcs = {}, False
         if any(tensor.device.type != "cpu" for tensor in in_order):
-            self._plan = _C.PackedPlan.of_tensors(header, in_order)
+            self.engine_plan = _C.PackedPlan.of_tensors(header, in_order)
         else:
             payloads = sources.payloads_in_memory(in_order) or sources.payloads_of(in_order)
             self._places = {
                 i: payload.place for i, payload in enumerate(payloads) if payload.place is not None
             }
-            self._plan = _packed_plan(header, sources, payloads)
+            self.engine_plan = _packed_plan(header, sources, payloads)
             self._has_crcs = any(payload.crc is not None for payload in payloads)
-        self.nbytes = self._plan.nbytes
-        _check_header(header, self.nbytes, self.path)
+        self.nbytes = self.engine_plan.nbytes
+        from safetensors import SafetensorError
+
+        try:
+            let_library_read(header, self.nbytes, self.path)
+        except SafetensorError as error:
+            raise ValueError(f"safetensors cannot hold these tensors: {error}") from None
+        except OSError as error:
+            raise SaveError.from_os_error(error, self.path) from None
 
 
 # ------------------------------------------------------------------------------ tensors with values
@@ -226,14 +224,3 @@ def _check_names(names: Iterable[str]) -> None:
             raise ValueError(
                 f"safetensors files have no tensor called {name!r}, which is not Unicode: rename it"
             ) from None
-
-
-def _check_header(header: bytes, nbytes: int, path: str) -> None:
-    from safetensors import SafetensorError
-
-    try:
-        let_library_read(header, nbytes, path)
-    except SafetensorError as error:
-        raise ValueError(f"safetensors cannot hold these tensors: {error}") from None
-    except OSError as error:
-        raise SaveError.from_os_error(error, path) from None
