@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import atexit
 import errno
+import fcntl
 import logging
-import operator
 import os
+import re
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,11 +23,9 @@ from torch import Tensor
 from torch.serialization import get_crc32_options
 
 from ptsave import _C
-from ptsave.appending.batches import Batch, BatchQueue
-from ptsave.appending.groups import pickle_group
+from ptsave.appending.batches import Batch, BatchQueue, pickle_group
 from ptsave.archive.recovery import JOURNAL_PREFIX, dict_of_parts
 from ptsave.background import saves
-from ptsave.background.staging_budget import Reservation
 from ptsave.errors import SaveError, StagingFullError, UnsupportedUrlError
 from ptsave.support import config
 from ptsave.support.calls import check_flags, parse_size
@@ -130,7 +129,9 @@ class ArchiveWriter:
         self._fsync = fsync
         self._when_full = when_full
         self._limits = config.current()
-        self._max_nbytes = _memory_limit(max_memory_bytes, self._limits)
+        if isinstance(max_memory_bytes, str):
+            max_memory_bytes = parse_size(max_memory_bytes, "max_memory_bytes")
+        self._max_nbytes = saves.limit_of(max_memory_bytes, "max_memory_bytes")
         self._process = os.getpid()
         self._adding = threading.Lock()
         self._closed = False
@@ -190,11 +191,7 @@ class ArchiveWriter:
         return self._add({name: value}, copy, when_full)
 
     def add_group(
-        self,
-        entries: Mapping[str, object],
-        *,
-        copy: bool = True,
-        when_full: WhenFull | None = None,
+        self, entries: Mapping[str, object], *, copy: bool = True, when_full: WhenFull | None = None
     ) -> bool:
         """Add several entries, or none of them if there is no room.
 
@@ -273,8 +270,8 @@ class ArchiveWriter:
             room_nbytes = min(room_nbytes, self._max_nbytes // 4)
         wanted = max(nbytes, room_nbytes)
         for each in {wanted: None, nbytes: None}:  # only once if they are the same
-            reservation = self._reserve_now(each)
-            if reservation is not None:
+            with suppress(StagingFullError):
+                reservation = saves.reserve(each, self._max_nbytes, wait=False)
                 return self._queue.begin_with(reservation, each)
         if when_full == "drop":
             return None
@@ -289,12 +286,6 @@ class ArchiveWriter:
             reservation.release()
             raise
         return self._queue.begin_with(reservation, nbytes)
-
-    def _reserve_now(self, nbytes: int) -> Reservation | None:
-        try:
-            return saves.reserve(nbytes, self._max_nbytes, wait=False)
-        except StagingFullError:
-            return None
 
     # ------------------------------------------------------------------------------- writing
 
@@ -331,10 +322,14 @@ class ArchiveWriter:
         )
         slack = _SLACK_NBYTES if batch.engine.is_staged else 0
         n_threads = self._limits.n_direct_writers if direct else self._limits.n_threads
+        chunk_nbytes = self._limits.write_chunk_nbytes  # all buffers are a part of the budget
+        if self._max_nbytes is not None:
+            part = self._max_nbytes // (_BUFFERS_PART * max(n_threads, 1))
+            chunk_nbytes = min(chunk_nbytes, part)
         options = _C.WriteOptions(
             compute_crcs=get_crc32_options(),
             n_threads=n_threads,
-            chunk_nbytes=self._chunk_nbytes(n_threads) - slack,
+            chunk_nbytes=max(chunk_nbytes, _MIN_CHUNK_NBYTES) - slack,
             payloads_are_still=True,
             max_pinned_nbytes=self._limits.max_pinned_nbytes,
             in_background=True,
@@ -344,13 +339,6 @@ class ArchiveWriter:
             self._archive, name, n_groups=n_groups, direct=direct, options=options, progress=None
         )
         self._journals.append(journal)
-
-    def _chunk_nbytes(self, n_threads: int) -> int:
-        """Return the size of a thread's buffer; all buffers are a small part of the budget."""
-        nbytes = self._limits.write_chunk_nbytes
-        if self._max_nbytes is not None:
-            nbytes = min(nbytes, self._max_nbytes // (_BUFFERS_PART * max(n_threads, 1)))
-        return max(nbytes, _MIN_CHUNK_NBYTES)
 
     def flush(self) -> None:
         """Wait until all added entries are in the file, and with `fsync` on the disk.
@@ -533,6 +521,36 @@ class MeasuringWriter(ArchiveWriter):
         return added, found[0] if found else None
 
 
+def rivals_of(temporary: str) -> list[str]:
+    """Return other writers' temporary files for the same path, in this process or another.
+
+    `temporary` is the caller's own file, such as ``.run.pt.4f1c0a93b2d7e856.ptsave`` in its
+    directory.  Files that a killed process has left do not count.
+    """
+    folder, own = os.path.split(temporary)
+    end = len("4f1c0a93b2d7e856.ptsave")
+    pattern = re.escape(own[:-end]) + r"[0-9a-f]{16}\.ptsave"
+    try:
+        names = sorted(os.listdir(folder or "."))
+    except OSError:  # a directory may be writable, but not readable
+        return []
+    matching = [name for name in names if name != own and re.fullmatch(pattern, name)]
+    others = [os.path.join(folder, name) for name in matching]
+    return [other for other in others if _is_locked(other)]
+
+
+def _is_locked(path: str) -> bool:
+    with suppress(OSError):  # the file is gone, or another user's
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
+    return False
+
+
 def _checked_path(path: Any) -> str:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
@@ -553,17 +571,6 @@ def _checked_path(path: Any) -> str:
 def _check_when_full(when_full: str) -> None:
     if when_full not in _WHEN_FULL:
         raise ValueError(f"when_full must be 'wait', 'drop' or 'raise', not {when_full!r}")
-
-
-def _memory_limit(max_memory_bytes: int | str | None, limits: config.Config) -> int | None:
-    if max_memory_bytes is None:
-        return limits.max_staged_nbytes
-    if isinstance(max_memory_bytes, str):
-        return parse_size(max_memory_bytes, "max_memory_bytes")
-    limit = operator.index(max_memory_bytes)
-    if limit < 0:
-        raise ValueError(f"max_memory_bytes must not be negative: {limit}")
-    return limit
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""Batches of entries on their way to the file, and the thread that writes them.
+"""Pickles of entries, batches of them on their way to the file, and the thread that writes.
 
 A batch collects entries while the batch before it is written, so that many small entries become one
 large write.  It is written when it is large, or after a moment.  The thread exists while there is
@@ -7,14 +7,22 @@ work, and a moment longer.
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
 
 from ptsave import _C
-from ptsave.background.staging_budget import Reservation
+from ptsave.archive.recovery import part_of_dict
+from ptsave.background.saves import Reservation
 from ptsave.support.threads import PAUSE, Thread
+from ptsave.support.torch_tensors import storage_id
+from ptsave.writing.pickling import StorageTable, dump
 
 # A batch of this size, or of half the budget, is written at once, and another batch begins.  A
 # smaller burst of entries, such as a training step's, is only copied: a write at the same time
@@ -24,6 +32,7 @@ _MAX_AGE = 0.05  # seconds that a small batch waits for more entries
 _LINGER = 0.2  # seconds without work after which the thread ends
 _SLAB_NBYTES = 32 << 20
 _MIN_SLAB_NBYTES = 64 << 10
+_PROTOCOL = 2
 
 
 class Batch:
@@ -137,7 +146,7 @@ class BatchQueue:
         """Wait until nothing is left to write."""
         self.hurry()
         with self._changed:
-            self._changed.wait_for(self._is_idle)
+            self._changed.wait_for(lambda: not self._batches and not self._is_writing)
             self._is_urgent = False
 
     def drop(self) -> None:
@@ -162,9 +171,6 @@ class BatchQueue:
             return sum(batch.nbytes for batch in self._batches)
 
     # ---------------------------------------------------------------------------- for the thread
-
-    def _is_idle(self) -> bool:
-        return not self._batches and not self._is_writing
 
     def _run(self, begun: Callable[[], None]) -> None:
         begun()
@@ -228,3 +234,42 @@ class BatchQueue:
                 self._is_writing = True
                 batch = self._batches.popleft()
             self._write_batch(batch)
+
+
+# -------------------------------------------------------------------------- pickles of entries
+
+
+class _SharedStorages(StorageTable):
+    """Numbers storages as the archive does, so that each storage is written once."""
+
+    def __init__(self, numbers: _C.NumberedStorages) -> None:
+        super().__init__({})
+        self._numbers = numbers
+        self._tensors: dict[int, torch.Tensor] = {}  # by storage
+
+    def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
+        if isinstance(obj, torch.Tensor) and obj.layout == torch.strided:
+            with suppress(RuntimeError, NotImplementedError):  # a subclass without a storage
+                self._tensors[storage_id(obj.untyped_storage())] = obj
+        return super().persistent_id(obj)
+
+    def number(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
+        return self._numbers.number(storage, self._tensors.get(storage_id(storage)), dtype)
+
+
+def pickle_group(entries: dict[str, object], numbers: _C.NumberedStorages) -> bytes:
+    """Return the pickle of entries, without head and full stop.
+
+    The pickle of a dict with ``k`` and ``v`` is ``HEAD k v SETITEM .``; without the head and the
+    full stop, it adds the entries to the dict on the stack.  Each group numbers its memo from 1
+    again, because nothing refers to the memo of an earlier group.
+
+    `numbers` gets the storages of the entries; the caller commits them or rolls them back.
+    """
+    data = numbers.pickle(entries)
+    if data is None:
+        numbers.rollback()  # forgets storages that the engine met before it gave up
+        data = dump(entries, _SharedStorages(numbers), pickle, _PROTOCOL)
+    part = part_of_dict(data)
+    assert part is not None
+    return part

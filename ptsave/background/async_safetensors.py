@@ -76,7 +76,7 @@ def _like(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
 class _PlanOfCopies:
     """A plan whose payloads are a snapshot's copies, and its own copies of accelerators' tensors.
 
-    It has the parts of a ``_C.WritePlan`` that `BackgroundSave` and `FileWriter` need.
+    It is the engine's plan, with the methods of a ``_C.WritePlan`` that `BackgroundSave` needs.
     """
 
     is_pinned = False
@@ -98,24 +98,15 @@ class _PlanOfCopies:
             plan = SafetensorsPlan(copies, path, sources, metadata)
         self._memory: object = copies
         self._plan: Any = plan.engine_plan
-        self.nbytes = plan.nbytes
-        self.has_holes = self._plan.has_holes
-        self.is_sequential = self._plan.is_sequential
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
 
     def begin_staging(self, **_: object) -> None:
         """Do nothing: tensors on accelerators have been copied."""
 
     def stage(self, **_: object) -> None:
         """Do nothing: the snapshot copies."""
-
-    def follow(self, copies: _C.Snapshot) -> None:
-        self._plan.follow(copies)
-
-    def write_file(self, *args: Any, **options: Any) -> None:
-        self._plan.write_file(*args, **options)
-
-    def write_in_place(self, *args: Any, **options: Any) -> None:
-        self._plan.write_in_place(*args, **options)
 
     def release(self) -> None:
         self._plan = self._memory = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,7 +12,6 @@ from torch.serialization import DEFAULT_PROTOCOL, get_crc32_options
 from ptsave import _C
 from ptsave.background import saves as background
 from ptsave.background.save_future import SaveFuture
-from ptsave.support import config
 from ptsave.support import torch_serialization as stock
 from ptsave.support.torch_serialization import (
     check_dill_version,
@@ -114,7 +112,7 @@ def async_save(
 def async_save_with(obj: object, f: Any, options: SaveOptions) -> SaveFuture:
     """Save an object as :func:`async_save` does."""
     options.check()
-    limit = _staging_limit(options.max_staged_bytes)
+    limit = background.limit_of(options.max_staged_bytes, "max_staged_bytes")
     refuse_safetensors_name(f)
     check_dill_version(options.pickle_module)
     check_save_filelike(f)
@@ -138,7 +136,13 @@ def async_save_with(obj: object, f: Any, options: SaveOptions) -> SaveFuture:
         nbytes = 0 if skip_data else storages.staging_nbytes(storage_alignment())
         reservation = background.reserve(nbytes, limit, wait=options.when_full == "wait")
         undo.callback(reservation.release)
-        snapshot = _reserve_memory(storages, nbytes, skip_data)
+        try:
+            snapshot = _C.Snapshot(storages, without_bytes=skip_data)
+        except MemoryError:
+            raise MemoryError(
+                f"the system has no memory for a copy of {nbytes} bytes of tensors: free some, or "
+                "use ptsave.save, which needs no copy"
+            ) from None
         undo.callback(snapshot.release)
         if not storages.in_reach and not skip_data:
             _copy_from_devices(storages, snapshot.storages)
@@ -168,25 +172,6 @@ def release_staging_memory() -> None:
     """
     _C.trim_staging_pool()
     _C.release_pinned_memory()
-
-
-def _staging_limit(max_staged_bytes: int | None) -> int | None:
-    if max_staged_bytes is None:
-        return config.current().max_staged_nbytes
-    limit = operator.index(max_staged_bytes)
-    if limit < 0:
-        raise ValueError(f"max_staged_bytes must not be negative: {limit}")
-    return limit
-
-
-def _reserve_memory(storages: _C.StorageList, nbytes: int, skip_data: bool) -> _C.Snapshot:
-    try:
-        return _C.Snapshot(storages, without_bytes=skip_data)
-    except MemoryError:
-        raise MemoryError(
-            f"the system has no memory for a copy of {nbytes} bytes of tensors: free some, or use "
-            "ptsave.save, which needs no copy"
-        ) from None
 
 
 def _copy_from_devices(sources: _C.StorageList, copies: _C.StorageList) -> None:

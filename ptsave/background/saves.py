@@ -29,27 +29,236 @@ import atexit
 import concurrent.futures
 import concurrent.futures.thread  # imported first, so that its exit callback runs after ours
 import functools
+import itertools
 import logging
+import operator
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ptsave import _C
 from ptsave.background.save_future import PendingSave, forget_failures, report_failures
-from ptsave.background.staging_budget import Reservation, StagingBudget
-from ptsave.background.worker_lane import WorkerLane
 from ptsave.errors import StagingFullError
 from ptsave.support import config, memory_limits
 from ptsave.support.calls import ProgressCallback, progress_bar
+from ptsave.support.threads import Call, Thread, run_all
 from ptsave.writing.options import SaveOptions
 from ptsave.writing.targets import TargetWriter, is_url_file, name_of
 
+_NBYTES_WITHOUT_LOOKING = 32 << 20
 _FORKED = (
     "this process was forked while the save was unfinished: the parent process writes the file, "
     "and only its future tells the outcome"
 )
+
+# ------------------------------------------------------------------------- memory and order
+
+
+class Reservation:
+    """A part of the budget, held until it is released or garbage-collected."""
+
+    def __init__(self, budget: StagingBudget, number: int) -> None:
+        self._budget = budget
+        self._number = number
+
+    def release(self) -> None:
+        """Give the bytes back, if that has not been done yet."""
+        self._budget.release(self._number)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class StagingBudget:
+    """Bytes that unfinished saves have staged; saves that wait for room get it in order."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self.forget()
+
+    def forget(self) -> None:
+        """Start afresh in a forked process: the staged bytes are the parent's."""
+        self.changed = threading.Condition()
+        self._held: dict[int, int] = {}  # bytes, by the reservation's number
+        self._waiting: deque[int] = deque()
+
+    def reserve(
+        self,
+        nbytes: int,
+        limit: int,
+        *,
+        wait: bool,
+        help_out: Callable[[], bool] | None = None,
+        room: Callable[[], int] | None = None,
+        option: str = "max_staged_bytes",
+    ) -> Reservation:
+        """Reserve room for `nbytes`; all reservations together have at most `limit` bytes.
+
+        `help_out` is for a call on the thread that makes room.  It does a part of that work instead
+        of waiting, and returns whether there was any.  Such a call goes before calls that wait,
+        because a waiting call may have made it.
+
+        `room` returns how many bytes all reservations may have as memory is now.  That is an
+        estimate, so it can only delay a reservation: without other reservations, only `limit`
+        counts.  `option` is the argument that sets the limit, for messages.
+        """
+        if nbytes > limit:
+            raise StagingFullError.too_large(nbytes, limit, option)
+        number = next(self._numbers)
+        reservation = Reservation(self, number)  # gives the bytes back if the call is interrupted
+        with self.changed:
+            is_next = help_out is not None or not self._waiting
+            if self._fits(nbytes, limit, room) and (is_next or not wait):
+                self._held[number] = nbytes
+                return reservation
+            if not wait:
+                limit = self._limit_now(nbytes, limit, room)
+                raise StagingFullError.no_room(nbytes, self._held_nbytes(), limit, option)
+        try:
+            if help_out is None:
+                self._waiting.append(number)
+            else:
+                self._waiting.appendleft(number)
+            while not self._take_turn(number, nbytes, limit, room, block=help_out is None):
+                if help_out is not None and not help_out():
+                    time.sleep(0.02)  # another thread is staging a save and will hand it over
+        finally:
+            with self.changed:
+                if number in self._waiting:
+                    self._waiting.remove(number)
+                self.changed.notify_all()
+        return reservation
+
+    def _take_turn(
+        self, number: int, nbytes: int, limit: int, room: Callable[[], int] | None, *, block: bool
+    ) -> bool:
+        with self.changed:
+            if self._waiting[0] == number and self._fits(nbytes, limit, room):
+                self._held[number] = nbytes
+                return True
+            if block:
+                self.changed.wait()
+            return False
+
+    def _fits(self, nbytes: int, limit: int, room: Callable[[], int] | None) -> bool:
+        return self._held_nbytes() + nbytes <= self._limit_now(nbytes, limit, room)
+
+    def _limit_now(self, nbytes: int, limit: int, room: Callable[[], int] | None) -> int:
+        held_nbytes = self._held_nbytes()
+        # Looking at the memory takes longer than a small copy.
+        if room is None or held_nbytes == 0 or held_nbytes + nbytes <= _NBYTES_WITHOUT_LOOKING:
+            return limit
+        return min(limit, room())
+
+    def _held_nbytes(self) -> int:
+        return sum(self._held.values())
+
+    def release(self, number: int) -> None:
+        with self.changed:
+            if self._held.pop(number, None) is not None:
+                self.changed.notify_all()
+
+
+class WorkerLane:
+    """Runs calls in the order in which they were put.
+
+    The thread starts for the first call and ends after the last one.  It is no daemon, so the
+    interpreter waits for it at exit.  If no thread can be started (no threads or memory left, or
+    the interpreter has already waited), a call runs on the thread that puts it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.closed = False  # True: no thread is started any more
+        self.forget()
+
+    def forget(self) -> None:
+        """Start afresh in a forked process: thread and calls are the parent's."""
+        self.changed = threading.Condition()
+        self._calls: deque[Call] = deque()
+        self._thread: threading.Thread | None = None
+
+    def put(self, call: Call) -> None:
+        """Add a call, which may raise only MemoryError, and is called again if it does."""
+        thread = Thread(self._run, self._name)
+        try:
+            with self.changed:
+                self._calls.append(call)
+                if self._thread is not None:
+                    return
+                self._thread = threading.current_thread() if self.closed else thread
+            if self.closed or not self._start(thread):
+                self._run()
+        except BaseException:
+            if self._thread is thread and thread.ident is None:
+                self._thread = None  # interrupted before it has begun
+            raise
+
+    def _start(self, thread: Thread) -> bool:
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):
+            self._thread = threading.current_thread()
+            return False
+        return True
+
+    def withdraw(self, call: Call) -> bool:
+        """Take a call back, and return whether it had not begun."""
+        with self.changed:
+            if call not in self._calls:
+                return False
+            self._calls.remove(call)
+            return True
+
+    def is_waited_for(self) -> bool:
+        """Return whether other calls, or the end of the process, wait for the current call."""
+        return self.closed or bool(self._calls) or not threading.main_thread().is_alive()
+
+    def runs_here(self) -> bool:
+        """Return whether the current thread is running one of the calls."""
+        return self._thread is threading.current_thread()
+
+    def run_next(self) -> bool:
+        """Run the next call inside the running call, and return whether there was one."""
+        with self.changed:
+            call = self._calls.popleft() if self._calls else None
+        if call is not None:
+            call()
+        return call is not None
+
+    def finish(self) -> None:
+        """Wait until there is nothing to do; later calls run on the thread that puts them."""
+        with self.changed:
+            self.closed = True
+            self.changed.wait_for(lambda: self._thread is None)
+        self._run()  # calls left by a thread that was ended by force
+
+    def _run(self, begun: Callable[[], None] = lambda: None) -> None:
+        try:
+            begun()
+            run_all(self._next)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _next(self) -> Call | None:
+        with self.changed:
+            if self._calls:
+                return self._calls.popleft()
+            self._leave()
+            return None
+
+    def _leave(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+            self._thread = None
+
+
+# -------------------------------------------------------------------------- unfinished saves
 
 _log = logging.getLogger(__name__)
 
@@ -270,6 +479,16 @@ class BackgroundSave:
         self._reservation.release()
 
 
+def limit_of(nbytes: int | None, option: str) -> int | None:
+    """Return the value of an option that limits the staged bytes; None is the environment's."""
+    if nbytes is None:
+        return config.current().max_staged_nbytes
+    limit = operator.index(nbytes)
+    if limit < 0:
+        raise ValueError(f"{option} must not be negative: {limit}")
+    return limit
+
+
 def default_limit_nbytes() -> int:
     """Return half of the memory that this process may use, given other ranks and its container."""
     return memory_limits.share_nbytes(config.local_world_size()) // 2
@@ -296,7 +515,10 @@ def reserve(
     reservation = _budget.reserve(
         nbytes, limit, wait=wait, help_out=help_out, room=_room_nbytes, option=option
     )
-    _shrink_pool(nbytes)
+    pool = _C.staging_statistics()
+    kept_nbytes = pool["mapped_nbytes"] - pool["used_nbytes"]
+    if kept_nbytes > nbytes and pool["mapped_nbytes"] > _room_nbytes():
+        _C.trim_staging_pool()  # memory that is kept for later saves, if others have too little
     return reservation
 
 
@@ -305,14 +527,6 @@ def _room_nbytes() -> int:
     staged_nbytes = _C.staging_statistics()["mapped_nbytes"]
     available_nbytes = memory_limits.available_nbytes() // config.local_world_size()
     return (staged_nbytes + available_nbytes) // 2
-
-
-def _shrink_pool(nbytes: int) -> None:
-    """Free the memory that the pool keeps for later saves, if others have too little."""
-    pool = _C.staging_statistics()
-    kept_nbytes = pool["mapped_nbytes"] - pool["used_nbytes"]
-    if kept_nbytes > nbytes and pool["mapped_nbytes"] > _room_nbytes():
-        _C.trim_staging_pool()
 
 
 def _populate_pool() -> None:

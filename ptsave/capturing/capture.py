@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ptsave.appending.archive_writer import MeasuringWriter
-from ptsave.appending.rivals import rivals_of
+from ptsave.appending.archive_writer import MeasuringWriter, rivals_of
 from ptsave.background import saves
 from ptsave.capturing.blocks import Blocks, Options
 from ptsave.capturing.hooks import Hooks, OptimizerSteps

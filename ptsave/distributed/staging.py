@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from ptsave import _C
 from ptsave.background import saves
-from ptsave.background.staging_budget import Reservation
+from ptsave.background.saves import Reservation
 from ptsave.support import config
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_tensors import storage_id_of

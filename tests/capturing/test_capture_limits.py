@@ -23,7 +23,7 @@ from captured_runs import Run, captured
 from torch import nn
 
 import ptsave
-from ptsave.appending.rivals import rivals_of
+from ptsave.appending.archive_writer import rivals_of
 from ptsave.background import saves
 from ptsave.capturing.capture import Capture, _default_staged_nbytes
 from ptsave.capturing.run import CapturedRun

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ptsave.background.staging_budget import StagingBudget
+from ptsave.background.saves import StagingBudget
 from ptsave.errors import StagingFullError
 from ptsave.support import config, memory_limits
 from ptsave.support.memory_limits import available_nbytes, dirty_nbytes, limit_nbytes, share_nbytes
