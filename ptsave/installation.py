@@ -9,7 +9,7 @@ from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -34,10 +34,9 @@ class _Options:
     weights_only_check: bool | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             if not (value is None or isinstance(value, bool)):
-                raise TypeError(f"{field.name} must be True, False or None, not {value!r}")
+                raise TypeError(f"{name} must be True, False or None, not {value!r}")
 
 
 # Imported only for distributed=True, because it imports torch.distributed.checkpoint.
@@ -250,7 +249,8 @@ def _begin(options: _Options) -> None:
 
 def _apply() -> None:
     """Set the functions that the calls in force ask for."""
-    options = _merged()
+    said = (pair for call in _calls for pair in vars(call).items() if pair[1] is not None)
+    options = _Options(**dict(said))  # of each option the latest value
     wanted = _STOCK
     if _calls:
         wanted = {
@@ -265,18 +265,8 @@ def _apply() -> None:
     for name, new in wanted.items():
         _exchange(name, new)
     _exchange_safetensors(options)
-    _exchange_distributed(options)
-
-
-def _merged() -> _Options:
-    names = [field.name for field in fields(_Options)]
-    said = {
-        name: getattr(call, name)
-        for call in _calls
-        for name in names
-        if getattr(call, name) is not None
-    }
-    return _Options(**said)
+    if _DISTRIBUTED in sys.modules:
+        sys.modules[_DISTRIBUTED].exchange(installed=bool(options.distributed))
 
 
 @functools.cache
@@ -327,9 +317,3 @@ def _exchange_safetensors(options: _Options) -> None:
             _current_safetensors[name] = new
     if pairs:
         safetensors_functions.exchange(*pairs)
-
-
-def _exchange_distributed(options: _Options) -> None:
-    module = sys.modules.get(_DISTRIBUTED)
-    if module is not None:
-        module.exchange(installed=bool(options.distributed))

@@ -535,10 +535,7 @@ class AsyncCheckpointer:
                 self._directory.remove_step(step)
 
     def _restored(
-        self,
-        opened: AbstractContextManager[Any],
-        targets: dict[str, Any],
-        options: RestoreOptions,
+        self, opened: AbstractContextManager[Any], targets: dict[str, Any], options: RestoreOptions
     ) -> RestoredEntries:
         from ptsave.training.checkpoint import restore_entries
 

@@ -8,73 +8,50 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 _WHOLE = r"step-([0-9]+)\.pt"
 _PART = r"step-([0-9]+)\.([0-9a-f]{16})-([0-9]{1,9})\.rank-([0-9]{1,9})-of-([0-9]{1,9})\.pt"
 _MIN_N_DIGITS = 8  # names sort like their steps below a hundred million
 
 
-class Naming(Protocol):
-    """Decides which files are checkpoints."""
-
-    def checkpoints(self, files: Iterable[str]) -> dict[int, list[str]]:
-        """Return the files of each complete step; this process reads the first file."""
-
-    def judged(self, names: list[str]) -> str:
-        """Return the file whose entries decide whether a step stays: the same on all ranks."""
-
-    def dead(self, files: Iterable[str]) -> list[str]:
-        """Return the files to remove: no checkpoint needs them, and no process writes them."""
-
-    def is_checkpoint(self, name: str) -> bool:
-        """Return whether a file of this name is a checkpoint, or a part of one."""
-
-    def name_of(self, step: int) -> str:
-        """Return the file name for a step that has no checkpoint."""
-
-    def new_name(self, step: int, names: list[str]) -> str:
-        """Return the name to save a step under; `names` are the step's existing files."""
-
-    def remark(self, files: Iterable[str]) -> str:
-        """Return a remark in brackets on the other files, or an empty string."""
-
-
 class WholeFiles:
     """Names of whole checkpoints: ``step-<number>.pt``, with any number of leading zeros."""
 
     def checkpoints(self, files: Iterable[str]) -> dict[int, list[str]]:
+        """Return the files of each complete step; this process reads the first file."""
         names: dict[int, list[str]] = {}
         for name in files:
             if match := re.fullmatch(_WHOLE, name):
                 names.setdefault(int(match[1]), []).append(name)
-        return {step: self._own_first(step, several) for step, several in names.items()}
-
-    def _own_first(self, step: int, names: list[str]) -> list[str]:
-        if len(names) == 1:
-            return names
-        return sorted(names, key=lambda name: (name != self.name_of(step), name))
+        for step, several in names.items():
+            several.sort(key=lambda name: (name != self.name_of(step), name))
+        return names
 
     def judged(self, names: list[str]) -> str:
+        """Return the file whose entries decide whether a step stays: the same on all ranks."""
         return names[0]
 
     def dead(self, files: Iterable[str]) -> list[str]:
+        """Return the files to remove: no checkpoint needs them, and no process writes them."""
         return []
 
     def is_checkpoint(self, name: str) -> bool:
+        """Return whether a file of this name is a checkpoint, or a part of one."""
         return re.fullmatch(_WHOLE, name) is not None
 
     def name_of(self, step: int) -> str:
+        """Return the file name for a step that has no checkpoint."""
         return f"step-{step:0{_MIN_N_DIGITS}d}.pt"
 
     def new_name(self, step: int, names: list[str]) -> str:
+        """Return the name to save a step under; `names` are the step's existing files."""
         return names[0] if names else self.name_of(step)
 
     def remark(self, files: Iterable[str]) -> str:
-        sizes = sorted({part.size for part in map(_part, files) if part})
-        if not sizes:
-            return ""
-        return f" (but parts of checkpoints of {_listed(sizes)} ranks)"
+        """Return a remark in brackets on the other files, or an empty string."""
+        sizes = {part.size for part in map(_part, files) if part}
+        return f" (but parts of checkpoints of {_listed(sizes)} ranks)" if sizes else ""
 
 
 class _Part(NamedTuple):
@@ -94,7 +71,8 @@ class _Part(NamedTuple):
 class Parts:
     """Names of checkpoints that consist of one part per rank.
 
-    `session` is 16 hexadecimal digits: the same on all ranks, and higher than in earlier jobs.
+    `session` is 16 hexadecimal digits: the same on all ranks, and higher than in earlier jobs.  The
+    methods that `WholeFiles` has, too, mean the same.
     """
 
     def __init__(self, rank: int, size: int, session: str) -> None:
@@ -178,9 +156,7 @@ class Parts:
         files = list(files)
         sizes = {part.size for part in map(_part, files) if part} - {self._size}
         if sizes:
-            return (
-                f" (but parts of checkpoints of {_listed(sorted(sizes))} ranks, not {self._size})"
-            )
+            return f" (but parts of checkpoints of {_listed(sizes)} ranks, not {self._size})"
         if WholeFiles().checkpoints(files):
             return " (but checkpoints of one rank)"
         return ""
@@ -200,5 +176,8 @@ def _part(name: str) -> _Part | None:
     return part if name == _name(part.save, part.rank, part.size) else None
 
 
-def _listed(sizes: list[int]) -> str:
-    return " or ".join(map(str, sizes))
+def _listed(sizes: Iterable[int]) -> str:
+    return " or ".join(map(str, sorted(sizes)))
+
+
+Naming: TypeAlias = "WholeFiles | Parts"

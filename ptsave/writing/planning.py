@@ -33,37 +33,22 @@ def plan_archive(
     The archive's root folder is named after a path or URL.  With `no_byte_order`, torch's Python
     code leaves out the byte order, and its C++ code adds it in another place.
     """
-    records = _records_before_storages(data, no_byte_order)
-    records += _storage_records(storages)
-    records += _records_after_storages(no_byte_order)
+    alignment = str(storage_alignment()).encode()
+    byte_order = [("byteorder", sys.byteorder.encode(), len(sys.byteorder))]
     root = "archive"
     if isinstance(target, str) or is_url_file(target):
         root = root_for_path(name_of(target))
-    return _C.WritePlan(root, records, storage_alignment())
-
-
-def _records_before_storages(data: bytes, no_byte_order: bool) -> list[_Records]:
-    alignment = str(storage_alignment()).encode()
     records: list[_Records] = [
         ("data.pkl", data, len(data)),
         (".format_version", b"1", 1),
         (".storage_alignment", alignment, len(alignment)),
-    ]
-    return records if no_byte_order else [*records, _byte_order_record()]
-
-
-def _records_after_storages(no_byte_order: bool) -> list[_C.PlannedRecord]:
-    # torch's C++ writer adds the record that the Python code has left out.
-    byte_order = [_byte_order_record()] if no_byte_order else []
-    return [
+        *([] if no_byte_order else byte_order),
+        *_storage_records(storages),
         ("version", b"3\n", 2),
-        *byte_order,
+        *(byte_order if no_byte_order else []),
         (".data/serialization_id", b"", _SERIALIZATION_ID_NBYTES),
     ]
-
-
-def _byte_order_record() -> _C.PlannedRecord:
-    return ("byteorder", sys.byteorder.encode(), len(sys.byteorder))
+    return _C.WritePlan(root, records, storage_alignment())
 
 
 def _storage_records(storages: _C.StorageList) -> list[_Records]:
