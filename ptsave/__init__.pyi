@@ -44,11 +44,11 @@ from ptsave.serialization import save as save
 from ptsave.state.lazy_buffers import register_lazy_buffer as register_lazy_buffer
 from ptsave.state.modules import IncompatibleKeys as IncompatibleKeys
 from ptsave.state.modules import load_state_dict as load_state_dict
-from ptsave.state.optimizer_groups import UnmatchedParameters as UnmatchedParameters
+from ptsave.state.modules import unsaved_tensors as unsaved_tensors
+from ptsave.state.optimizer_matching import UnmatchedParameters as UnmatchedParameters
 from ptsave.state.optimizers import load_optimizer_state_dict as load_optimizer_state_dict
-from ptsave.state.prefixes import add_prefix as add_prefix
-from ptsave.state.prefixes import strip_prefix as strip_prefix
-from ptsave.state.unsaved import unsaved_tensors as unsaved_tensors
+from ptsave.state.renaming import add_prefix as add_prefix
+from ptsave.state.renaming import strip_prefix as strip_prefix
 from ptsave.training.checkpoint import RestoredEntries as RestoredEntries
 from ptsave.training.checkpoint import load_checkpoint as load_checkpoint
 from ptsave.training.checkpoint import load_into as load_into

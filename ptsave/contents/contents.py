@@ -304,7 +304,7 @@ class LoadedContents(OneFile):
         return part if part.is_meta else to_device(part, device)
 
     def _part_of(self, tensor: Tensor, index: Any) -> Tensor:
-        from ptsave.state.plain_copies import shares_bytes
+        from ptsave.state.copying import shares_bytes
 
         if shares_bytes(tensor):
             raise TypeError(

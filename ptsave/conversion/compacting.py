@@ -27,7 +27,6 @@ from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import RangeSource
 from ptsave.sources.urls import is_url, is_url_target, refuse_storage_options, refuse_url_target
 from ptsave.streaming.payload_sources import PayloadSources, StoragePlace, check_records
-from ptsave.streaming.places import StoragePlace
 from ptsave.streaming.streamed_files import PicklePlan, SafetensorsPlan, StreamedPlan, write_bytes
 from ptsave.support.calls import check_flags, progress_bar
 from ptsave.support.torch_tensors import storage_id

@@ -22,7 +22,6 @@ from ptsave.dcp.blocks import BLOCK_NBYTES, section_crcs
 from ptsave.dcp.metadata import CheckedFile
 from ptsave.distributed.items import head_of
 from ptsave.streaming.payload_sources import Payload
-from ptsave.streaming.places import Payload
 from ptsave.support.calls import ProgressCallback
 from ptsave.writing.targets import FileWriter
 

@@ -22,7 +22,7 @@ from ptsave.models.packed_modules import ShardId
 from ptsave.models.shards import Entry, Read, SafetensorsShard, Shard, ShardReader
 from ptsave.models.weight_parts import Part, part_of, target_of
 from ptsave.models.weight_plan import WeightPlan, takes_slices
-from ptsave.state.plain_copies import PLAIN_TYPES
+from ptsave.state.copying import PLAIN_TYPES
 from ptsave.support import config
 from ptsave.support.calls import ProgressCallback, pausing_garbage_collection
 from ptsave.support.torch_distributed import is_distributed_tensor

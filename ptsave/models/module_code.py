@@ -22,8 +22,7 @@ from ptsave.models.filling import Fills, Item
 from ptsave.models.shards import Entry, Read, ShardReader
 from ptsave.models.weight_parts import Part
 from ptsave.models.weight_plan import Delivery, WeightPlan
-from ptsave.state.copying import CopyNow, Replacement
-from ptsave.state.plain_copies import Mismatch
+from ptsave.state.copying import Copier, Mismatch, Replacement
 from ptsave.state.renaming import renamed_metadata
 from ptsave.state.trusted_loading import have_code_of_their_own, overrides_load_state_dict
 from ptsave.support.torch_distributed import is_distributed_tensor
@@ -260,7 +259,7 @@ class _ReadWhenAsked(OrderedDict[str, Any]):
         return OrderedDict, (list(self.items()),)
 
 
-class ShardCopier(CopyNow):
+class ShardCopier(Copier):
     """A `Copier` for stand-ins of tensors in open files.
 
     Values replace the stand-ins in the dicts that it is shown, and live as long as these dicts.

@@ -15,8 +15,7 @@ from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, Route, ShardId
 from ptsave.models.shards import Entry, Shard
 from ptsave.models.weight_parts import parts_along
-from ptsave.state.load_errors import mismatch_message, raise_load_errors
-from ptsave.state.plain_copies import PLAIN_TYPES, Mismatch
+from ptsave.state.copying import PLAIN_TYPES, Mismatch, mismatch_message, raise_load_errors
 from ptsave.state.renaming import Renaming
 from ptsave.support.torch_modules import having, non_persistent_buffers_of, tensors_in
 from ptsave.tree.extents import ADVICE, default_limit

@@ -1,23 +1,37 @@
-"""Copiers: put the tensors of a state dict into a module or an optimizer, at once or later.
+"""Copies the tensors of a state dict into a module or an optimizer, at once or later.
 
 Loading a state dict decides on sources and targets; a `Copier` decides *when* to copy. A restore
 from a file collects the copies, so that everything can be checked before the first byte of a target
-changes.
+changes. Copying a plain tensor, which is only numbers in memory, runs no code of users, so loading
+may do it at any time. torch decides on everything else. Errors are in the words of
+:meth:`torch.nn.Module.load_state_dict`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
+from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
+from torch.overrides import is_tensor_like
 
 from ptsave import _C
+from ptsave._C import copies_plainly
 from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.containers import walk
+
+# Key, shape in the state dict and shape in the module.
+Mismatch: TypeAlias = "tuple[str, Size, Size]"
+
+
+PLAIN_TYPES = frozenset({Tensor, Parameter})
+
+# Dtypes of quantized tensors.  Other dtypes smaller than a byte are saved as bytes.
+_SUB_BYTE_DTYPES = frozenset({torch.quint4x2, torch.quint2x4})
 
 
 class Replacement(NamedTuple):
@@ -36,8 +50,11 @@ class Replacement(NamedTuple):
         self.buffers[self.name] = self.new
 
 
-class Copier(Protocol):
-    """Decides when tensors of a state dict are copied, whether they hold values yet or not."""
+class Copier:
+    """Decides when tensors of a state dict are copied; this one copies at once, as torch does.
+
+    The tensors of the state dict have values for this copier, and need not have any for another.
+    """
 
     def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
         """Copy each source into its target, as ``copy_`` does under no_grad.
@@ -45,18 +62,29 @@ class Copier(Protocol):
         Only for pairs (target, source) whose copies cannot fail: strided tensors of exactly torch's
         own types, of one shape, on real devices.
         """
+        n_done = _C.copy_small(copies, 0)
+        if n_done < len(copies):
+            with torch.no_grad():
+                while n_done < len(copies):
+                    target, source = copies[n_done]
+                    target.copy_(source)
+                    n_done = _C.copy_small(copies, n_done + 1)
 
     def replace(self, replacement: Replacement) -> None:
         """Copy `source` into `new`, as by `copy`, and then make `new` the buffer.
 
         If the values do not arrive, the buffer stays as it is.
         """
+        if replacement.new is not None and replacement.source is not None:
+            self.copy([(replacement.new, replacement.source)])
+        replacement.make()
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
         """Give these entries their values, because a module gets the entries themselves."""
 
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         """Return ``source.to(dtype=dtype, device=device)``: `source` itself if nothing changes."""
+        return source.to(dtype=dtype, device=device)
 
     def lend(self, state_dict: Mapping[Any, Any]) -> None:
         """Give these entries their values, because other people's code will only look at them.
@@ -77,43 +105,11 @@ class Copier(Protocol):
 
         The dict may read an entry only when that code asks for it.
         """
-
-
-class CopyNow:
-    """Copies at once, as torch does."""
-
-    def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
-        n_done = _C.copy_small(copies, 0)
-        if n_done < len(copies):
-            with torch.no_grad():
-                while n_done < len(copies):
-                    target, source = copies[n_done]
-                    target.copy_(source)
-                    n_done = _C.copy_small(copies, n_done + 1)
-
-    def replace(self, replacement: Replacement) -> None:
-        if replacement.new is not None and replacement.source is not None:
-            self.copy([(replacement.new, replacement.source)])
-        replacement.make()
-
-    def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
-        """Do nothing: all values are always there."""
-
-    def lend(self, state_dict: Mapping[Any, Any]) -> None:
-        """Do nothing: all values are always there."""
-
-    def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        return source.to(dtype=dtype, device=device)
-
-    def show(self, state_dict: Mapping[Any, Any]) -> None:
-        """Do nothing: all values are always there."""
-
-    def show_dict(self, entries: dict[str, Any]) -> dict[str, Any]:
         self.show(entries)
         return entries
 
 
-class CopyLater(CopyNow):
+class CopyLater(Copier):
     """Copies when it must, or at the end, so that errors are known before the first copy."""
 
     def __init__(self) -> None:
@@ -142,7 +138,7 @@ class CopyLater(CopyNow):
         replacement.make()
 
 
-class CopyNothing(CopyNow):
+class CopyNothing(Copier):
     """Copies nothing, for a trial run that finds the errors of a load."""
 
     def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
@@ -176,3 +172,157 @@ def tensors_in(obj: Any) -> list[Tensor]:
             untyped = untyped_of(value) if isinstance(value, torch.TypedStorage) else value
             found.append(torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped))
     return found
+
+
+def shares_bytes(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share bytes: torch cannot copy it or a part of it.
+
+    >>> shares_bytes(torch.ones(2))
+    False
+    """
+    return tensor.dtype in _SUB_BYTE_DTYPES
+
+
+class ModulePlan:
+    """Copies of entries into the tensors of one module, and the errors of the other entries."""
+
+    __slots__ = ("copies", "errors", "mismatched", "missing")
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.missing: list[str] = []
+        self.mismatched: list[Mismatch] = []
+        self.errors: list[str] = []
+
+
+def plan_module(
+    own: Mapping[str, Tensor],
+    entries: Mapping[str, Any],
+    prefix: str,
+    *,
+    skip_mismatched: bool,
+    copies: bool,
+) -> ModulePlan | None:
+    """Return the plan that torch would follow; None if it is more than copying plain tensors.
+
+    `own` are the module's parameters and persistent buffers. With `skip_mismatched`, other shapes
+    are left out instead of being errors. With `copies`, entries are copied in the end, so that
+    dtypes without a copy in torch are errors.
+    """
+    plan = ModulePlan()
+    for name, target in own.items():
+        key = prefix + name
+        if key not in entries:
+            plan.missing.append(key)
+            continue
+        source = entries[key]
+        if copies_plainly(target, source):
+            plan.copies.append((target, source))
+        elif not _plan_exception(plan, key, target, source, skip_mismatched):
+            if not (copies and are_plain(target, source) and shares_bytes(target)):
+                return None
+            plan.errors.append(no_copy_message(key, target))
+    return plan
+
+
+def _plan_exception(
+    plan: ModulePlan, key: str, target: Tensor, source: Any, skip_mismatched: bool
+) -> bool:
+    """Plan an entry that is not just copied, as torch does; return False if torch has to do it."""
+    if type(target) not in PLAIN_TYPES or is_lazy(target):
+        return False
+    if not is_tensor_like(source):
+        plan.errors.append(no_tensor_message(key, source))
+        return True
+    if type(source) not in PLAIN_TYPES:
+        return False
+    if differ(target, source):
+        if skip_mismatched:
+            plan.mismatched.append((key, source.shape, target.shape))
+        else:
+            plan.errors.append(mismatch_message(key, target, source))
+        return True
+    if source.shape != target.shape and copies_plainly(target, source[0]):
+        plan.copies.append((target, source[0]))  # a scalar, as torch 0.3 saved it
+        return True
+    return False
+
+
+def are_plain(target: Any, source: Any) -> bool:
+    """Return whether both are tensors of exactly torch's own types."""
+    return type(target) in PLAIN_TYPES and type(source) in PLAIN_TYPES
+
+
+def differ(target: Tensor, source: Any) -> bool:
+    """Return whether torch would report a size mismatch.
+
+    The shape of an uninitialized `source` raises torch's RuntimeError.
+    """
+    if not is_tensor_like(source) or is_lazy(target):
+        return False
+    one_element = len(target.shape) == 0 and tuple(source.shape) == (1,)  # as torch 0.3 saved it
+    return not one_element and bool(source.shape != target.shape)
+
+
+class Shaped(Protocol):
+    """A tensor, or a stand-in that knows its shape."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+
+def no_mapping_error(state_dict: Any) -> TypeError:
+    """Return torch's error for a state dict that is not a mapping."""
+    return TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+
+
+def no_tensor_message(key: str, source: Any) -> str:
+    """Return torch's words for an entry that is no tensor, where one belongs."""
+    return (
+        f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like '
+        f"object from checkpoint but received {type(source)}"
+    )
+
+
+def failure_message(key: str, target: Shaped, source: Shaped, error: Exception) -> str:
+    """Return torch's words for an entry that could not be copied."""
+    return (
+        f'While copying the parameter named "{key}", whose dimensions in the model are '
+        f"{target.shape} and whose dimensions in the checkpoint are {source.shape}, an exception "
+        f"occurred : {error.args}."
+    )
+
+
+def mismatch_message(key: str, target: Shaped, source: Shaped) -> str:
+    """Return torch's words for shapes that differ."""
+    return (
+        f"size mismatch for {key}: copying a param with shape {source.shape} from "
+        f"checkpoint, the shape in current model is {target.shape}."
+    )
+
+
+def no_copy_message(key: str, target: torch.Tensor) -> str:
+    """Return the message for a tensor that torch cannot copy into another one."""
+    return (
+        f'While copying the parameter named "{key}": torch has no copy for {target.dtype}. Load it '
+        "with assign=True, or take it from ptsave.load()"
+    )
+
+
+def raise_load_errors(
+    target: object, errors: list[str], missing: list[str], unexpected: list[str], *, strict: bool
+) -> None:
+    """Raise one error for everything that was found, if anything was.
+
+    With `strict`, missing and unexpected keys are errors, too, and named before the others.
+    """
+    if strict:
+        for kind, keys in (("Unexpected", unexpected), ("Missing", missing)):
+            if len(keys) > 0:
+                names = ", ".join(f'"{key}"' for key in keys)
+                errors.insert(0, f"{kind} key(s) in state_dict: {names}. ")
+    if len(errors) > 0:
+        reasons = "\n\t".join(errors)
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {target.__class__.__name__}:\n\t{reasons}"
+        )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ptsave.state.load_errors import failure_message
+from ptsave.state.copying import failure_message
 from ptsave.support.torch_modules import (
     WrappedHook,
     buffers_of,
@@ -83,12 +83,12 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
 
 def lazy_buffer_hooks(module: nn.Module) -> list[LazyBufferHook]:
     """Return the load pre-hooks of a module that `register_lazy_buffer` has registered."""
-    hooks = pre_hooks_of(module).values()
-    return [
-        hook.hook
-        for hook in hooks
-        if type(hook) is WrappedHook and type(hook.hook) is LazyBufferHook
-    ]
+    return [hook.hook for hook in pre_hooks_of(module).values() if is_lazy_buffers(hook)]
+
+
+def is_lazy_buffers(hook: Any) -> bool:
+    """Return whether `register_lazy_buffer` has registered a load pre-hook."""
+    return type(hook) is WrappedHook and type(hook.hook) is LazyBufferHook
 
 
 class LazyBufferHook:
@@ -159,7 +159,11 @@ class LazyBufferHook:
             buffers_of(module)[self.name] = saved.detach()
         else:
             try:
-                buffers_of(module)[self.name] = _loaded(module, present, saved)
+                new = new_buffer(module, present, saved)
+                if not new.is_meta:  # torch warns of a copy to the meta device
+                    with torch.no_grad():
+                        new.copy_(saved)
+                buffers_of(module)[self.name] = new
             except Exception as error:
                 error_msgs: list[str] = key_lists[-1]
                 error_msgs.append(failure_message(key, saved, saved, error))
@@ -205,17 +209,6 @@ def new_buffer(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tens
     """
     if present is not None:
         return torch.empty_like(saved, dtype=present.dtype, device=present.device)
-    return torch.empty_like(saved, device=_device_of(module, saved))
-
-
-def _loaded(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
-    new = new_buffer(module, present, saved)
-    if not new.is_meta:  # torch warns of a copy to the meta device
-        with torch.no_grad():
-            new.copy_(saved)
-    return new
-
-
-def _device_of(module: nn.Module, saved: Tensor) -> torch.device:
     others = itertools.chain(module.parameters(), module.buffers())
-    return next((tensor.device for tensor in others), saved.device)
+    device = next((tensor.device for tensor in others), saved.device)
+    return torch.empty_like(saved, device=device)

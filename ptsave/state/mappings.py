@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ptsave.state.copying import Copier, tensors_in
-from ptsave.state.load_errors import (
+from ptsave._C import copies_plainly
+from ptsave.state.copying import (
+    Copier,
     mismatch_message,
     no_copy_message,
     no_mapping_error,
     no_tensor_message,
     raise_load_errors,
+    shares_bytes,
+    tensors_in,
 )
-from ptsave.state.plain_copies import copies_plainly, shares_bytes
 from ptsave.support.torch_modules import IncompatibleKeys as TorchsIncompatibleKeys
 from ptsave.support.torch_tensors import modes_are_active
 from ptsave.tree.containers import items_of
@@ -77,7 +79,7 @@ class _Filling:
 
     def compare(self, target: Any, saved: Any, prefix: str) -> None:
         """Compare two containers of the same kind, entry by entry."""
-        ours, theirs = dict(_items(target)), dict(_items(saved))
+        ours, theirs = dict(items_of(target)), dict(items_of(saved))
         self.missing += [f"{prefix}{key}" for key in ours if key not in theirs]
         self.unexpected += [f"{prefix}{key}" for key in theirs if key not in ours]
         for key, value in ours.items():
@@ -101,7 +103,9 @@ class _Filling:
                 self.errors.append(no_copy_message(path, value))
             else:
                 self.tensors.append((value, saved))
-        elif _are_containers(value, saved):
+        elif any(
+            isinstance(value, kind) and isinstance(saved, kind) for kind in (Mapping, (list, tuple))
+        ):
             self.compare(value, saved, f"{path}.")
         elif callable(getattr(value, "load_state_dict", None)):
             self.errors.append(
@@ -112,13 +116,3 @@ class _Filling:
             self.replacements.append((target, key, saved))
         else:
             self.errors.append(f"{path} cannot be replaced in a {type(target).__name__}")
-
-
-def _are_containers(value: Any, saved: Any) -> bool:
-    return any(
-        isinstance(value, kind) and isinstance(saved, kind) for kind in (Mapping, (list, tuple))
-    )
-
-
-def _items(container: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(items_of(container))

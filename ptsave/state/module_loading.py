@@ -11,18 +11,37 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import is_tensor_like
 
-from ptsave.state.copying import Copier, CopyNothing, Replacement
+from ptsave.state.copying import (
+    Copier,
+    CopyNothing,
+    Mismatch,
+    ModulePlan,
+    Replacement,
+    are_plain,
+    differ,
+    mismatch_message,
+    no_tensor_message,
+    plan_module,
+    raise_load_errors,
+)
 from ptsave.state.lazy_buffers import lazy_buffer_hooks, new_buffer
-from ptsave.state.load_errors import mismatch_message, no_tensor_message, raise_load_errors
-from ptsave.state.plain_copies import Mismatch, ModulePlan, are_plain, differ, plan_module
-from ptsave.state.trusted_loading import assigns_plainly, begin_plainly, own_tensors
+from ptsave.state.trusted_loading import (
+    assigns_plainly,
+    begin_plainly,
+    hooks_that_look,
+    own_tensors,
+    run_trusted_code,
+    runs_torchs_method,
+    sets_extra_state,
+)
 from ptsave.support.torch_modules import (
     EXTRA_STATE_KEY_SUFFIX,
     IncompatibleKeys,
@@ -34,6 +53,7 @@ from ptsave.support.torch_modules import (
     register_pre_hook,
 )
 from ptsave.support.torch_tensors import modes_are_active
+from ptsave.tree.containers import items_of
 
 
 class StateDictPart:
@@ -144,7 +164,7 @@ class Loading:
                 child_prefix = prefix + name + "."
                 self.load(child, part.of_child(name, child_prefix, self.foreign_runs), child_prefix)
         if self.calls_others and post_hooks_of(module):
-            self._run_post_hooks(module)
+            self._run_post_hooks(module, self._show)
 
     def raise_errors(self, module: nn.Module, strict: bool) -> None:
         """Raise torch's error for all problems that were found, if there are any."""
@@ -315,12 +335,14 @@ class Loading:
         self._call_torch(module, part, metadata)
         return True
 
-    def _run_post_hooks(self, module: nn.Module) -> None:
+    def _run_post_hooks(self, module: nn.Module, show: Callable[[dict[str, Any]], None]) -> None:
         keys = IncompatibleKeys(self.missing, self.unexpected)
         for hook in post_hooks_of(module).values():
-            self._show({})
-            if hook(module, keys) is not None:
-                raise_for_result_of_hook()
+            show({})
+            if hook(module, keys) is not None:  # for torch's error, in its version's words
+                other = nn.Module()
+                other.register_load_state_dict_post_hook(lambda *_: True)
+                other.load_state_dict({})
 
     def _show(self, entries: dict[str, Any]) -> None:
         self.check_first()
@@ -422,8 +444,55 @@ class Checking(Loading):
         self._find_unexpected(module, own, part, n_found)
 
 
-def raise_for_result_of_hook() -> None:
-    """Raise torch's error, in its version's words, for a post-hook that returns something."""
-    module = nn.Module()
-    module.register_load_state_dict_post_hook(lambda *_: True)
-    module.load_state_dict({})
+class _UnknownMethodError(Exception):
+    """Raised for a module with its own method for loading: only a call tells its errors."""
+
+
+class Report(Checking):
+    """Finds everything that torch would list, once an error is certain.
+
+    Hooks run as under torch, because they may rename entries and edit the lists of keys, but
+    nothing is copied.
+    """
+
+    def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
+        """Raise all errors, unless they cannot be known, or hooks have mended them."""
+        with contextlib.suppress(_UnknownMethodError):
+            self.load(module, OrderedDict(items_of(entries)), "")
+            self.raise_errors(module, strict)
+
+    def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
+        metadata = self._metadata_at(prefix)
+        if not runs_torchs_method(module, entries, prefix, metadata):
+            raise _UnknownMethodError
+        part = StateDictPart(entries, prefix)
+        part.is_kept = True  # hooks may keep it
+        run_trusted_code(module, entries, prefix, metadata)
+        for hook in hooks_that_look(module):
+            self._lend(entries)
+            hook(entries, prefix, metadata, True, self.missing, self.unexpected, self.errors)
+        present = buffers_of(module)
+        wanted: dict[str, Any] = {
+            hook.name: hook.wanted(entries, prefix + hook.name, present.get(hook.name))
+            for hook in lazy_buffer_hooks(module)
+        }
+        own = own_tensors(module, wanted)
+        self._load_by_torch(module, own, part, metadata, sets_extra_state(module))
+        for name, child in children_of(module).items():
+            if child is not None:
+                child_prefix = prefix + name + "."
+                self.load(child, part.of_child(name, child_prefix, self.foreign_runs), child_prefix)
+        self._run_post_hooks(module, self._lend)
+
+    def _load_extra_state(
+        self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, is_set: bool
+    ) -> int:
+        key = part.prefix + EXTRA_STATE_KEY_SUFFIX
+        found = key in part.entries
+        if found != is_set:
+            (self.unexpected if found else self.missing).append(key)
+        return int(found and EXTRA_STATE_KEY_SUFFIX not in own)
+
+    def _lend(self, entries: dict[str, Any]) -> None:
+        self.lender.lend(entries)
+        self.foreign_runs += 1

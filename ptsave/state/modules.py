@@ -1,17 +1,16 @@
-"""`load_state_dict` of modules, and a check that raises its errors before anything changes."""
+"""`load_state_dict` of modules with an early check, and the tensors that state dicts lack."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from ptsave.state.copying import Copier, CopyNow, tensors_in
-from ptsave.state.load_errors import no_mapping_error
-from ptsave.state.module_loading import Checking, Loading
-from ptsave.state.plain_copies import Mismatch
+from ptsave.state.copying import Copier, Mismatch, no_mapping_error, tensors_in
+from ptsave.state.module_loading import Checking, Loading, Report
 from ptsave.state.trusted_loading import (
     gives_lists_away,
     may_run_others_code,
@@ -19,7 +18,8 @@ from ptsave.state.trusted_loading import (
 )
 from ptsave.support.torch_modules import METADATA, post_hooks_of
 from ptsave.support.torch_modules import IncompatibleKeys as TorchsIncompatibleKeys
-from ptsave.tree.containers import items_of
+from ptsave.support.torch_tensors import storage_id_of
+from ptsave.tree.containers import is_container, items_of, walk, walk_entries
 
 
 class IncompatibleKeys(TorchsIncompatibleKeys):
@@ -113,7 +113,7 @@ def load_state_dict(
     ('bias', torch.Size([10]), torch.Size([2]))
     """
     skips = ignore_mismatched_sizes
-    return load_module(module, state_dict, strict, assign, CopyNow(), ignore_mismatched_sizes=skips)
+    return load_module(module, state_dict, strict, assign, Copier(), ignore_mismatched_sizes=skips)
 
 
 def load_module(
@@ -143,8 +143,10 @@ def load_module(
         return result
     if not isinstance(state_dict, Mapping):
         raise no_mapping_error(state_dict)
-    entries = _entries_of(state_dict)
-    metadata = getattr(entries, METADATA, None)
+    entries: OrderedDict[str, Any] = OrderedDict(items_of(state_dict))  # other code may change it
+    metadata = getattr(state_dict, METADATA, None)
+    if metadata is not None:
+        setattr(entries, METADATA, metadata)
     loading = Loading(metadata, assign, copier, ignore_mismatched_sizes)
     if check_first:
 
@@ -183,15 +185,6 @@ def check_module(
     _check(module, state_dict, strict, Checking(metadata, copier, ignore_mismatched_sizes))
 
 
-def _entries_of(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return a copy of a state dict that other code may change, with its metadata."""
-    entries: OrderedDict[str, Any] = OrderedDict(items_of(state_dict))
-    metadata = getattr(state_dict, METADATA, None)
-    if metadata is not None:
-        setattr(entries, METADATA, metadata)
-    return entries
-
-
 def _check(module: nn.Module, entries: Mapping[str, Any], strict: bool, checking: Checking) -> None:
     """Raise the errors that no hook or override can prevent."""
     checking.load(module, OrderedDict(items_of(entries)), "")
@@ -205,8 +198,90 @@ def _check(module: nn.Module, entries: Mapping[str, Any], strict: bool, checking
     if not (checking.errors or certain):
         return
     if not (checking.is_complete and keys_are_final):
-        from ptsave.state.module_report import Report
-
         report = Report(checking.metadata, checking.lender, checking.skip_mismatched)
         report.run(module, entries, strict)
     checking.raise_errors(module, certain)
+
+
+# ------------------------------------------------------------------------- unsaved tensors
+
+
+def unsaved_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a module that are in no state dict, and are lost by saving one.
+
+    These are:
+
+    * tensors that are plain attributes, or in lists, tuples and dicts that are attributes;
+    * parameters and buffers of modules in such containers, such as a list where an
+      :class:`torch.nn.ModuleList` was meant;
+    * buffers that are not persistent;
+    * parameters that a hook takes out.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module, whose ``state_dict()`` is called once.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        The tensors themselves by dotted name, in the order of the modules.  Tensors that share
+        memory with one in the state dict are left out, because their values are saved.  Each tensor
+        is there once, under its first name.
+
+    Raises
+    ------
+    TypeError
+        If it is no module.
+
+    Notes
+    -----
+    Not every such tensor is a mistake: a mask or a table that ``__init__`` computes again does not
+    have to be saved.  Tensors in objects of other types are not looked for.
+
+    Examples
+    --------
+    >>> import torch, ptsave
+    >>> class Memory(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.scale = torch.nn.Parameter(torch.ones(2))
+    ...         self.seen = torch.zeros(2)
+    ...         self.heads = [torch.nn.Linear(2, 1, bias=False)]
+    >>> list(ptsave.unsaved_tensors(Memory()))
+    ['seen', 'heads.0.weight']
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, not {type(module).__name__}")
+    values = walk(module.state_dict(keep_vars=True))  # kept, so that nothing else gets their marks
+    saved = {mark for value in values if isinstance(value, Tensor) for mark in _marks_of(value)}
+    found: dict[str, Tensor] = {}
+    for name, tensor in _tensors_of(module, "", set()):
+        if not _marks_of(tensor) & saved:
+            found[name] = tensor
+            saved.add(id(tensor))
+    return found
+
+
+def _marks_of(tensor: Tensor) -> set[int]:
+    """Return numbers that identify a tensor's memory: its `id`, and its storage's number."""
+    storage = None if is_lazy(tensor) else storage_id_of(tensor)
+    return {id(tensor)} if storage is None else {id(tensor), storage}
+
+
+def _tensors_of(
+    module: nn.Module, prefix: str, seen: set[nn.Module]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of a module and of the modules below it, each module once."""
+    of_torch = vars(nn.Module())  # tables of parameters, buffers, hooks
+    for path, part in module.named_modules(seen, prefix):
+        dot = f"{path}." if path else ""
+        yield from part.named_parameters(path, recurse=False)
+        yield from part.named_buffers(path, recurse=False)
+        attributes = {key: value for key, value in vars(part).items() if key not in of_torch}
+        for _, between, key, value, _, _ in walk_entries(attributes, is_container):
+            name = f"{dot}{between}{key}"
+            if isinstance(value, Tensor):
+                yield name, value
+            elif isinstance(value, nn.Module):
+                yield from _tensors_of(value, name, seen)

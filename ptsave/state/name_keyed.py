@@ -156,14 +156,11 @@ def ways_of_naming(named: Iterable[tuple[str, Tensor]]) -> Iterator[Named]:
     """
     pairs = [*named]
     yield pairs
-    bare = [(_without_wrappers(name), param) for name, param in pairs]
+    parts = [([part for part in name.split(".") if part not in _WRAPPED], p) for name, p in pairs]
+    bare = [(".".join(each), param) for each, param in parts]
     yield bare
     if all(name.startswith("module.") for name, _ in bare):
         yield [(name.removeprefix("module."), param) for name, param in bare]
-
-
-def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def refuse_sharded(

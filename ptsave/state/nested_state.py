@@ -19,7 +19,11 @@ _PREFIXES = ("", "module.", "_orig_mod.", "model.")
 
 def parts_with_tensors(obj: Mapping[Any, Any]) -> list[str]:
     """Return the paths of the dicts of nothing but tensors in a checkpoint, such as ``model``."""
-    return [".".join(path) for path, part in _parts(obj) if path and _is_state_dict(part)]
+    return [
+        ".".join(path)
+        for path, part in _parts(obj)
+        if path and part and all(isinstance(value, Tensor) for value in part.values())
+    ]
 
 
 def advice(obj: Any, wanted: Iterable[str], target: str = "model") -> str:
@@ -56,7 +60,11 @@ def optimizer_advice(obj: Any, optimizer: Optimizer) -> str:
     """
     if not isinstance(obj, Mapping):
         return ""
-    found = [(path, part) for path, part in _parts(obj) if path and _is_optimizers(part)]
+    found = [
+        (path, part)
+        for path, part in _parts(obj)
+        if path and (is_name_keyed(part) or ("param_groups" in part and "state" in part))
+    ]
     n_params = sum(len(group["params"]) for group in optimizer.param_groups)
     for path, part in sorted(found, key=lambda each: _n_params(each[1]) != n_params):
         verb = "fits" if _n_params(part) == n_params else "is one of an optimizer"
@@ -66,10 +74,6 @@ def optimizer_advice(obj: Any, optimizer: Optimizer) -> str:
             call = _checkpoint_call(path[0], "optimizer")
         return f"The file's entry {'.'.join(path)!r} {verb}: {call}"
     return ""
-
-
-def _is_optimizers(part: Mapping[Any, Any]) -> bool:
-    return is_name_keyed(part) or ("param_groups" in part and "state" in part)
 
 
 def _n_params(part: Mapping[Any, Any]) -> int:
@@ -93,10 +97,6 @@ def _parts(obj: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, ...], Mapping[An
                 for key, child in children
                 if isinstance(key, str) and isinstance(child, Mapping)
             ]
-
-
-def _is_state_dict(part: Mapping[Any, Any]) -> bool:
-    return bool(part) and all(isinstance(value, Tensor) for value in part.values())
 
 
 def _checkpoint_call(name: str, target: str) -> str:

@@ -8,37 +8,43 @@ shares no memory with another one or with a parameter.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, overload
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ptsave.state.copying import Copier, CopyNow, LookOnly
-from ptsave.state.name_keyed import (
-    Named,
-    is_flat,
-    is_name_keyed,
-    names_in,
-    refuse_sharded,
-    regrouped,
+from ptsave.state.copying import Copier, LookOnly, Mismatch
+from ptsave.state.name_keyed import regrouped
+from ptsave.state.optimizer_matching import Assignment, Matching, UnmatchedParameters
+from ptsave.support.torch_modules import (
+    optimizer_policy,
+    optimizer_post_hooks_of,
+    optimizer_pre_hooks_of,
 )
-from ptsave.state.optimizer_cast import PresentState, StateCaster
-from ptsave.state.optimizer_groups import Assignment, UnmatchedParameters, match_by_order
-from ptsave.state.optimizer_names import leave_mismatched_out, match_by_name
-from ptsave.state.plain_copies import Mismatch
-from ptsave.support.torch_modules import optimizer_post_hooks_of, optimizer_pre_hooks_of
+from ptsave.support.torch_tensors import has_internal_overlap, storage_id
+from ptsave.tree.containers import items_of
+from ptsave.tree.extents import span_of
 
 _LOAD_STATE_DICT = Optimizer.load_state_dict
+_TORCHS_POLICY = optimizer_policy()
+_TORCHS_TYPES = (Tensor, Parameter)
+# For these types, a search through a group finds the same as a look-up by hash.
+_PLAIN_IDS = (int, str)
+# Iterating over any other container runs code that is neither Python's nor torch's.
+_PLAIN_CONTAINERS = {
+    *(dict, OrderedDict, defaultdict, list, tuple, set, frozenset),
+    *(str, bytes, bytearray, range, torch.Size),
+}
 
 
 @overload
 def load_optimizer_state_dict(
-    optimizer: Any,
-    state_dict: Mapping[str, Any],
-    *,
-    match: Literal["order"] = "order",
+    optimizer: Any, state_dict: Mapping[str, Any], *, match: Literal["order"] = "order"
 ) -> None: ...
 
 
@@ -135,7 +141,7 @@ def load_optimizer_state_dict(
     2
     """
     matching = Matching(match, names, named_parameters, strict=strict)
-    return load_optimizer(optimizer, state_dict, CopyNow(), matching)
+    return load_optimizer(optimizer, state_dict, Copier(), matching)
 
 
 def load_optimizer(
@@ -178,79 +184,12 @@ def load_optimizer(
             state[param] = optimizer.state[param]
     if present is not None and present.copies:
         copier.copy(present.copies)
-    _set_state(optimizer, {"state": state, "param_groups": assignment.groups}, copier)
+    new = {"state": state, "param_groups": assignment.groups}
+    copier.show(new)  # from here on the optimizer has its new state, with all of its values
+    optimizer.__setstate__(new)
+    for post_hook in optimizer_post_hooks_of(optimizer).values():
+        post_hook(optimizer)
     return assignment.unmatched
-
-
-@dataclass(frozen=True)
-class Matching:
-    """The rule that pairs saved parameters with an optimizer's.
-
-    The fields are those of `load_optimizer_state_dict`, but `match` may be None. Then parameters
-    match by name if the file has names in place of numbers, in any form of
-    torch.distributed.checkpoint, and something names the optimizer's parameters; otherwise by
-    order. `namings` are ways of naming these beside the optimizer's own names. `rename` leaves out
-    a saved parameter if it returns None. `mismatched` gets state of other shapes, which is then
-    left out; if it is None, they are an error (by order, torch loads them).
-    """
-
-    match: Literal["order", "name"] | None = "order"
-    names: Sequence[str] | None = None
-    named_parameters: Iterable[tuple[str, Tensor]] | None = None
-    namings: Sequence[Named] | None = None
-    rename: Callable[[str], str | None] | None = None
-    strict: bool = True
-    mismatched: list[Mismatch] | None = None
-
-    def check(self) -> None:
-        """Raise ValueError for options that contradict each other."""
-        if self.match not in (None, "order", "name"):
-            raise ValueError(f'match must be "order" or "name", not {self.match!r}')
-        if self.match == "order" and (self.names is not None or self.named_parameters is not None):
-            raise ValueError('names and named_parameters are only looked at with match="name"')
-
-    def resolved(self, optimizer: Any, state_dict: Mapping[Any, Any]) -> Matching:
-        """Return this, or matching by order if nothing names the optimizer's parameters."""
-        names_any = self.namings or self.named_parameters is not None or self.rename is not None
-        groups = optimizer.param_groups
-        if self.match is not None or names_any or is_flat(state_dict):
-            return self
-        if any("param_names" in group for group in groups):
-            return self
-        return replace(self, match="order")
-
-    def assign(self, optimizer: Any, state_dict: Any, copier: Copier) -> Assignment:
-        """Match the parameters of a state dict with the optimizer's."""
-        is_keyed = self._goes_by_keys(state_dict)
-        if self.match == "name" or (self.match is None and is_keyed):
-            if is_keyed:
-                refuse_sharded(optimizer, self._all_named(), state_dict["state"])
-            return match_by_name(
-                optimizer,
-                state_dict,
-                copier,
-                names=names_in(state_dict) if is_keyed else self.names,
-                named_parameters=self.named_parameters,
-                strict=self.strict,
-                rename=self.rename,
-                as_torch=self.match is None,
-                mismatched=self.mismatched,
-                namings=self.namings,
-            )
-        assignment = match_by_order(optimizer, state_dict["param_groups"], copier)
-        if self.mismatched is not None:
-            leave_mismatched_out(assignment, optimizer, state_dict["state"], self.mismatched)
-        return assignment
-
-    def _goes_by_keys(self, state_dict: Any) -> bool:
-        """Return whether names are in place of numbers, and no other names are given."""
-        if self.match == "order" or self.names is not None or not is_name_keyed(state_dict):
-            return False
-        groups = state_dict["param_groups"]
-        return self.namings is not None or not any("param_names" in group for group in groups)
-
-    def _all_named(self) -> Iterable[tuple[str, Tensor]]:
-        return [pair for named in self.namings or () for pair in named]
 
 
 def check_optimizer(
@@ -301,9 +240,217 @@ def _run_pre_hooks(optimizer: Any, state_dict: Any, copier: Copier) -> Any:
     return state_dict
 
 
-def _set_state(optimizer: Any, new: dict[str, Any], copier: Copier) -> None:
-    # From here on the optimizer has its new state, so all of its values must be there.
-    copier.show(new)
-    optimizer.__setstate__(new)
-    for post_hook in optimizer_post_hooks_of(optimizer).values():
-        post_hook(optimizer)
+# -------------------------------------------------------------------- the state of one parameter
+# torch decides on each tensor's dtype and device; it is asked with a stand-in, because the bytes
+# may not have arrived.  For each tensor, torch searches all groups for the parameter, so it gets
+# only the parameter's group.
+
+
+class _Destination:
+    """Stands in for a tensor; torch's policy calls `to` on it, or nothing if the tensor stays."""
+
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+    def to(self, *, device: torch.device, dtype: torch.dtype | None = None) -> _Destination:
+        self.dtype, self.device = dtype, device
+        return self
+
+
+class _Owner(NamedTuple):
+    """The parameter that a state belongs to, and the groups that torch gets."""
+
+    param: Tensor
+    param_id: Any
+    groups: Any
+
+
+class PresentState:
+    """The tensors in an optimizer's state, and which of them can take loaded values."""
+
+    def __init__(self, optimizer: Optimizer, saved_state: Mapping[Any, Any]) -> None:
+        present = list(_tensors_in(list(optimizer.state.values())))
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        # Tensors that share memory would be filled twice; ones shared in the file stay shared.
+        self._shared = _overlapping([*present, *params], _address)
+        self._shared |= _overlapping(_tensors_in(list(saved_state.values())), _place_in_storage)
+        self._state = dict(optimizer.state)
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def take(self, param: Tensor) -> Any:
+        """Return a parameter's present state, but only once: a group may have it twice."""
+        return self._state.pop(param, None)
+
+    def fill(
+        self, present: Any, value: Tensor, dtype: torch.dtype | None, device: torch.device | None
+    ) -> Tensor | None:
+        """Return `present`, and note the copy for later, if it can hold the converted `value`."""
+        if type(present) not in _TORCHS_TYPES or not _is_writable(present):
+            return None
+        dtype = value.dtype if dtype is None else dtype
+        device = value.device if device is None else device
+        if (present.shape, present.dtype, present.device) != (value.shape, dtype, device):
+            return None
+        if value.layout is not torch.strided or value.is_meta or value.requires_grad:
+            return None
+        if id(present) in self._shared or id(value) in self._shared:
+            return None
+        self.copies.append((present, value))
+        filled: Tensor = present
+        return filled
+
+
+class StateCaster:
+    """Casts the state of all parameters as `Optimizer.load_state_dict` does.
+
+    Tensors in `present` are filled in place; if it is None, all state is new.
+    """
+
+    def __init__(self, param_groups: Any, copier: Copier, present: PresentState | None) -> None:
+        self._param_groups = param_groups
+        self._group_of = _index_groups(param_groups)
+        self._copier = copier
+        self._present = present
+        self._policy = optimizer_policy()
+
+    def cast(self, saved: Any, assignment: Assignment) -> dict[Any, Any]:
+        """Return the state of the optimizer's parameters, cast from the saved one."""
+        state: dict[Any, Any] = defaultdict(dict)
+        # Only a mapping has items; for anything else Python says so, as under torch.
+        for param_id, value in items_of(saved) if isinstance(saved, Mapping) else saved.items():
+            if param_id in assignment.params:
+                param = assignment.params[param_id]
+                state[param] = self._cast_state(param, param_id, value)
+            elif param_id not in assignment.dropped:
+                state[param_id] = value
+        return state
+
+    def _cast_state(self, param: Tensor, param_id: Any, state: Any) -> Any:
+        groups = self._param_groups
+        if type(param_id) in _PLAIN_IDS and param_id in self._group_of:
+            groups = [{**self._group_of[param_id], "params": (param_id,)}]
+        present = self._present.take(param) if self._present is not None else None
+        return self._cast(_Owner(param, param_id, groups), state, None, present)
+
+    def _cast(self, owner: _Owner, value: Any, key: Hashable, present: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._cast_tensor(owner, value, key, present)
+        if not isinstance(value, Iterable):
+            return value
+        if type(value) not in _PLAIN_CONTAINERS:
+            self._copier.show({key: value})
+        if isinstance(value, dict):
+            before = present if type(present) is dict else {}
+            return {k: self._cast(owner, v, k, before.get(k)) for k, v in items_of(value)}
+        rebuild: Any = type(value)
+        return rebuild(self._cast(owner, v, None, None) for v in value)
+
+    def _cast_tensor(self, owner: _Owner, value: Tensor, key: Hashable, present: Any) -> Tensor:
+        if self._policy is not _TORCHS_POLICY or type(value) not in _TORCHS_TYPES:
+            self._copier.show({key: value})
+            return self._policy(owner.param, value, owner.param_id, owner.groups, key)
+        ask: Any = _TORCHS_POLICY
+        answer = ask(owner.param, _Destination(), owner.param_id, owner.groups, key)
+        if self._present is not None:
+            target = self._present.fill(present, value, answer.dtype, answer.device)
+            if target is not None:
+                return target
+        if answer.device is None:
+            return value
+        return self._copier.convert(value, answer.dtype, answer.device)
+
+
+def _index_groups(param_groups: Any) -> dict[Any, dict[Any, Any]]:
+    """Return each id's first group, or nothing if a search could find another."""
+    index: dict[Any, dict[Any, Any]] = {}
+    for group in param_groups:
+        if type(group) is not dict or type(group["params"]) not in (list, tuple):
+            return {}
+        if not {type(param_id) for param_id in group["params"]} <= {*_PLAIN_IDS}:
+            return {}
+        for param_id in group["params"]:
+            index.setdefault(param_id, group)
+    return index
+
+
+# ----------------------------------------------------------------------------------- shared memory
+
+_Place = tuple[int, int]  # the memory a tensor is in, and the address of its first byte there
+
+
+def _tensors_in(obj: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested plain containers; those of shared containers come twice."""
+    pending = [obj]
+    n_visits: dict[int, int] = defaultdict(int)
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (dict, OrderedDict, defaultdict, list, tuple):
+            n_visits[id(value)] += 1
+            if n_visits[id(value)] <= 2:  # a container may hold itself
+                pending.extend(dict.values(value) if isinstance(value, dict) else value)
+
+
+def _address(tensor: Tensor) -> _Place:
+    """Return a tensor's address; an equal one on another device costs a copy and nothing else."""
+    return 0, tensor.data_ptr()
+
+
+def _place_in_storage(tensor: Tensor) -> _Place:
+    """Return a tensor's storage and its offset there; the tensor may have no memory yet.
+
+    Two storages of a file never share memory.
+    """
+    return storage_id(tensor.untyped_storage()), int(tensor.storage_offset()) * tensor.itemsize
+
+
+def _overlapping(tensors: Iterable[Tensor], place: Callable[[Tensor], _Place]) -> set[int]:
+    """Return the `id` of every tensor whose range of bytes overlaps that of another one."""
+    spans = sorted(
+        (*place(tensor), _extent(tensor), id(tensor)) for tensor in tensors if _has_bytes(tensor)
+    )
+    overlapping: set[int] = set()
+    memory, end, last = 0, 0, 0
+    for this_memory, begin, nbytes, identity in spans:
+        if this_memory != memory:
+            memory, end = this_memory, 0
+        if begin < end:
+            overlapping |= {last, identity}
+        if begin + nbytes > end:
+            end, last = begin + nbytes, identity
+    return overlapping
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    return (
+        not is_lazy(tensor)
+        and _is_real(tensor)
+        and (
+            type(tensor) in _TORCHS_TYPES
+            or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        )
+        and tensor.numel() > 0
+    )
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the number of bytes from a tensor's first one to its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    begin, end = span_of(tensor)
+    return end - begin
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Return whether a copy into a tensor cannot fail, and writes each element once."""
+    return (
+        _is_real(tensor)
+        and not (tensor.is_inference() or tensor.requires_grad)
+        and not (tensor.is_conj() or tensor.is_neg())
+        and (tensor.is_contiguous() or has_internal_overlap(tensor) == 0)
+    )

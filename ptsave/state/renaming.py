@@ -1,11 +1,14 @@
-"""Maps the names of a checkpoint's tensors to the names in a model."""
+"""Maps the names of a checkpoint's tensors to the names in a model; adds and strips prefixes."""
 
 from __future__ import annotations
 
+import copy
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+from ptsave.support.torch_modules import METADATA
 from ptsave.tree.containers import items_of
 
 
@@ -95,9 +98,12 @@ class Renaming:
         if rename is None or callable(rename):
             self._rename = rename
         elif isinstance(rename, Mapping):
-            self._new_names = dict(rename)
+            self._new_names: dict[Any, Any] = dict(rename)  # unchecked so far
             for name, new in self._new_names.items():
-                _check_names(name, new)
+                if not isinstance(name, str):
+                    raise TypeError(f"rename: a name must be a string, not {name!r}")
+                if new is not None and not isinstance(new, str):
+                    raise TypeError(f"rename[{name!r}] must be a string or None, not {new!r}")
             self._patterns = NamePatterns(rename)
             self._rename = self._by_mapping
         else:
@@ -119,8 +125,6 @@ class Renaming:
 
     def of_state_dict(self, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
         """Return a state dict, with its metadata, under the model's names."""
-        from ptsave.state.prefixes import renamed
-
         return renamed(
             state_dict, self, lambda metadata, _: OrderedDict(renamed_metadata(metadata, self))
         )
@@ -140,13 +144,6 @@ class Renaming:
         return name
 
 
-def _check_names(name: object, new: object) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"rename: a name must be a string, not {name!r}")
-    if new is not None and not isinstance(new, str):
-        raise TypeError(f"rename[{name!r}] must be a string or None, not {new!r}")
-
-
 def renamed_metadata(
     metadata: Mapping[str, Any], renaming: Callable[[str], str | None]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -156,3 +153,140 @@ def renamed_metadata(
         name = renaming(f"{key}{marker}" if key else marker[1:])
         if name is not None and f".{name}".endswith(marker):
             yield f".{name}".removesuffix(marker).removeprefix("."), dict(versions)
+
+
+# ---------------------------------------------------------------------------------- prefixes
+
+
+def strip_prefix(
+    state_dict: Mapping[str, Any], prefix: str, *, anywhere: bool = False
+) -> OrderedDict[str, Any]:
+    """Return a state dict without the prefix that a wrapper has put before its keys.
+
+    :class:`torch.nn.DataParallel` and ``DistributedDataParallel`` add ``module.``, and
+    :func:`torch.compile` adds ``_orig_mod.``.  Keys without the prefix stay as they are.
+
+    Parameters
+    ----------
+    state_dict : Mapping of str to object
+        It is not changed, and its tensors are not copied.
+    prefix : str
+        The prefix, with the dot at its end, as in ``"module."``.
+    anywhere : bool, default False
+        Whether to remove it after every dot, too, for submodules that were wrapped one by one.
+
+    Returns
+    -------
+    collections.OrderedDict
+        In the same order.  ``_metadata``, if there is any, is adapted as
+        :func:`torch.nn.modules.utils.consume_prefix_in_state_dict_if_present` does it: the
+        metadata of a wrapped module replaces its wrapper's.
+
+    Raises
+    ------
+    ValueError
+        If two keys would become one, or `prefix` does not end in a dot.
+
+    Examples
+    --------
+    >>> import torch, ptsave
+    >>> wrapped = torch.nn.DataParallel(torch.nn.Linear(2, 2)).state_dict()
+    >>> list(wrapped), list(ptsave.strip_prefix(wrapped, "module."))
+    (['module.weight', 'module.bias'], ['weight', 'bias'])
+    """
+    _check_prefix(prefix)
+    if anywhere:
+        pattern = re.compile(rf"(?:^|(?<=\.))(?:{re.escape(prefix)})+")
+
+        def strip(key: str) -> str:
+            return pattern.sub("", key)
+    else:
+
+        def strip(key: str) -> str:
+            return key.removeprefix(prefix)
+
+    return renamed(state_dict, strip, _prefixed_metadata)
+
+
+def add_prefix(state_dict: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:
+    """Return a state dict with a prefix before every key, as a wrapper's own state dict has it.
+
+    Parameters
+    ----------
+    state_dict : Mapping of str to object
+        It is not changed, and its tensors are not copied.
+    prefix : str
+        The prefix, with the dot at its end, as in ``"module."``.
+
+    Returns
+    -------
+    collections.OrderedDict
+        In the same order, with ``_metadata`` if there is any.
+
+    Raises
+    ------
+    ValueError
+        If `prefix` does not end in a dot.
+
+    Examples
+    --------
+    >>> import torch, ptsave
+    >>> list(ptsave.add_prefix(torch.nn.Linear(2, 2).state_dict(), "module."))
+    ['module.weight', 'module.bias']
+    """
+    _check_prefix(prefix)
+    return renamed(state_dict, lambda key: prefix + key, _prefixed_metadata)
+
+
+def _check_prefix(prefix: str) -> None:
+    if not prefix.endswith("."):
+        raise ValueError(f"the prefix {prefix!r} does not end in a dot: use {prefix + '.'!r}")
+
+
+def renamed(
+    state_dict: Mapping[str, Any],
+    rename: Callable[[str], str | None],
+    renamed_metadata: Callable[[Mapping[str, Any], Any], OrderedDict[str, Any]],
+) -> OrderedDict[str, Any]:
+    """Return a state dict with other keys, in the same order, and its metadata.
+
+    `rename` returns None to leave an entry out; keys that are no text stay. `renamed_metadata` gets
+    the metadata and `rename`. Two keys that would become one raise ValueError.
+    """
+    result: OrderedDict[str, Any] = OrderedDict()
+    origins: dict[str, str] = {}
+    for key, entry in items_of(state_dict):
+        new_key = rename(key) if isinstance(key, str) else key
+        if new_key is None:
+            continue
+        if new_key in origins:
+            raise ValueError(
+                f"the keys {origins[new_key]!r} and {key!r} would both become {new_key!r}: "
+                "remove one of them from the state dict"
+            )
+        origins[new_key] = key
+        result[new_key] = entry
+    metadata = getattr(state_dict, METADATA, None)
+    if metadata is not None:
+        setattr(result, METADATA, renamed_metadata(metadata, rename))
+    return result
+
+
+def _prefixed_metadata(
+    metadata: Mapping[str, Any], rename: Callable[[str], str]
+) -> OrderedDict[str, Any]:
+    """Rename the keys, which are prefixes of the state dict's without the last dot.
+
+    The entries are copied, because loading with ``assign=True`` writes to them.
+    """
+    result: OrderedDict[str, Any] = OrderedDict()
+    renamed: set[str] = set()
+    for key, entry in items_of(metadata):
+        old_prefix = key + "." if key else ""
+        new_prefix = rename(old_prefix)
+        new_key = new_prefix[:-1]
+        if new_prefix != old_prefix or new_key not in renamed:
+            result[new_key] = copy.copy(entry)
+        if new_prefix != old_prefix:
+            renamed.add(new_key)
+    return result

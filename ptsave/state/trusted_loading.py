@@ -16,8 +16,8 @@ from torch.nn.modules import batchnorm, instancenorm
 from torch.nn.modules import module as module_module
 from torch.overrides import is_tensor_like
 
-from ptsave.state.lazy_buffers import LazyBufferHook
-from ptsave.state.plain_copies import PLAIN_TYPES
+from ptsave.state.copying import PLAIN_TYPES
+from ptsave.state.lazy_buffers import is_lazy_buffers
 from ptsave.support.torch_modules import (
     LOAD_METHOD,
     InstanceNorm,
@@ -110,16 +110,13 @@ def runs_torchs_method(
 
 def may_run_others_code(model: nn.Module) -> bool:
     """Return whether code of a model's own may take part in loading it or its children."""
-    return any(map(_takes_part, model.modules()))
-
-
-def _takes_part(module: nn.Module) -> bool:
-    return bool(
+    return any(
         pre_hooks_of(module)
         or post_hooks_of(module)
         or getattr(type(module), LOAD_METHOD, None) is not _MODULE
         or LOAD_METHOD in vars(module)
         or sets_extra_state(module)
+        for module in model.modules()
     )
 
 
@@ -141,7 +138,7 @@ def has_code_of_its_own(module: nn.Module, prefix: str, names: Container[str | N
         or cls.__getattribute__ is not object.__getattribute__
         or post_hooks_of(module)
         or sets_extra_state(module)
-        or any(not _is_lazy_buffer_hook(hook) for hook in pre_hooks_of(module).values())
+        or any(not is_lazy_buffers(hook) for hook in pre_hooks_of(module).values())
     )
 
 
@@ -165,23 +162,18 @@ def have_code_of_their_own(
     )
 
 
-def _is_lazy_buffer_hook(hook: Any) -> bool:
-    return type(hook) is WrappedHook and type(hook.hook) is LazyBufferHook
-
-
 def hooks_that_look(module: nn.Module) -> list[Callable[..., Any]]:
     """Return a module's load pre-hooks, except those that only give tensors their shapes.
 
     These are the hooks of lazy buffers and lazy modules.
     """
-    hooks: Mapping[int, Any] = pre_hooks_of(module)
-    return [hook for hook in hooks.values() if not _only_gives_shapes(hook)]
-
-
-def _only_gives_shapes(hook: Any) -> bool:
-    hook = hook.hook if type(hook) is WrappedHook else hook
-    is_lazy_modules = getattr(hook, "__func__", None) is lazy_load_hook
-    return type(hook) is LazyBufferHook or is_lazy_modules
+    found = []
+    for hook in pre_hooks_of(module).values():
+        method = hook.hook if type(hook) is WrappedHook else hook
+        is_lazy_modules = getattr(method, "__func__", None) is lazy_load_hook
+        if not (is_lazy_modules or is_lazy_buffers(hook)):
+            found.append(hook)
+    return found
 
 
 def run_trusted_code(
@@ -189,10 +181,18 @@ def run_trusted_code(
 ) -> None:
     """Run the first step of ``_load_from_state_dict`` of a module that loads plainly.
 
-    The override of norms adds the buffer ``num_batches_tracked`` to state dicts that predate it.
+    The override of norms adds ``num_batches_tracked``, a buffer since version 2, to older state
+    dicts.
     """
-    if load_method_of(type(module)) is not _MODULE:
-        _add_batch_count(module, entries, prefix, metadata)
+    version = metadata.get("version")
+    if load_method_of(type(module)) is _MODULE or (version is not None and version >= 2):
+        return
+    norm: Any = module
+    key = prefix + "num_batches_tracked"
+    if norm.track_running_stats and key not in entries:
+        count = norm.num_batches_tracked
+        usable = count is not None and count.device != torch.device("meta")
+        entries[key] = count if usable else torch.tensor(0, dtype=torch.long)
 
 
 def gives_lists_away(module: nn.Module) -> bool:
@@ -215,11 +215,9 @@ def assigns_plainly(module: nn.Module) -> bool:
     )
 
 
-def _is_trusted_hook(
-    hook: Callable[..., Any], module: nn.Module, entries: dict[str, Any], prefix: str
-) -> bool:
+def _is_trusted_hook(hook: Any, module: nn.Module, entries: dict[str, Any], prefix: str) -> bool:
     """Return whether a hook is a lazy buffer's, and will see only plain tensors."""
-    if type(hook) is not WrappedHook or type(hook.hook) is not LazyBufferHook:
+    if not is_lazy_buffers(hook):
         return False
     name = hook.hook.name
     seen = (entries.get(prefix + name), buffers_of(module).get(name))
@@ -236,16 +234,3 @@ def _is_trusted_norm(
         names = (prefix + "running_mean", prefix + "running_var")
         return not any(name in entries for name in names) or bool(module.track_running_stats)
     return overrides == [_NORM, _MODULE]
-
-
-def _add_batch_count(
-    norm: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
-) -> None:
-    """Add the buffer that version 2 of torch's norms has introduced, as ``_NormBase`` does."""
-    version = metadata.get("version")
-    if (version is None or version < 2) and norm.track_running_stats:
-        key = prefix + "num_batches_tracked"
-        if key not in entries:
-            count: Any = norm.num_batches_tracked
-            usable = count is not None and count.device != torch.device("meta")
-            entries[key] = count if usable else torch.tensor(0, dtype=torch.long)

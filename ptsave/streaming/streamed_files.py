@@ -18,7 +18,6 @@ from ptsave.contents.safetensors_fields import let_library_read
 from ptsave.contents.safetensors_header import header_of, safetensors_dtypes, stored_shape
 from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.streaming.payload_sources import Payload, PayloadSources, StoragePlace, is_in_order
-from ptsave.streaming.places import Payload, StoragePlace
 from ptsave.support.calls import ProgressCallback, pausing_garbage_collection
 from ptsave.tree.extents import span_of
 from ptsave.writing.pickling import pickle_object

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Set
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -18,13 +18,20 @@ from ptsave.state.copying import tensors_in
 from ptsave.state.modules import IncompatibleKeys
 from ptsave.support.calls import check_flags
 from ptsave.support.together import failing_together, has_others
-from ptsave.training.meant_parts import part_named, refuse_module, warn_if_nothing_fits
 from ptsave.training.options import RestoreOptions, check_named, entries_of
 from ptsave.training.restoring import RestoringCopier, check_locations, restoring
-from ptsave.training.targets import Target, key_mappings, names_of_modules, names_of_parameters
+from ptsave.training.targets import (
+    Target,
+    key_mappings,
+    names_of_modules,
+    part_named,
+    refuse_module,
+    warn_if_nothing_fits,
+)
 from ptsave.tree.containers import items_of
 
 if TYPE_CHECKING:
+    from ptsave.state.name_keyed import Named
     from ptsave.state.renaming import Rename
     from ptsave.training.options import KeyMapping, Match
 
@@ -151,7 +158,12 @@ def load_into(
         options = RestoreOptions.of(locals())
         _check_arguments(f, target, options)
         renaming = key_mappings(options.key_mapping, {"": target}).get("")
-        whole = Target(target, options, renaming, names_of_parameters(named_parameters))
+        namings: list[Named] = []
+        if named_parameters is not None:
+            from ptsave.state.name_keyed import ways_of_naming
+
+            namings += ways_of_naming(named_parameters)
+        whole = Target(target, options, renaming, namings)
     with _restoring(f, options) as (obj, copier, _):
         try:
             refuse_module(obj)
@@ -386,8 +398,11 @@ def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions)
             if moves:
                 check_locations(moves)
             for name, part in parts.items():
-                with _naming_entry(name):
+                try:
                     part.check(obj[name], copier)
+                except KeyError as error:
+                    message = f"the entry {name!r} cannot be restored: {error.args[0]}"
+                    raise KeyError(message) from None
             copier.agree()
             for name in sorted(targets, key=lambda name: _rank(targets[name])):
                 keys = _keys_of(parts[name].load(obj[name], copier))
@@ -400,16 +415,18 @@ def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions)
         names = set(rest)
         if moves:
             rest.clear()
-    if not _any_rank(group, bool(moves)):
+    any_moves = bool(moves)  # on any rank
+    if has_others(group):
+        from ptsave.support.group_call import GroupCall
+
+        any_moves = any(GroupCall(group).agree(any_moves))
+    if not any_moves:
         return RestoredEntries(rest, report)
     # These entries belong on another device: load them again, by torch's rules for devices.
     again = load_source(
         f,
         LoadOptions(
-            options.map_location,
-            weights_only=options.weights_only,
-            verify=False,
-            wants_state=True,
+            options.map_location, weights_only=options.weights_only, verify=False, wants_state=True
         ),
         options.storage_options,
         group,
@@ -428,24 +445,6 @@ def _keys_of(result: Any) -> IncompatibleKeys | None:
     if not isinstance(missing, list) or not isinstance(unexpected, list):
         return None
     return IncompatibleKeys(missing, unexpected, getattr(result, "mismatched_keys", None))
-
-
-@contextmanager
-def _naming_entry(name: str) -> Iterator[None]:
-    """Add the entry's name to a KeyError in the block."""
-    try:
-        yield
-    except KeyError as error:
-        raise KeyError(f"the entry {name!r} cannot be restored: {error.args[0]}") from None
-
-
-def _any_rank(group: Any, fact: bool) -> bool:
-    """Return whether a fact is true on any rank of a group, or here without a group."""
-    if not has_others(group):
-        return fact
-    from ptsave.support.group_call import GroupCall
-
-    return any(GroupCall(group).agree(fact))
 
 
 def _rank(target: Any) -> int:

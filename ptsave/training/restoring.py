@@ -12,7 +12,7 @@ import pickle
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from ptsave.support.torch_tensors import storage_id_of
 
 if TYPE_CHECKING:
     from ptsave.archive.group_archive import GroupArchive
+    from ptsave.training.group_filling import GroupFiller
 
 _MAX_NAMED = 8
 
@@ -147,7 +148,11 @@ def _restoring_from(
             with reader.naming_what_needs_memory():
                 copier.finish()
         except BaseException as error:
-            _tell_what_changed(error, reader, copier.changed())
+            if changed := {record.name for record in copier.changed()}:
+                from ptsave.archive.damage import entries_using
+
+                # Without the entries' names, name the records: silence would mean no change.
+                _note(error, entries_using(reader, changed) or sorted(changed), reader.path)
             raise
         reader.engine.release_storages()
 
@@ -183,16 +188,6 @@ def _can_defer(reader: RecordReader, map_location: Any, pickle_module: Any) -> b
     if map_location is not None and type(map_location) not in (str, torch.device):
         return False
     return can_defer_reading(reader, pickle_module)
-
-
-class RestoringCopier(Copier, Protocol):
-    """A `Copier` of a restore; `is_shared` tells whether other ranks take part."""
-
-    @property
-    def is_shared(self) -> bool: ...
-
-    def agree(self) -> None:
-        """Wait until all ranks have checked their targets; raise if a check failed."""
 
 
 class MemoryCopier(CopyLater):
@@ -231,36 +226,8 @@ class MemoryCopier(CopyLater):
         super()._make(replacement)
 
 
-class Filler(Protocol):
-    """Fills an archive's reserved storages, and copies from them into targets."""
-
-    @property
-    def is_shared(self) -> bool: ...
-
-    def agree(self) -> None:
-        """Wait until all ranks have checked their targets."""
-
-    def begin(self) -> None:
-        """Wait until all ranks have planned their copies."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Plan ``target.copy_(source)``."""
-
-    def fill(self, records: Iterable[int], progress: ProgressCallback | None) -> None:
-        """Make the copies that were planned, and fill the storages of these records."""
-
-    def read(self, view: Tensor, max_gap: int) -> Tensor:
-        """Return a view with its values; see `FileCopier.read_view`."""
-
-    def is_filled(self, record: int) -> bool:
-        """Return whether a storage has its bytes."""
-
-    def changed(self) -> Collection[int]:
-        """Return the records from which targets were changed, or may have been changed."""
-
-
 class EngineFiller:
-    """A `Filler` that reads the archive in this process; all storages are reserved."""
+    """Fills an archive's reserved storages, and copies from them into targets, in this process."""
 
     is_shared = False
 
@@ -268,24 +235,29 @@ class EngineFiller:
         self._reader, self._verify = reader, verify
 
     def agree(self) -> None:
-        """Do nothing: there are no other ranks."""
+        """Wait until all ranks have checked their targets: here there are no others."""
 
     def begin(self) -> None:
-        """Do nothing: there are no other ranks."""
+        """Wait until all ranks have planned their copies: here there are no others."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Plan ``target.copy_(source)``."""
         self._reader.engine.plan_copy(target, source)
 
     def is_filled(self, record: int) -> bool:
+        """Return whether a storage has its bytes."""
         return self._reader.engine.is_filled(record)
 
     def changed(self) -> Collection[int]:
+        """Return the records from which targets were changed, or may have been changed."""
         return self._reader.engine.changed()
 
     def fill(self, records: Iterable[int], progress: ProgressCallback | None) -> None:
+        """Make the copies that were planned, and fill the storages of these records."""
         fill(self._reader, records, verify=self._verify, progress=progress)
 
     def read(self, view: Tensor, max_gap: int) -> Tensor:
+        """Return a view with its values; see `FileCopier.read_view`."""
         from ptsave.archive.spans import spans_of
         from ptsave.archive.views import read_view
 
@@ -295,7 +267,10 @@ class EngineFiller:
         return read_view(spans, record, view, None if self._verify else False)
 
 
-class FileCopier:
+Filler: TypeAlias = "EngineFiller | GroupFiller"  # the latter receives the bytes from another rank
+
+
+class FileCopier(Copier):
     """A `Copier` for tensors whose bytes are still in a file.
 
     All storages of the archive are reserved already; `filler` brings their bytes.
@@ -372,10 +347,6 @@ class FileCopier:
         self._fill(records)
         self._shown |= records
 
-    def show_dict(self, entries: dict[str, Any]) -> dict[str, Any]:
-        self.show(entries)
-        return entries
-
     def _records_of(self, state_dict: Mapping[Any, Any]) -> set[int]:
         found = self.reader.engine.records_of(tensors_in(state_dict))
         return {record for record in found if record is not None}
@@ -404,19 +375,12 @@ class FileCopier:
             self._replacements.popleft()[0].make()
 
 
-def _tell_what_changed(
-    error: BaseException, reader: RecordReader, changed: list[_C.Record]
-) -> None:
-    """Add a note to an exception that names the entries that are in targets already."""
-    if changed:
-        from ptsave.archive.damage import entries_using
-
-        records = {record.name for record in changed}
-        # Without the entries' names, name the records: silence would mean that nothing changed.
-        _note(error, entries_using(reader, records) or sorted(records), reader.path)
+# `is_shared` tells whether other ranks take part; `agree` waits until they have checked, too.
+RestoringCopier: TypeAlias = "FileCopier | MemoryCopier"
 
 
 def _note(error: BaseException, names: list[str], path: str) -> None:
+    """Name in an exception the entries that are in targets already."""
     error.overwritten = names  # type: ignore[attr-defined]
     named = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
     message = (

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from ptsave.state.copying import Copier
+from ptsave.errors import CheckpointWarning
+from ptsave.state.copying import Copier, Mismatch
 from ptsave.state.modules import IncompatibleKeys, check_module, load_module
-from ptsave.state.plain_copies import Mismatch
+from ptsave.support.calls import warn_user
 
 if TYPE_CHECKING:
     from ptsave.state.name_keyed import Named
-    from ptsave.state.optimizers import Matching
+    from ptsave.state.optimizer_matching import Matching
     from ptsave.state.renaming import Renaming
     from ptsave.training.options import KeyMapping, RestoreOptions
 
@@ -73,7 +75,7 @@ class Target(NamedTuple):
         return target.load_state_dict(state)
 
     def _load_optimizer(self, target: Optimizer, state: Any, copier: Copier) -> Any:
-        from ptsave.state.optimizer_groups import UnmatchedParameters
+        from ptsave.state.optimizer_matching import UnmatchedParameters
         from ptsave.state.optimizers import load_optimizer
 
         mismatched: list[Mismatch] = []
@@ -86,7 +88,7 @@ class Target(NamedTuple):
 
     def _matching(self, state: Any, mismatched: list[Mismatch]) -> Matching:
         from ptsave.state.name_keyed import is_name_keyed
-        from ptsave.state.optimizers import Matching
+        from ptsave.state.optimizer_matching import Matching
 
         match = self.options.match
         by_name = match == "name" or (match is None and is_name_keyed(state))
@@ -132,15 +134,6 @@ def names_of_modules(modules: Iterable[nn.Module]) -> list[Named]:
     return found
 
 
-def names_of_parameters(named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[Named]:
-    """Return the ways to name parameters that the caller's names offer."""
-    if named_parameters is None:
-        return []
-    from ptsave.state.name_keyed import ways_of_naming
-
-    return [*ways_of_naming(named_parameters)]
-
-
 def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> dict[str, Renaming]:
     """Return the renaming of each module and optimizer among the targets.
 
@@ -170,3 +163,64 @@ def _renaming(rename: Any) -> Renaming:
     from ptsave.state.renaming import Renaming
 
     return Renaming(rename)
+
+
+# ------------------------------------------------------------ the part that was probably meant
+
+
+def refuse_module(state: Any) -> None:
+    """Raise if the file holds a whole module where a state dict is expected."""
+    if isinstance(state, nn.Module):
+        raise TypeError(
+            f"the file holds a module that was saved whole ({type(state).__name__}), not a state "
+            "dict: get it with ptsave.load(), and load its state_dict()"
+        )
+
+
+@contextmanager
+def part_named(obj: Any, target: Any) -> Iterator[None]:
+    """Add to errors about keys the name of the part of `obj` that probably fits `target`."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_plain = type(error) is RuntimeError and not hasattr(error, "overwritten")
+        message = str(error)
+        if is_plain and "key(s) in state_dict" in message:
+            sentence = _advice(obj, target)
+            if sentence:
+                error.args = (f"{message}\n\t{sentence}",)
+        raise
+    except KeyError as error:
+        if not isinstance(target, Optimizer) or error.args not in [("param_groups",), ("state",)]:
+            raise
+        from ptsave.state.nested_state import optimizer_advice
+
+        missing = error.args[0]
+        words = f"the file holds no state dict of an optimizer: it has no {missing!r}"
+        raise KeyError(". ".join(filter(None, (words, optimizer_advice(obj, target))))) from None
+
+
+def warn_if_nothing_fits(obj: Any, target: Any, keys: Any) -> None:
+    """Warn if the file has none of the target's keys, but a part of it has them."""
+    missing = getattr(keys, "missing_keys", None)
+    if not missing or not isinstance(obj, Mapping) or not isinstance(target, (nn.Module, Mapping)):
+        return
+    if not {*obj}.intersection(_keys_of(target)):
+        sentence = _advice(obj, target)
+        if sentence:
+            message = f"nothing was loaded: the file has none of the target's keys. {sentence}"
+            warn_user(message, CheckpointWarning)
+
+
+def _advice(obj: Any, target: Any) -> str:
+    if not isinstance(target, (nn.Module, Mapping)):
+        return ""
+    from ptsave.state.nested_state import advice
+
+    return advice(obj, _keys_of(target), "model" if isinstance(target, nn.Module) else "target")
+
+
+def _keys_of(target: Any) -> Iterable[str]:
+    if isinstance(target, nn.Module):
+        return [*dict(target.named_parameters()), *dict(target.named_buffers())]
+    return [key for key in target if isinstance(key, str)]

@@ -16,9 +16,9 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations
 
 import ptsave
-from ptsave.state.copying import CopyNow
+from ptsave._C import copies_plainly
+from ptsave.state.copying import Copier
 from ptsave.state.modules import load_module
-from ptsave.state.plain_copies import copies_plainly
 
 # ------------------------------------------------------------------------- sizes that do not match
 
@@ -143,7 +143,7 @@ def test_the_result_is_torchs_and_can_be_pickled() -> None:
 # ---------------------------------------------------------------- values that have not arrived yet
 
 
-class CopyLater(CopyNow):
+class CopyLater(Copier):
     """Notes copies, and does them when somebody may look; entries hold nothing before that."""
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
@@ -266,7 +266,7 @@ def test_whoever_looks_sees_values(kind: str) -> None:
         torch.manual_seed(0)
         module = looking(kind)
         state_dict = saved(module)
-        copier = CopyLater(state_dict) if later else CopyNow()
+        copier = CopyLater(state_dict) if later else Copier()
         load_module(module, state_dict, True, False, copier)
         seen.append(module[1].seen)  # type: ignore[index]
     assert seen[0] == seen[1]
@@ -368,7 +368,7 @@ def test_plain_copies_are_torchs(name: str) -> None:
         expected.copy_(same_source)
     pairs = [(target, source)] * 2  # after a pair that is torch's to copy, the next one counts, too
     version = target._version
-    CopyNow().copy(pairs)
+    Copier().copy(pairs)
     assert target.untyped_storage().tolist() == expected.untyped_storage().tolist()
     assert target._version == version + 2
     assert target.requires_grad == expected.requires_grad
@@ -378,13 +378,13 @@ def test_copies_keep_to_their_order() -> None:
     target = torch.zeros(6)
     sources = [torch.full((6,), 1.0), torch.full((6,), 2.0).half(), torch.full((6,), 3.0)]
     for n in range(1, 4):
-        CopyNow().copy([(target, source) for source in sources[:n]])
+        Copier().copy([(target, source) for source in sources[:n]])
         assert torch.equal(target, sources[n - 1].float())
 
 
 def test_a_module_takes_its_own_state_dict_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(3, 3)
-    looker = CopyNow()
+    looker = Copier()
     monkeypatch.setattr(looker, "show", lambda _: pytest.fail("torch's code is not needed"))
     versions = [parameter._version for parameter in module.parameters()]
     load_module(module, module.state_dict(), True, False, looker)

@@ -24,7 +24,9 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ptsave.state.optimizers import Matching, load_optimizer
+from ptsave.state.copying import Copier
+from ptsave.state.optimizer_matching import Matching
+from ptsave.state.optimizers import load_optimizer
 
 JUNK = 111
 
@@ -37,7 +39,7 @@ def tensors_in(obj: Any) -> Iterator[Tensor]:
             yield from tensors_in(child)
 
 
-class LateBytes(TorchDispatchMode):
+class LateBytes(TorchDispatchMode, Copier):
     """A copier for a file that is still being read: its tensors hold junk, and must not be used.
 
     `show` and `finish` are when the bytes arrive.

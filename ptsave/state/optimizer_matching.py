@@ -1,24 +1,27 @@
-"""Matches an optimizer's parameters with saved ones by name."""
+"""Matches saved parameters with an optimizer's, by order or by name, and makes the new groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from ptsave.state.copying import Copier
-from ptsave.state.name_keyed import Named, best_names, ways_of_naming
-from ptsave.state.optimizer_groups import (
-    Assignment,
-    UnmatchedParameters,
-    copy_plainly,
-    is_torchs,
-    show_unless_plain,
+from ptsave.state.copying import Copier, Mismatch
+from ptsave.state.name_keyed import (
+    Named,
+    best_names,
+    is_flat,
+    is_name_keyed,
+    names_in,
+    refuse_sharded,
+    ways_of_naming,
 )
-from ptsave.state.plain_copies import Mismatch
 from ptsave.tree.containers import items_of
 
 # Keys under which torch's optimizers keep a value for each element of a parameter.  Under other
@@ -29,6 +32,159 @@ _ELEMENTWISE = {
 }
 # Adafactor's means over one dimension, counted from the last.
 _MEANS = {"row_var": -1, "col_var": -2}
+_ATOMS = {int, str, float, bool, type(None)}
+
+
+class UnmatchedParameters(NamedTuple):
+    """The parameters that have no partner.
+
+    Attributes
+    ----------
+    missing : list of str
+        Parameters of the optimizer that were not saved, in its order.
+    unexpected : list of str
+        Saved parameters that the optimizer does not have, in saved order.
+
+    Examples
+    --------
+    >>> import ptsave
+    >>> ptsave.UnmatchedParameters(missing=["head.weight"], unexpected=[])
+    UnmatchedParameters(missing=['head.weight'], unexpected=[])
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+@dataclass
+class Assignment:
+    """Saved ids assigned to parameters, and the new groups; nothing has been changed yet."""
+
+    params: dict[Hashable, Tensor]  # by saved id
+    groups: list[dict[str, Any]]  # as the optimizer is to have them
+    kept: list[Tensor] = field(default_factory=list)  # parameters whose present state stays
+    dropped: set[Hashable] = field(default_factory=set)  # saved ids whose state is left out
+    unmatched: UnmatchedParameters | None = None
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The rule that pairs saved parameters with an optimizer's.
+
+    The fields are those of `load_optimizer_state_dict`, but `match` may be None. Then parameters
+    match by name if the file has names in place of numbers, in any form of
+    torch.distributed.checkpoint, and something names the optimizer's parameters; otherwise by
+    order. `namings` are ways of naming these beside the optimizer's own names. `rename` leaves out
+    a saved parameter if it returns None. `mismatched` gets state of other shapes, which is then
+    left out; if it is None, they are an error (by order, torch loads them).
+    """
+
+    match: Literal["order", "name"] | None = "order"
+    names: Sequence[str] | None = None
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None
+    namings: Sequence[Named] | None = None
+    rename: Callable[[str], str | None] | None = None
+    strict: bool = True
+    mismatched: list[Mismatch] | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for options that contradict each other."""
+        if self.match not in (None, "order", "name"):
+            raise ValueError(f'match must be "order" or "name", not {self.match!r}')
+        if self.match == "order" and (self.names is not None or self.named_parameters is not None):
+            raise ValueError('names and named_parameters are only looked at with match="name"')
+
+    def resolved(self, optimizer: Any, state_dict: Mapping[Any, Any]) -> Matching:
+        """Return this, or matching by order if nothing names the optimizer's parameters."""
+        names_any = self.namings or self.named_parameters is not None or self.rename is not None
+        groups = optimizer.param_groups
+        if self.match is not None or names_any or is_flat(state_dict):
+            return self
+        if any("param_names" in group for group in groups):
+            return self
+        return replace(self, match="order")
+
+    def assign(self, optimizer: Any, state_dict: Any, copier: Copier) -> Assignment:
+        """Match the parameters of a state dict with the optimizer's."""
+        is_keyed = self._goes_by_keys(state_dict)
+        if self.match == "name" or (self.match is None and is_keyed):
+            if not is_keyed:
+                return match_by_name(optimizer, state_dict, copier, self)
+            named = [pair for naming in self.namings or () for pair in naming]
+            refuse_sharded(optimizer, named, state_dict["state"])
+            keyed = replace(self, names=names_in(state_dict))
+            return match_by_name(optimizer, state_dict, copier, keyed)
+        assignment = match_by_order(optimizer, state_dict["param_groups"], copier)
+        if self.mismatched is not None:
+            leave_mismatched_out(assignment, optimizer, state_dict["state"], self.mismatched)
+        return assignment
+
+    def _goes_by_keys(self, state_dict: Any) -> bool:
+        """Return whether names are in place of numbers, and no other names are given."""
+        if self.match == "order" or self.names is not None or not is_name_keyed(state_dict):
+            return False
+        groups = state_dict["param_groups"]
+        return self.namings is not None or not any("param_names" in group for group in groups)
+
+
+def match_by_order(optimizer: Any, saved_groups: Any, copier: Copier) -> Assignment:
+    """Match groups and parameters by place, with the checks of `Optimizer.load_state_dict`."""
+    groups = optimizer.param_groups
+    saved_groups = copy_plainly(saved_groups, copier)
+    if len(groups) != len(saved_groups):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    sizes = (len(group["params"]) for group in groups)
+    saved_sizes = (len(group["params"]) for group in saved_groups)
+    if any(size != saved for size, saved in zip(sizes, saved_sizes, strict=True)):
+        raise ValueError(
+            "loaded state dict contains a parameter group "
+            "that doesn't match the size of optimizer's group"
+        )
+    saved_ids = chain.from_iterable(group["params"] for group in saved_groups)
+    params = chain.from_iterable(group["params"] for group in groups)
+    by_id = dict(zip(saved_ids, params, strict=True))
+    for group, new_group in zip(groups, saved_groups, strict=True):
+        new_group["params"] = group["params"]
+        if "param_names" in group and "param_names" not in new_group:
+            new_group["param_names"] = group["param_names"]
+    return Assignment(by_id, saved_groups)
+
+
+def copy_plainly(groups: Any, copier: Copier) -> Any:
+    """Return a `deepcopy` of a group or groups that copies plain lists of ids or names at once."""
+    each = groups if type(groups) in (list, tuple) else [groups]
+    show_unless_plain(each, copier)  # tensors are copied with their values
+    copies: dict[int, Any] = {}
+    for group in each:
+        for value in group.values() if type(group) is dict else ():
+            if type(value) is list and _is_plain(value):
+                copies[id(value)] = value.copy()
+    return deepcopy(groups, copies)
+
+
+def show_unless_plain(groups: Iterable[Any], copier: Copier) -> None:
+    """Show the copier groups that are about to be looked at, if they may hold tensors."""
+    if not all(type(group) is dict and all(map(_is_plain, group.values())) for group in groups):
+        copier.show({"param_groups": groups})
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a hyper-parameter is a number, a string or a flat sequence of these."""
+    if type(value) in (list, tuple):
+        return set(map(type, value)) <= _ATOMS
+    return type(value) in _ATOMS
+
+
+def is_torchs(optimizer: Optimizer, method: str) -> bool:
+    """Return whether ``torch.optim`` alone defines this method of an optimizer's class."""
+    return all(
+        f"{owner.__module__}.".startswith("torch.optim.")
+        for owner in type(optimizer).__mro__
+        if method in vars(owner)
+    )
+
+
+# ----------------------------------------------------------------------------------------- by name
 
 
 class _Saved(NamedTuple):
@@ -42,31 +198,22 @@ class _Own(NamedTuple):
 
 
 def match_by_name(
-    optimizer: Optimizer,
-    state_dict: Any,
-    copier: Copier,
-    *,
-    names: Sequence[str] | None,
-    named_parameters: Iterable[tuple[str, Tensor]] | None,
-    strict: bool,
-    rename: Callable[[str], str | None] | None = None,
-    as_torch: bool = False,
-    mismatched: list[Mismatch] | None = None,
-    namings: Iterable[Named] | None = None,
+    optimizer: Optimizer, state_dict: Any, copier: Copier, matching: Matching
 ) -> Assignment:
-    """Match parameters by name; the arguments are those of `load_optimizer_state_dict`.
+    """Match parameters by name, as `matching` says.
 
-    `rename` leaves out a saved parameter if it returns None. `mismatched` gets the state whose
-    shape is wrong, which is then left out. Of `namings` and the optimizer's own names, the one with
-    most saved names is used. With `as_torch` and `strict`, only a missing parameter that requires
-    gradients is an error, as for ``torch.distributed.checkpoint``: its state dicts may be of
-    several optimizers.
+    Of `namings` and the optimizer's own names, the one with most saved names is used. If `match` is
+    None, only a missing parameter that requires gradients is an error, as for
+    ``torch.distributed.checkpoint``: its state dicts may be of several optimizers.
     """
+    strict, rename, mismatched = matching.strict, matching.rename, matching.mismatched
+    as_torch = matching.match is None
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
-    everything = _saved_parameters(saved_groups, names)
+    everything = _saved_parameters(saved_groups, matching.names)
     saved = everything if rename is None else _renamed(everything, rename)
-    if namings is not None and named_parameters is None:
-        named_parameters = _named_best(groups, namings, {*saved}, bare=as_torch)
+    named_parameters = matching.named_parameters
+    if matching.namings is not None and named_parameters is None:
+        named_parameters = _named_best(groups, matching.namings, {*saved}, bare=as_torch)
     own = _own_parameters(groups, named_parameters)
     if isinstance(optimizer, LBFGS) and list(saved) != list(own):
         raise ValueError(
@@ -89,7 +236,11 @@ def match_by_name(
         problems.extend(_unmatched_messages(unmatched))
     shapes = [*_mismatches(optimizer, states)]
     if mismatched is None:
-        problems.extend(map(_shape_message, shapes))
+        problems.extend(
+            f"size mismatch for {shape.name}: its {shape.key} has shape {shape.saved} in the "
+            f"checkpoint, but must have shape {shape.expected}."
+            for shape in shapes
+        )
     if problems:
         listed = "\n\t".join(problems)
         raise RuntimeError(
@@ -110,8 +261,8 @@ def match_by_name(
         unmatched=unmatched,
     )
     if mismatched is not None:
-        _leave_out(assignment, shapes, {name: pair[0].param_id for name, pair in pairs.items()})
-        mismatched += [shape.as_mismatch() for shape in shapes]
+        ids = {name: partner.param_id for name, (partner, _) in pairs.items()}
+        _leave_out(assignment, shapes, ids, mismatched)
     return assignment
 
 
@@ -250,9 +401,6 @@ class _Shape(NamedTuple):
     saved: torch.Size
     expected: torch.Size
 
-    def as_mismatch(self) -> Mismatch:
-        return f"{self.name}.{self.key}", self.saved, self.expected
-
 
 def leave_mismatched_out(
     assignment: Assignment, optimizer: Optimizer, saved_state: Any, mismatched: list[Mismatch]
@@ -270,22 +418,20 @@ def leave_mismatched_out(
     }
     ids: dict[str, Hashable] = {str(param_id): param_id for param_id in assignment.params}
     shapes = [*_mismatches(optimizer, states)]
-    _leave_out(assignment, shapes, ids)
-    mismatched += [shape.as_mismatch() for shape in shapes]
+    _leave_out(assignment, shapes, ids, mismatched)
 
 
 def _leave_out(
-    assignment: Assignment, shapes: Iterable[_Shape], ids: Mapping[str, Hashable]
+    assignment: Assignment,
+    shapes: list[_Shape],
+    ids: Mapping[str, Hashable],
+    mismatched: list[Mismatch],
 ) -> None:
+    """Let parameters whose saved state has other shapes keep their present state."""
     for name in dict.fromkeys(shape.name for shape in shapes):
-        assignment.leave_out(ids[name])
-
-
-def _shape_message(shape: _Shape) -> str:
-    return (
-        f"size mismatch for {shape.name}: its {shape.key} has shape {shape.saved} in the "
-        f"checkpoint, but must have shape {shape.expected}."
-    )
+        assignment.kept.append(assignment.params.pop(ids[name]))
+        assignment.dropped.add(ids[name])
+    mismatched += [(f"{each.name}.{each.key}", each.saved, each.expected) for each in shapes]
 
 
 def _mismatches(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> Iterator[_Shape]:
@@ -298,14 +444,12 @@ def _mismatches(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> 
         for key, value in items_of(state):
             if not isinstance(value, Tensor):
                 continue
-            expected = _shape_in_torch(key, param.shape) if is_known else _shape_in(present, key)
+            other = present.get(key) if isinstance(present, dict) else None
+            expected = other.shape if isinstance(other, Tensor) else None
+            if is_known:
+                expected = _shape_in_torch(key, param.shape)
             if expected is not None and value.shape != expected:
                 yield _Shape(name, key, value.shape, expected)
-
-
-def _shape_in(present: Any, key: Any) -> torch.Size | None:
-    value = present.get(key) if isinstance(present, dict) else None
-    return value.shape if isinstance(value, Tensor) else None
 
 
 def _shape_in_torch(key: Any, shape: torch.Size) -> torch.Size | None:
