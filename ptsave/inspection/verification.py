@@ -62,9 +62,9 @@ def verify_file(
     """Check a file: every checksum, and that every record and tensor lies where it can.
 
     All checkpoints of a directory count, by their contents; subdirectories are not searched.
-    `progress` gets the bytes read in all files so far.  With `recover`, a file that has lost its
-    end is checked as far as :func:`ptsave.open` recovers it, and is whole if no finished part is
-    lost.  Raises OSError if there is no checkpoint at all.
+    `progress` gets the bytes read in all files so far.  With `recover`, a file without its end
+    is checked as far as :func:`ptsave.open` recovers it.  Such a file is whole if no finished part
+    is lost.  Raises OSError if there is no checkpoint at all.
     """
     with position_kept(f):
         contents = checkpoint_files(f, storage_options)
