@@ -51,7 +51,7 @@ from benchmarks import _limits
 from benchmarks._program import TIMES_STOCK, Program, is_warmed_up, settle_memory, table
 from benchmarks.works import GPT2_WIDTH, PARAMETERS_OF_LAYER, make_trainer, save_trainer
 from ptsave.bench.system import MIB, PeakMemory, make_warm
-from ptsave.support.syncing import sync_path
+from ptsave.sources.locations import sync_path
 
 N_MIB = int(os.environ.get("PTSAVE_BENCHMARK_MIB", "1024"))
 N_MPARAMS = int(os.environ.get("PTSAVE_BENCHMARK_MPARAMS", "300"))

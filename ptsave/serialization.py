@@ -128,7 +128,7 @@ def save_with(obj: object, f: Any, options: SaveOptions) -> None:
     if torch.save is stock.save:  # code that has ptsave installed writes any name, as torch does
         refuse_safetensors_name(f)
     check_dill_version(options.pickle_module)
-    if not is_url_file(f):  # a UrlTarget comes from a checkpoint directory at a URL
+    if not is_url_file(f):  # a UrlLocation comes from a checkpoint directory at a URL
         check_save_filelike(f)
     if not engine_can_save(new_format):
         if options.weights_only_check:

@@ -117,7 +117,7 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
 
 
 def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
-    from ptsave.sources.remote_errors import named_errors
+    from ptsave.sources.local import named_errors
 
     runs_no_code = restricted and not callable(options.map_location)
     with (

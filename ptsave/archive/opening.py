@@ -1,4 +1,10 @@
-"""Opens an archive: a path, a real file or memory with the engine, anything else by ranges."""
+"""Opens an archive, and decides which reader serves it.
+
+A `RecordReader` serves a path, a real file and an `io.BytesIO`, which the engine reads itself.  A
+`RemoteReader` serves a URL and every other file object, by ranges: a load by its `StreamReader`,
+which gives a storage when it is asked for.  Loads open paths and file objects by `reader_for`, all
+other callers open by `open_source_archive`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +24,7 @@ from ptsave.sources.kinds import (
     refuse_special_stream,
     regular_only,
 )
-from ptsave.sources.local import describe, engine_name, real_file
-from ptsave.sources.remote_errors import name_file
+from ptsave.sources.local import describe, engine_name, name_file, real_file
 from ptsave.support import config
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from ptsave.bench.rounds import CONTENDERS, LIMIT, SAFETENSORS, Results, Workload
-from ptsave.sources.urls import refuse_url_target
+from ptsave.sources.locations import refuse_url_target
 
 _OURS, _SAFETENSORS, _OTHERS, _LINE = "#3d86bd", "#e0a458", "#9aa5b1", "#c0392b"
 _OTHER_NAMES = ("torch", "torch.save", "loop", "nothing", "empty", "clones", "references")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ptsave.bench.system import WARMED_UP, Figure, PeakMemory, Task, make_cold, make_warm, settle
-from ptsave.support.syncing import sync_path
+from ptsave.sources.locations import sync_path
 
 StateDict = dict[str, torch.Tensor]
 VOCABULARY = 50257

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ptsave.appending.archive_writer import MeasuringWriter, rivals_of
+from ptsave.appending.archive_writer import MeasuringWriter
 from ptsave.background import saves
 from ptsave.capturing.blocks import Blocks, Options
 from ptsave.capturing.hooks import Hooks, OptimizerSteps
@@ -26,6 +26,7 @@ from ptsave.capturing.schema import VERSION as SCHEMA_VERSION
 from ptsave.capturing.torch_names import WRAPPED_ATTRIBUTE
 from ptsave.contents.captures import FORMAT, HEADER
 from ptsave.errors import CheckpointWarning, SaveError
+from ptsave.sources.temporary import rivals_of
 from ptsave.support import config, torch_version
 from ptsave.support.calls import check_flags, parse_size, warn_user
 from ptsave.support.ranks import check_rank_of_file, checked_rank

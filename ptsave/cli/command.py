@@ -19,7 +19,7 @@ from ptsave.cli.commands import PURPOSES
 from ptsave.cli.interrupts import INTERRUPTED, raise_when_interrupted
 from ptsave.cli.terminal import colors_by_environment
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
-from ptsave.sources.urls import is_url
+from ptsave.sources.locations import is_url
 from ptsave.support.text import printable
 
 # Exit codes of diff and grep: the answer is no, and there is no answer.

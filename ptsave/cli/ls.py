@@ -37,8 +37,8 @@ from ptsave.contents.captures import is_capture
 from ptsave.contents.checkpoint_files import PROMISING, find_files, look_into
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.inspection.listing import FileListing, list_files, select
+from ptsave.sources.locations import is_url
 from ptsave.sources.opening import Folder, folder_at
-from ptsave.sources.urls import is_url
 from ptsave.support.text import count_text, printable, some_of
 
 _EXAMPLES = """

@@ -31,8 +31,8 @@ from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
 from ptsave.contents.rank_sets import nbytes_of_ranks
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.inspection.findings import Problem, Verification, compare_with_index, whole_file
+from ptsave.sources.locations import is_url
 from ptsave.sources.ranges import FsspecFile
-from ptsave.sources.urls import is_url
 from ptsave.support.calls import ProgressCallback, progress_bar, progress_from
 from ptsave.support.text import count_text, printable, size_text
 

@@ -14,7 +14,7 @@ from ptsave.archive.opening import reader_for
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.kinds import HEAD_NBYTES, is_safetensors
 from ptsave.sources.local import describe
-from ptsave.sources.urls import is_url_source
+from ptsave.sources.locations import is_url_source
 from ptsave.support.calls import check_flags, location_of
 from ptsave.support.together import failing_together, has_others
 

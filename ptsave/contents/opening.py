@@ -28,10 +28,9 @@ from ptsave.contents.shard_files import (
 )
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.kinds import Kind, what_it_is
-from ptsave.sources.local import n_files_to_hold, naming_limit
+from ptsave.sources.local import n_files_to_hold, name_file, naming_limit
+from ptsave.sources.locations import is_url
 from ptsave.sources.ranges import LocalFile, RangeSource
-from ptsave.sources.remote_errors import name_file
-from ptsave.sources.urls import is_url
 from ptsave.support.calls import warn_user
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id

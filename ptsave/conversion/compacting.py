@@ -23,9 +23,14 @@ from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.local import describe, position_kept
+from ptsave.sources.locations import (
+    is_url,
+    is_url_target,
+    refuse_storage_options,
+    refuse_url_target,
+)
 from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import RangeSource
-from ptsave.sources.urls import is_url, is_url_target, refuse_storage_options, refuse_url_target
 from ptsave.streaming.payload_sources import PayloadSources, StoragePlace, check_records
 from ptsave.streaming.streamed_files import PicklePlan, SafetensorsPlan, StreamedPlan, write_bytes
 from ptsave.support.calls import check_flags, progress_bar

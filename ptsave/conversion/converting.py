@@ -43,6 +43,9 @@ from ptsave.models.save_model import (
     split,
 )
 from ptsave.sources.local import describe, position_kept
+from ptsave.sources.locations import LocalFolder
+from ptsave.sources.opening import Folder
+from ptsave.sources.url_locations import UrlLocation
 from ptsave.streaming.payload_sources import PayloadSources
 from ptsave.streaming.streamed_files import PicklePlan, SafetensorsPlan, StreamedPlan
 from ptsave.support.calls import check_flags, parse_size, progress_bar, progress_from
@@ -53,9 +56,7 @@ from ptsave.tree.entry_reading import leaves_of, read_entry
 from ptsave.tree.extents import check_expansion
 from ptsave.tree.flat import Flattened, flatten
 from ptsave.tree.opaque import holds_opaque, refuse_opaque
-from ptsave.writing.folders import Folder, LocalFolder, UrlFolder, resolve_folder
-from ptsave.writing.targets import FileTarget
-from ptsave.writing.url_targets import UrlTarget
+from ptsave.writing.targets import FileTarget, is_url_file, resolve_folder
 
 Format: TypeAlias = Literal["pt", "safetensors", "dcp"]
 
@@ -93,7 +94,7 @@ class _Target:
     path: str
     format: Format
     is_directory: bool
-    url: UrlTarget | None = None
+    url: UrlLocation | None = None
 
     @property
     def file(self) -> FileTarget:
@@ -103,7 +104,7 @@ class _Target:
     @property
     def files(self) -> Folder:
         """The directory of several files."""
-        return LocalFolder(self.path) if self.url is None else UrlFolder(self.url)
+        return LocalFolder(self.path) if self.url is None else self.url
 
     @property
     def folder(self) -> str:
@@ -288,14 +289,14 @@ class _Writing:
             tensors = self._sources.contiguous(tensors)
         shards = split(tensors, limit, tied=self._target.format == "pt")
         folder = self._target.files
-        with _new_directory(folder), save_errors(folder.name):
+        with _new_directory(folder), save_errors(folder.path):
             _StreamedShards(
                 folder, self._target.format, shards, self._fsync, self._plan, self._write
             ).write()
         for other in FORMAT_FILES.keys() - {self._target.format}:
             files = FORMAT_FILES[other]
             for name in (files.single, files.index_name):
-                if folder.exists(name):
+                if folder.is_taken(name):
                     self._conversion.remarks.append(
                         f"{name} is in the directory, too: readers prefer the safetensors"
                     )
@@ -411,15 +412,15 @@ class _StreamedShards(ShardSet):
 @contextmanager
 def _new_directory(folder: Folder) -> Iterator[None]:
     """Make a directory, and remove it after an error if it is new."""
-    existed = isinstance(folder, UrlFolder) or os.path.isdir(folder.name)
-    with save_errors(folder.name) if isinstance(folder, UrlFolder) else nullcontext():
+    existed = folder.is_url or os.path.isdir(folder.path)
+    with save_errors(folder.path) if folder.is_url else nullcontext():
         folder.make()
     try:
         yield
     except BaseException:
         if not existed:
             with suppress(OSError):
-                os.rmdir(folder.name)
+                os.rmdir(folder.path)
         raise
 
 
@@ -433,8 +434,8 @@ def _target_of(
         raise ValueError(f"format must be 'pt', 'safetensors' or 'dcp', not {wanted!r}")
     ends = os.fsdecode(target).endswith("/")
     folder = resolve_folder(target, storage_options)
-    path = folder.name
-    url = folder.target if isinstance(folder, UrlFolder) else None
+    path = folder.path
+    url = folder if is_url_file(folder) else None
     if wanted == "dcp":
         if url is not None:
             raise UnsupportedUrlError.of(path)
@@ -487,15 +488,15 @@ def _own_names(target: _Target) -> set[str]:
     return {files.single, files.index_name} | files_of_sets(target.files, files)
 
 
-def _check_url(target: _Target, url: UrlTarget, source: str, *, force: bool) -> None:
-    if source.rstrip("/") == url.url.rstrip("/"):
-        raise FileExistsError(errno.EEXIST, "it is the source itself", url.url)
+def _check_url(target: _Target, url: UrlLocation, source: str, *, force: bool) -> None:
+    if source.rstrip("/") == url.path.rstrip("/"):
+        raise FileExistsError(errno.EEXIST, "it is the source itself", url.path)
     taken = ""
     if target.is_directory:
         found = sorted(_own_names(target) & set(url.files()))
-        taken = url.child(found[0]).url if found else ""
-    elif url.exists():
-        taken = url.url
+        taken = url.file(found[0]).path if found else ""
+    elif url.is_there():
+        taken = url.path
     if taken and not force:
         raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", taken)
 
@@ -503,7 +504,7 @@ def _check_url(target: _Target, url: UrlTarget, source: str, *, force: bool) -> 
 def _refuse_source(target: _Target, files: Iterable[str]) -> None:
     """Raise if the target would replace a file of the source."""
     if target.url is not None:
-        own_files = {target.url.child(name).url for name in target.url.files()}
+        own_files = {target.url.file(name).path for name in target.url.files()}
         for path in own_files.intersection(files) if target.is_directory else ():
             raise FileExistsError(errno.EEXIST, "it is a file of the source", path)
         return

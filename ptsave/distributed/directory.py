@@ -1,4 +1,4 @@
-"""The directory of a checkpoint: the names of its files, and how new files replace old ones.
+"""The directory of a checkpoint: where it may be, its files, and how new ones replace old ones.
 
 A save writes files with new names, replaces ``.metadata`` by one rename, and only then removes
 files that it no longer names.  So a reader finds either the old checkpoint or the new one.
@@ -6,20 +6,18 @@ files that it no longer names.  So a reader finds either the old checkpoint or t
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ptsave.dcp.metadata import dump_metadata, load_metadata, metadata_name
-from ptsave.errors import CorruptCheckpointError, SaveError
-from ptsave.streaming.streamed_files import write_bytes
-from ptsave.support.syncing import sync_path
-from ptsave.writing.folders import LocalFolder
+from ptsave.errors import CorruptCheckpointError, SaveError, UnsupportedUrlError
+from ptsave.sources.locations import LocalFolder, is_url, is_url_source, options_of, with_path
+from ptsave.sources.ranges import FsspecFile
 
 _SUFFIX = ".distcp"
 # ptsave's __<rank>_<16 hex digits>.distcp, and FileSystemWriter's __<rank>_<number>.distcp.
@@ -27,24 +25,12 @@ _RANK_FILE = re.compile(r"__(?P<rank>\d+)_([0-9a-f]{16}|\d+)\.distcp")
 _RANK_METADATA = re.compile(r"__(?P<rank>\d+)\.metadata")
 
 
-class CheckpointDirectory:
+class CheckpointDirectory(LocalFolder):
     """The local directory of one checkpoint."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._folder = LocalFolder(path)
-
-    def make(self) -> None:
-        """Make the directory, with its parents."""
-        os.makedirs(self.path, exist_ok=True)
-
-    def file(self, name: str) -> str:
-        """Return the path of a file in it."""
-        return os.path.join(self.path, name)
 
     def has_checkpoint(self, rank: int | None) -> bool:
         """Return whether there is metadata of all ranks, or of a rank that saves by itself."""
-        return os.path.lexists(self.file(metadata_name(rank)))
+        return self.is_taken(metadata_name(rank))
 
     def new_name(self, rank: int) -> str:
         """Return a name for a rank's file that no save has had."""
@@ -59,36 +45,27 @@ class CheckpointDirectory:
         a save of all ranks.  If another save has removed some of the files, this is a SaveError,
         and the old checkpoint stays.
         """
+        from ptsave.streaming.streamed_files import write_bytes
+
         data = dump_metadata(metadata)
-        with self._alone():
+        with self.locked(wait=True):
             self._require(sizes)
             name = metadata_name(rank)
             write_bytes(self.file(name), data, fsync=fsync)
             if fsync:
-                sync_path(self.path)
+                self.sync()
             self._remove_others(set(sizes), rank)
 
     def remove_unnamed(self, names: Iterable[str], rank: int) -> None:
         """Remove files that a rank has written, unless metadata names them."""
-        there = [name for name in names if os.path.lexists(self.file(name))]
+        there = [name for name in names if self.is_taken(name)]
         if not there:
             return
-        with self._alone():
-            metadata = [*map(self._folder.bytes_of, (metadata_name(None), metadata_name(rank)))]
+        with self.locked(wait=True):
+            metadata = [*map(self.bytes_of, (metadata_name(None), metadata_name(rank)))]
             for name in there:
                 if not any(name.encode() in data for data in metadata):
-                    self._folder.remove(name)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Wait for other saves that publish here, if the file system has locks."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
-        try:
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+                    self.remove(name)
 
     def _require(self, sizes: dict[str, int]) -> None:
         for name, nbytes in sizes.items():
@@ -110,14 +87,14 @@ class CheckpointDirectory:
 
     def _remove_others(self, kept: set[str], rank: int | None) -> None:
         """Remove the files of older checkpoints and of killed saves."""
-        names = self._folder.files()
+        names = self.files()
         kept = kept | self._named_by_ranks(names, rank)
         for name in names:
             match = _RANK_FILE.fullmatch(name)
             if match is None or name in kept or rank not in (None, int(match["rank"])):
                 continue
-            self._folder.remove(name)
-        self._folder.remove_leftovers(lambda name: _RANK_FILE.fullmatch(name) is not None)
+            self.remove(name)
+        self.remove_leftovers(lambda name: _RANK_FILE.fullmatch(name) is not None)
 
     def _named_by_ranks(self, names: list[str], rank: int | None) -> set[str]:
         """Return the files that other metadata in the directory names."""
@@ -136,3 +113,45 @@ class CheckpointDirectory:
                 pattern = rf"__{match['rank']}_.*" if match is not None else r"__.*"
                 named |= {each for each in names if re.fullmatch(pattern, each)}
         return named
+
+
+# ---------------------------------------------------- where a checkpoint may be: URLs for loads
+
+
+def directory_name(path: str | os.PathLike[str]) -> str:
+    """Return a path as text; an empty path is the current directory, as in torch's classes.
+
+    >>> directory_name(""), directory_name("checkpoint/")
+    ('.', 'checkpoint/')
+    """
+    return os.fsdecode(path) or os.curdir
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return the directory that `path` names; a URL is an UnsupportedUrlError."""
+    name = directory_name(path)
+    if isinstance(path, str) and is_url(name):
+        raise UnsupportedUrlError.of(name)
+    return name
+
+
+def remote_metadata(
+    path: str | os.PathLike[str], name: str, storage_options: Mapping[str, Any] | None
+) -> FsspecFile | None:
+    """Open the metadata of a checkpoint at a URL; return None for a local directory."""
+    if not (isinstance(path, str) and is_url_source(path, storage_options)):
+        return None
+    url = with_path(path, lambda directory: os.path.join(directory, name))
+    return FsspecFile(url, options_of(storage_options))
+
+
+def accepts(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Return whether a checkpoint can be at `checkpoint_id`, by the rules of FileSystemWriter."""
+    if not isinstance(checkpoint_id, str):
+        return isinstance(checkpoint_id, os.PathLike)
+    if is_url(checkpoint_id):
+        return False
+    parent = os.path.dirname(os.path.abspath(checkpoint_id))
+    while not os.path.exists(parent):
+        parent = os.path.dirname(parent)
+    return os.access(parent, os.W_OK)

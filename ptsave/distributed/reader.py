@@ -32,11 +32,11 @@ from ptsave.dcp.metadata import CheckedFile, checked_files, load_metadata, metad
 from ptsave.dcp.rank_files import Box, RankFiles
 from ptsave.dcp.replacement import ReadMetadata, replaced
 from ptsave.dcp.stock_items import stored_tensor
+from ptsave.distributed.directory import accepts, directory_name, remote_metadata
 from ptsave.distributed.item_lists import with_item_list
-from ptsave.distributed.paths import accepts, directory_name, remote_metadata
 from ptsave.errors import CorruptCheckpointError
+from ptsave.sources.locations import is_url_source
 from ptsave.sources.ranges import FsspecFile
-from ptsave.sources.urls import is_url_source
 from ptsave.support.calls import check_flags, pausing_garbage_collection
 
 _PLAIN_TYPES = (Tensor, Parameter)

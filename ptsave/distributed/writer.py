@@ -22,10 +22,9 @@ from torch.nn import Parameter
 from ptsave import _C
 from ptsave.dcp.blocks import BLOCK_NBYTES, table_nbytes
 from ptsave.dcp.metadata import CheckedFile, metadata_name, set_checked_files
-from ptsave.distributed.directory import CheckpointDirectory
+from ptsave.distributed.directory import CheckpointDirectory, accepts, local_path
 from ptsave.distributed.failed_saves import note_written, remove_failed
 from ptsave.distributed.item_lists import ItemList, with_item_list
-from ptsave.distributed.paths import accepts, local_path
 from ptsave.distributed.rank_file import RankFile
 from ptsave.distributed.staging import staged
 from ptsave.errors import SaveError

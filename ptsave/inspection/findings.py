@@ -12,8 +12,8 @@ from ptsave import _core
 from ptsave.contents.outline import Outline, outline_of
 from ptsave.contents.shard_files import ShardFiles
 from ptsave.errors import CorruptCheckpointError
+from ptsave.sources.locations import is_url
 from ptsave.sources.ranges import LocalFile
-from ptsave.sources.urls import is_url
 from ptsave.support import config
 from ptsave.support.calls import ProgressCallback
 from ptsave.tree.tree import EntryTree

@@ -11,9 +11,8 @@ from ptsave.archive.opening import open_source_archive
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.contents.opening import require_checkpoint, require_saved_object
 from ptsave.inspection.pickle_globals import globals_in_pickle
-from ptsave.sources.local import position_kept
+from ptsave.sources.local import named_errors, position_kept
 from ptsave.sources.ranges import RangeSource
-from ptsave.sources.remote_errors import named_errors
 from ptsave.support.torch_serialization import (
     ArchiveFileReader,
     allowed_globals,

@@ -10,8 +10,8 @@ from ptsave.background.save_future import SaveFuture
 from ptsave.contents.loading import load
 from ptsave.integrations.lazy_classes import classes_over
 from ptsave.serialization import save
+from ptsave.sources.locations import sync_path
 from ptsave.support.calls import check_flags
-from ptsave.support.syncing import sync_path
 
 __all__ = ["CheckpointEngine"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import secrets
 import shutil
 import sys
 from contextlib import suppress
@@ -27,9 +26,10 @@ from ptsave.archive.reader import RecordReader
 from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.serialization import save
 from ptsave.sources.kinds import ZIP_MAGIC
+from ptsave.sources.locations import sync_path
+from ptsave.sources.temporary import name_for
 from ptsave.support import config
 from ptsave.support.calls import check_flags
-from ptsave.support.syncing import sync_path
 
 __all__ = ["ReadStream", "Storage", "StorageConfig"]
 
@@ -259,9 +259,7 @@ class WriteStream(io.RawIOBase):
             if not os.path.isdir(folder or "."):
                 message = f"Parent directory {folder} does not exist."
                 raise SaveError(errno.ENOENT, message, self._path)
-            # The engine's form of temporary names, which marks leftovers of killed processes.
-            temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.ptsave")
-            self._file = open(temporary, "xb")  # noqa: SIM115
+            self._file = open(os.path.join(folder, name_for(name)), "xb")  # noqa: SIM115
         return self._file
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -21,11 +20,11 @@ from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
 from ptsave.background.saves import release_own
 from ptsave.errors import SaveError, add_note
-from ptsave.sources.urls import is_url_target
-from ptsave.support.held_lock import HeldLock, try_lock
-from ptsave.support.syncing import sync_path
+from ptsave.sources.locations import is_url_target, sync_path
+from ptsave.sources.temporary import STAGING, staging_name
+from ptsave.sources.url_locations import UrlLocation, save_errors
+from ptsave.support.locks import HeldLock, try_lock
 from ptsave.writing.targets import absolute, replaceable_file, resolve_file
-from ptsave.writing.url_targets import UrlTarget, save_errors
 
 __all__ = ["Pending", "PendingSaves", "StagedFile", "make_parent", "path_key", "remove_checkpoint"]
 
@@ -178,7 +177,6 @@ class StagedFile(HeldLock):
     removes directories of dead processes.
     """
 
-    _NAME = re.compile(r"\.staged-[0-9a-f]{16}\.ptsave")
     _N_ATTEMPTS = 16
 
     def __init__(self, path: str, target: object = None) -> None:
@@ -223,7 +221,7 @@ class StagedFile(HeldLock):
     def _make_locked(self, parent: str) -> None:
         """Make and lock a directory; another save may take a new one for a leftover."""
         for _ in range(self._N_ATTEMPTS):
-            self._folder = os.path.join(parent, f".staged-{secrets.token_hex(8)}.ptsave")
+            self._folder = os.path.join(parent, staging_name())
             os.mkdir(self._folder)
             with suppress(FileNotFoundError):
                 lock = os.open(self._folder, _DIRECTORY)
@@ -236,7 +234,9 @@ class StagedFile(HeldLock):
 
     def _remove_leftovers(self, parent: str) -> None:
         """Remove the directories of dead processes; on a file system without locks they stay."""
-        for name in filter(self._NAME.fullmatch, os.listdir(parent)):
+        for name in os.listdir(parent):
+            if not re.fullmatch(STAGING, name):
+                continue
             folder = os.path.join(parent, name)
             with suppress(OSError):
                 lock = os.open(folder, _DIRECTORY)
@@ -250,7 +250,7 @@ class StagedFile(HeldLock):
 def make_parent(path: str, storage_options: _Options = None) -> None:
     """Make the directory of a file to save, with its parents; a failure is a SaveError."""
     target = resolve_file(path, storage_options)
-    if isinstance(target, UrlTarget):
+    if isinstance(target, UrlLocation):
         target.make_parent()
     elif parent := os.path.dirname(target):
         with save_errors(parent, "the directory cannot be made"):
@@ -260,9 +260,9 @@ def make_parent(path: str, storage_options: _Options = None) -> None:
 def remove_checkpoint(path: str, storage_options: _Options = None) -> None:
     """Remove a file or a directory, by path or URL, if it exists."""
     target = resolve_file(path, storage_options)
-    if isinstance(target, UrlTarget):
+    if isinstance(target, UrlLocation):
         with suppress(FileNotFoundError), save_errors(path, "it cannot be removed"):
-            target.file_system.rm(target.path, recursive=True)
+            target.file_system.rm(target.key, recursive=True)
     elif os.path.isdir(target) and not os.path.islink(target):
         shutil.rmtree(target)
     else:

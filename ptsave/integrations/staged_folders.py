@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,15 +18,15 @@ from typing import Any
 
 import torch
 
-from ptsave.support.folder_lock import FolderLock
-from ptsave.support.syncing import sync_path
+from ptsave.sources.locations import sync_path
+from ptsave.sources.temporary import folder_for, folders_in
+from ptsave.support.locks import FolderLock
+from ptsave.writing.targets import mount_of
 
 __all__ = ["StagedFolder", "in_place_of", "staged_folders_in"]
 
-_SUFFIX = ".ptsave"
 _LOCK = ".lock"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_MAX_NAME_BYTES = 255
 # Errors of renaming a directory whose files can still be renamed.  It is a mount point, another
 # user's directory in /tmp, or in a lower layer of a container's file system.
 _FIXED = (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM)
@@ -53,12 +51,12 @@ class StagedFolder:
         beside, parent_name = os.path.split(parent)
         self._is_inside = False
         if above and not _is_fixed(parent):
-            self.root = os.path.join(beside, _root_name(f"{parent_name}.{name}"))
+            self.root = os.path.join(beside, folder_for(f"{parent_name}.{name}"))
         elif keeps_others and _is_fixed(self.final):
-            self.root = os.path.join(self.final, _root_name(name))
+            self.root = os.path.join(self.final, folder_for(name))
             self._is_inside = True
         else:
-            self.root = os.path.join(parent, _root_name(name))
+            self.root = os.path.join(parent, folder_for(name))
         self.path = os.path.join(self.root, name)
         # The replaced folder, the new folder's inode number, and a sign that files are being moved.
         self._old, self._mark, self._filling = (
@@ -193,13 +191,9 @@ def staged_folders_in(
     directory: str, prefix: str, *, keeps_others: bool = False
 ) -> list[StagedFolder]:
     """Return the staged folders in a directory, also of dead processes, by their final prefix."""
-    names = os.listdir(directory) if os.path.isdir(directory) else []
     return [
-        StagedFolder(
-            os.path.join(directory, name[1 : -len(_SUFFIX)]), fsync=False, keeps_others=keeps_others
-        )
-        for name in names
-        if name.startswith(f".{prefix}") and name.endswith(_SUFFIX)
+        StagedFolder(os.path.join(directory, name), fsync=False, keeps_others=keeps_others)
+        for name in folders_in(directory, prefix)
     ]
 
 
@@ -230,15 +224,6 @@ def _remove_all_but(name: str, folder: str) -> None:
                     os.unlink(entry.path)
 
 
-def _root_name(name: str) -> str:
-    """Return the root's name; a digest shortens one that is too long."""
-    whole = f".{name}{_SUFFIX}"
-    if len(os.fsencode(whole)) <= _MAX_NAME_BYTES:
-        return whole
-    digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
-    return f".{name[:50]}-{digest}{_SUFFIX}"
-
-
 def _is_fixed(folder: str) -> bool:
     """Return whether a directory is a mount point, or its parent is not writable."""
     if not os.path.isdir(folder):
@@ -247,10 +232,7 @@ def _is_fixed(folder: str) -> bool:
     if not os.access(parent, os.W_OK | os.X_OK, effective_ids=True) or os.path.ismount(folder):
         return True
     # `ismount` does not know a directory that is mounted again on the same file system.
-    escaped = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % ord(found[0]), os.fsencode(folder))
-    with suppress(OSError), open("/proc/self/mountinfo", "rb") as mounts:
-        return any(line.split(b" ")[4] == escaped for line in mounts)
-    return False
+    return mount_of(folder) != mount_of(parent)
 
 
 def _is_at_work_in(folder: str) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ptsave.integrations.lazy_classes import classes_over
 from ptsave.models.iterating import iter_weights
-from ptsave.sources.urls import is_url
+from ptsave.sources.locations import is_url
 
 __all__ = ["ModelLoader", "register"]
 

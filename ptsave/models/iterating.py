@@ -15,7 +15,7 @@ from ptsave.archive.recycled_memory import RecycledMemory
 from ptsave.contents.checkpoint_files import find_files
 from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
 from ptsave.models.shards import Entry, Read, ShardReader, open_shards
-from ptsave.sources.urls import refuse_url
+from ptsave.sources.locations import refuse_url
 from ptsave.state.renaming import Rename, Renaming
 from ptsave.support.calls import one_of, pausing_garbage_collection
 

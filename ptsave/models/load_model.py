@@ -23,7 +23,7 @@ from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.shards import OpenShards, ShardReader, open_shards
 from ptsave.models.weight_plan import LoadedWeights, ModelTensors, WeightPlan
 from ptsave.sources.local import describe
-from ptsave.sources.urls import refuse_url
+from ptsave.sources.locations import refuse_url
 from ptsave.state.renaming import Rename, Renaming
 from ptsave.support.calls import (
     ProgressCallback,

@@ -27,11 +27,11 @@ from ptsave.models.extra_state import is_extra_state, metadata_of, require_loada
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.unpacking import unpacked
 from ptsave.serialization import save
+from ptsave.sources.opening import Folder
 from ptsave.streaming.streamed_files import check_safetensors, write_bytes, write_safetensors
 from ptsave.support.calls import check_flags, parse_size, pausing_garbage_collection
 from ptsave.tree.extents import nbytes_of
-from ptsave.writing.folders import Folder, resolve_folder
-from ptsave.writing.targets import FileTarget, name_of, resolve_file
+from ptsave.writing.targets import FileTarget, name_of, resolve_file, resolve_folder
 
 _SHARD_SIZE = "5GB"
 # Formats of `save_model` by their public names; "pt" files have the suffix .bin in this layout.
@@ -247,7 +247,7 @@ class ShardSet:
                 f"{files.stem}{tag}-{number:05}-of-{count:05}{files.suffix}"
                 for number in range(1, count + 1)
             ]
-            if not any(self.folder.exists(name) for name in names):
+            if not any(self.folder.is_taken(name) for name in names):
                 return names
         raise FileExistsError(errno.EEXIST, "all names for shards are taken", self.folder.name)
 

@@ -30,8 +30,8 @@ from ptsave.contents.tensor_info import facts_of
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkpoint
 from ptsave.models.extra_state import ExtraState, is_extra_state
 from ptsave.sources.local import describe, identity_of, n_files_to_hold, require_identity
+from ptsave.sources.locations import is_url
 from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
-from ptsave.sources.urls import is_url
 from ptsave.state.copying import PLAIN_TYPES, Copier
 from ptsave.support import config
 from ptsave.support.calls import ProgressCallback

@@ -1,15 +1,19 @@
-"""Local files: names, the file behind a file object, open files' limit and identity."""
+"""Local files: names, errors, the file behind a file object, open files' limit and identity."""
 
 from __future__ import annotations
 
 import errno
 import io
 import os
+import re
 import resource
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeAlias
+
+# For legacy files, whose storages torch reads itself.
+_TORCH_READ_ERROR = r"read\(\): fd \d+ failed with (.+)"
 
 
 def describe(f: Any) -> str:
@@ -23,6 +27,28 @@ def describe(f: Any) -> str:
 def engine_name(name: str) -> bytes:
     """Encode the name of memory for the engine, also a name that no file can have."""
     return name.encode(sys.getfilesystemencoding(), "backslashreplace")
+
+
+@contextmanager
+def named_errors(name: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file in an OSError of the block, also for a RuntimeError of torch's reads."""
+    try:
+        yield
+    except OSError as error:
+        name_file(error, name)
+        raise
+    except RuntimeError as error:
+        reason = re.search(_TORCH_READ_ERROR, str(error))
+        if reason is None:
+            raise
+        number = {os.strerror(each): each for each in errno.errorcode}.get(reason[1], errno.EIO)
+        raise OSError(number, reason[1], os.fspath(name)) from error
+
+
+def name_file(error: OSError, name: str | os.PathLike[str]) -> None:
+    """Name the file in an error of the system that names none."""
+    if error.errno is not None and error.filename is None:
+        error.filename = os.fspath(name)
 
 
 def position_kept(f: Any) -> AbstractContextManager[None]:

@@ -5,58 +5,21 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ptsave.sources.kinds import refuse_special_stream, regular_only
-from ptsave.sources.local import describe, real_file
+from ptsave.sources.local import describe, name_file, real_file
+from ptsave.sources.locations import (
+    LocalFolder,
+    Location,
+    is_url,
+    is_url_source,
+    options_of,
+    with_path,
+)
 from ptsave.sources.ranges import Buffer, FileObject, FsspecFile, LocalFile, RangeSource
-from ptsave.sources.remote_errors import name_file, os_errors
-from ptsave.sources.urls import is_url, is_url_source, options_of, url_to_fs, with_path
 
-
-class LocalFolder:
-    """A local directory; its `storage_options` are empty."""
-
-    storage_options: Mapping[str, Any] = MappingProxyType({})
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def names(self) -> list[str]:
-        """Return the names of everything in the directory, sorted."""
-        return sorted(os.listdir(self.path))
-
-    def join(self, name: str) -> str:
-        """Return the path of a file in the directory."""
-        return os.path.join(self.path, name)
-
-    def exists(self, path: str) -> bool:
-        """Return whether a file exists, given its path from `join`."""
-        return os.path.exists(path)
-
-
-class FsspecFolder:
-    """A directory of a file system that fsspec knows."""
-
-    def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
-        self.path = url
-        self.storage_options = storage_options
-
-    def names(self) -> list[str]:
-        file_system, path = url_to_fs(self.path, self.storage_options)
-        with os_errors(self.path):
-            found = file_system.ls(path, detail=False)
-        return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
-
-    def join(self, name: str) -> str:
-        return with_path(self.path, lambda path: os.path.join(path, name))
-
-    def exists(self, path: str) -> bool:
-        return True  # opening the file tells, without an extra request
-
-
-Folder: TypeAlias = LocalFolder | FsspecFolder
+Folder: TypeAlias = Location  # one that is a directory
 
 
 def folder_of(path: str, storage_options: Mapping[str, Any]) -> Folder:
@@ -67,7 +30,9 @@ def folder_of(path: str, storage_options: Mapping[str, Any]) -> Folder:
     """
     if not is_url(path):
         return LocalFolder(os.path.dirname(path))
-    return FsspecFolder(with_path(path, os.path.dirname), storage_options)
+    from ptsave.sources.url_locations import UrlLocation
+
+    return UrlLocation(with_path(path, os.path.dirname), storage_options)
 
 
 def open_folder_or_file(
@@ -78,7 +43,9 @@ def open_folder_or_file(
         try:
             return FsspecFile(f, options_of(storage_options))
         except IsADirectoryError:
-            return FsspecFolder(f, options_of(storage_options))
+            from ptsave.sources.url_locations import UrlLocation
+
+            return UrlLocation(f, options_of(storage_options))
     if isinstance(f, (str, os.PathLike)) and os.path.isdir(f):
         return LocalFolder(os.fsdecode(f))
     return _open_local(f)
@@ -89,7 +56,7 @@ def folder_at(f: Any, storage_options: Mapping[str, Any] | None = None) -> Folde
     if not isinstance(f, (str, os.PathLike)):
         return None
     place = open_folder_or_file(f, storage_options)
-    if isinstance(place, (LocalFolder, FsspecFolder)):
+    if isinstance(place, Folder):
         return place
     place.close()
     return None

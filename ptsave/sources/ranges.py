@@ -11,6 +11,7 @@ import copy
 import errno
 import io
 import os
+import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -20,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from ptsave.errors import UnsupportedUrlError
 from ptsave.sources.kinds import HEAD_NBYTES, Kind, kind_of, regular_only
-from ptsave.sources.local import Identity, identity_of, require_identity
-from ptsave.sources.remote_errors import name_file, os_errors
-from ptsave.sources.urls import url_to_fs, with_path
+from ptsave.sources.local import Identity, identity_of, name_file, require_identity
+from ptsave.sources.locations import url_to_fs, with_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 _MAX_GAP = 64 << 10
 _MAX_MERGED = 16 << 20
 _STREAM_NBYTES = 4 << 20  # fetched at once when a whole file is read
+_BY_STATUS: dict[int, type[OSError]] = {
+    401: PermissionError,
+    403: PermissionError,
+    404: FileNotFoundError,
+    410: FileNotFoundError,
+}
 
 
 def expect_no_more_reads(descriptor: int) -> None:
@@ -46,7 +52,21 @@ class RangeSource:
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of each range (begin, end)."""
+        pieces = [self._read(*where) for where in ranges]
+        for piece, (begin, end) in zip(pieces, ranges, strict=True):
+            if len(piece) != end - begin:
+                raise self._incomplete(len(piece), begin, end)
+        return pieces
+
+    def _read(self, begin: int, end: int) -> bytes:
+        """Return the bytes of a range, or fewer at the end of the file."""
         raise NotImplementedError
+
+    def _incomplete(self, nbytes: int, begin: int, end: int) -> OSError:
+        return OSError(
+            f"{self.name}: got {nbytes} bytes of {begin} to {end}: the file has changed, or its "
+            "server does not serve ranges"
+        )
 
     @cached_property
     def head(self) -> bytes:
@@ -124,10 +144,47 @@ class FsspecFile(RangeSource):
             pieces = self.file_system.cat_ranges(
                 [self.path] * len(merged), begins, ends, on_error="raise"
             )
-        for piece, where in zip(pieces, merged, strict=True):
-            _check_complete(piece, *where, self)
+        for piece, begin, end in zip(pieces, begins, ends, strict=True):
+            if len(piece) != end - begin:
+                raise self._incomplete(len(piece), begin, end)
         found = [(begin, end, bisect_right(begins, begin) - 1) for begin, end in ranges]
         return [pieces[i][begin - begins[i] : end - begins[i]] for begin, end, i in found]
+
+
+@contextmanager
+def os_errors(url: str) -> Iterator[None]:
+    """Map errors of fsspec and its HTTP client in the block to an OSError that names the URL.
+
+    fsspec raises FileNotFoundError whatever a web server answers; the answer is in the cause.
+    Errors of HTTP clients are recognized by common attributes, because the clients may not be
+    installed.
+    """
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
+        if cause is None and isinstance(error, OSError) and error.errno is None:
+            # Most file systems give only the path, without the URL's beginning.
+            reason = os.strerror(errno.ENOENT)
+            raise FileNotFoundError(errno.ENOENT, reason, url) from error
+        if cause is None or (cause is error and isinstance(error, OSError) and error.args):
+            raise
+        raise _os_error(url, cause) from error
+
+
+def _os_error(url: str, error: BaseException) -> OSError:
+    status = getattr(error, "status", None)
+    if isinstance(status, int):
+        reason = f"{status} {getattr(error, 'message', '')}".strip()
+        return _BY_STATUS.get(status, OSError)(f"{url}: its server answers {reason}")
+    asyncio = sys.modules.get("asyncio")  # imported already if the error is asyncio's
+    timeouts = (TimeoutError,) if asyncio is None else (TimeoutError, asyncio.TimeoutError)
+    if isinstance(error, timeouts):
+        return TimeoutError(f"{url}: its server did not answer in time")
+    kind = ConnectionError if isinstance(error, OSError) else OSError
+    return kind(f"{url}: {type(error).__name__}: {error}")
 
 
 class _RangeStream(io.RawIOBase):
@@ -184,12 +241,6 @@ class FileObject(RangeSource):
         """Lend the stream at the position it had."""
         return _lent(self._stream, self._begin)
 
-    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        pieces = [self._read(*where) for where in ranges]
-        for piece, where in zip(pieces, ranges, strict=True):
-            _check_complete(piece, *where, self)
-        return pieces
-
     def read_into(self, begin: int, target: memoryview) -> None:
         """Read as many bytes as `target` has, without a copy if the stream has ``readinto``."""
         rest = target
@@ -199,7 +250,7 @@ class FileObject(RangeSource):
                 rest = rest[n:]
         if rest:
             end = begin + len(target)
-            raise _incomplete(self, len(target) - len(rest), begin, end)
+            raise self._incomplete(len(target) - len(rest), begin, end)
 
     def _read_some(self, target: memoryview) -> int:
         if hasattr(self._stream, "readinto"):
@@ -250,18 +301,6 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _check_complete(piece: bytes, begin: int, end: int, source: RangeSource) -> None:
-    if len(piece) != end - begin:
-        raise _incomplete(source, len(piece), begin, end)
-
-
-def _incomplete(source: RangeSource, nbytes: int, begin: int, end: int) -> OSError:
-    return OSError(
-        f"{source.name}: got {nbytes} bytes of {begin} to {end}: the file has changed, or its "
-        "server does not serve ranges"
-    )
-
-
 @contextmanager
 def _lent(stream: Any, begin: int) -> Iterator[Any]:
     """Yield a stream at a position; then restore its own position and leave it open."""
@@ -291,11 +330,8 @@ class Buffer(RangeSource):
         """Let the stream change again."""
         self.view.release()
 
-    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        pieces = [bytes(self.view[begin:end]) for begin, end in ranges]
-        for piece, where in zip(pieces, ranges, strict=True):
-            _check_complete(piece, *where, self)
-        return pieces
+    def _read(self, begin: int, end: int) -> bytes:
+        return bytes(self.view[begin:end])
 
 
 class _OpenFile:
@@ -376,13 +412,10 @@ class LocalFile(_OpenFile, RangeSource):
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         try:
             with self.opened() as file:
-                pieces = [file._read(*where) for where in ranges]
+                return RangeSource.read(file, ranges)
         except OSError as error:
             name_file(error, self.name)
             raise
-        for piece, where in zip(pieces, ranges, strict=True):
-            _check_complete(piece, *where, self)
-        return pieces
 
     def map(self, begin: int, nbytes: int) -> Tensor:
         """Return bytes of the file as a tensor; they are read when they are used."""

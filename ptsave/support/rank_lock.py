@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ptsave.support.held_lock import HeldLock
+from ptsave.support.locks import HeldLock, is_locked
 
 _N_TOKEN_DIGITS = 16
 
@@ -92,12 +92,7 @@ def _read(folder: Path, rank: int, size: int) -> tuple[bool, str]:
     except FileNotFoundError:
         return False, ""
     with open(descriptor, encoding="utf-8", errors="replace") as file:
-        held = False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            held = True
-        return held, file.read()
+        return is_locked(descriptor), file.read()
 
 
 def _locked_file(path: Path, token: str) -> int:

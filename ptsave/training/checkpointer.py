@@ -31,12 +31,11 @@ from ptsave.background.saves import release_own
 from ptsave.errors import CheckpointWarning, SaveError, add_note
 from ptsave.support.calls import check_flags
 from ptsave.support.ranks import check_rank_saves, group_of_job
-from ptsave.training.directory import CheckpointDirectory
+from ptsave.training.directory import CheckpointDirectory, create_directory
 from ptsave.training.options import RestoreOptions, check_named, entries_of
 from ptsave.training.rank_parts import RankParts, check_ranks, rank_parts
 from ptsave.training.retention import Retention
 from ptsave.training.stop_signals import StopSignals
-from ptsave.training.url_directory import directory_opener
 from ptsave.writing.options import SaveOptions
 
 if TYPE_CHECKING:
@@ -180,8 +179,8 @@ class AsyncCheckpointer:
         self._closed = False
         self._last_step: int | None = None
         self._announced: int | None = None  # the highest step that a warning has named
-        place, self._open_directory = directory_opener(directory, storage_options, fsync=fsync)
-        self._parts = rank_parts(place, self._rank, world_size, process_group)
+        self._place = create_directory(directory, storage_options, fsync=fsync)
+        self._parts = rank_parts(self._place, self._rank, world_size, process_group)
         self._start_afresh()
         self._directory.remove_leftovers()
         together = nullcontext() if self._parts is None else self._parts.together("take signals")
@@ -570,7 +569,7 @@ class AsyncCheckpointer:
         lost, error = parts.settle()
         for name in lost:
             with suppress(OSError):  # it may not have been written
-                self._directory.remove(name)
+                self._directory.folder.remove(name)
         if parts.is_first and self._last_step is not None:
             self._tidy(self._last_step)
         parts.meet()
@@ -623,7 +622,9 @@ class AsyncCheckpointer:
     def _start_afresh(self) -> None:
         self._pid = os.getpid()
         naming = self._parts.naming if self._parts is not None else None
-        self._directory: CheckpointDirectory = self._open_directory(naming)
+        # Each process opens the directory anew: connections do not survive a fork.
+        options = self._staging["storage_options"]
+        self._directory = CheckpointDirectory(self._place, naming, options)
         self._changed = threading.Condition()
         self._pending: dict[SaveFuture, int] = {}
         self._failed: list[SaveFuture] = []

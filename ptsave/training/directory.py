@@ -1,39 +1,45 @@
-"""The checkpoints in a directory: lists, opens, removes and locks them.
+"""The checkpoints in a directory, local or at a URL: lists, opens and removes them.
 
-The directory is the only record, so no index can disagree with it.
+The directory is the only record, so no index can disagree with it.  An object store needs no locks
+and no renames, because a save shows a key only when the checkpoint is complete.  Only one process
+removes old checkpoints there: the rank that saves, or rank 0.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import pickle
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from ptsave import _C, _core
 from ptsave.errors import CheckpointWarning, SaveError
-from ptsave.support.held_lock import try_lock
-from ptsave.support.syncing import sync_path
+from ptsave.sources.locations import LocalFolder, sync_path
 from ptsave.training.naming import Naming, WholeFiles
 from ptsave.training.retention import Retention
+from ptsave.writing.targets import resolve_folder
 
 # Errors of opening a file that another process, or another host, has removed.
 _GONE = {errno.ENOENT, errno.ESTALE}
 _MAX_TRIES = 100  # a try fails only if a checkpoint was written and pruned meanwhile
 
 
-def create_directory(directory: str | os.PathLike[str], *, fsync: bool) -> Path:
-    """Make a directory for checkpoints, with its parents, and return its absolute path.
+def create_directory(
+    directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, *, fsync: bool
+) -> Path | str:
+    """Make a directory for checkpoints, with its parents, and return its absolute path or its URL.
 
     Raises a SaveError if files cannot be listed and made there.
     """
-    path = Path(os.path.abspath(os.fsdecode(directory)))
+    folder = resolve_folder(directory, storage_options)
+    if folder.is_url:
+        folder.make()
+        return folder.path
+    path = Path(os.path.abspath(folder.path))
     try:
         created = [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
@@ -70,11 +76,15 @@ class CheckpointDirectory:
     A directory that does not exist has no checkpoints.
     """
 
-    path: Path | str
-    _open_options: Mapping[str, Any] = {}
-
-    def __init__(self, path: Path | str, naming: Naming | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        naming: Naming | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path = path
+        is_local = isinstance(path, Path)
+        self.folder = LocalFolder(str(path)) if is_local else resolve_folder(path, storage_options)
         self._naming = naming or WholeFiles()
         # Keeps pruning apart from a restore that chooses a checkpoint.
         self._lock = threading.Lock()
@@ -110,9 +120,9 @@ class CheckpointDirectory:
         """
         for n_left in reversed(range(_MAX_TRIES)):
             with ExitStack() as stack:
-                path = stack.enter_context(self._held_back(step))
+                name = stack.enter_context(self._held_back(step))
                 try:
-                    stream = stack.enter_context(self._open(path))
+                    stream = stack.enter_context(self.open_file(name))
                 except OSError as error:
                     if error.errno in _GONE and n_left:
                         continue
@@ -121,13 +131,13 @@ class CheckpointDirectory:
                 return
 
     @contextmanager
-    def _held_back(self, step: int | None) -> Iterator[Path | Any]:
-        """Yield the path of a step, and keep this object from pruning it meanwhile."""
+    def _held_back(self, step: int | None) -> Iterator[str]:
+        """Yield the name of a step's file, and keep this object from pruning it meanwhile."""
         with self._lock:
             chosen, name = self.choose(step)
             self._held.append(chosen)
         try:
-            yield self.place_of(name)
+            yield name
         finally:
             with self._lock:
                 self._held.remove(chosen)
@@ -135,7 +145,7 @@ class CheckpointDirectory:
     def holds(self, name: str) -> bool:
         """Return whether a file exists; True if that cannot be told."""
         try:
-            return name in self._files()
+            return name in self.folder.regular_files()
         except OSError:
             return True
 
@@ -149,14 +159,16 @@ class CheckpointDirectory:
 
     def open_file(self, name: str) -> AbstractContextManager[Any]:
         """Open a file that `choose` named, in this process or another."""
-        return self._open(self.place_of(name))
+        if self.folder.is_url:
+            return nullcontext(self.place_of(name))  # the reader opens its own connections
+        return open(self.folder.join(name), "rb")
 
     def remove_step(self, step: int) -> None:
         """Remove all files of a step; raise a FileNotFoundError if there are none."""
         self.choose(step)
         for name in self._names()[step]:
             with suppress(FileNotFoundError):  # another process was faster
-                self.remove(name)
+                self.folder.remove(name)
 
     def prune(self, retention: Retention, written: int) -> None:
         """Remove the checkpoints that may go after the step `written` was saved.
@@ -166,7 +178,7 @@ class CheckpointDirectory:
         An incomplete step does not count.
         """
         remarks: list[str] = []
-        with self._lock, self._locked() as alone:
+        with self._lock, self.folder.locked() as alone:
             if not alone:
                 return
             names = self._names()
@@ -185,7 +197,7 @@ class CheckpointDirectory:
                     continue
                 for name in names[step]:
                     try:
-                        self.remove(name)
+                        self.folder.remove(name)
                     except OSError as error:
                         remarks.append(f"an old checkpoint cannot be removed, so it stays: {error}")
         for remark in remarks:
@@ -195,87 +207,36 @@ class CheckpointDirectory:
         """Return the wanted entries that a file has; reads each version of the file once."""
         from ptsave.contents.archive import open as open_archive
 
-        identity = self._identity(name)
+        identity = self.folder.identity(name)
         known, entries = self._entries.get(name, (None, {}))
         if known != identity:
-            with open_archive(self.place_of(name), **self._open_options) as archive:
+            place, options = self.place_of(name), self.folder.storage_options
+            with open_archive(place, storage_options=options) as archive:
                 entries = {key: archive[key,] for key in wanted if (key,) in archive}
             self._entries[name] = identity, entries
         return entries
 
     def remove_leftovers(self) -> None:
         """Remove the files that killed processes have left."""
-        self.remove_temporary_files()
+        self.folder.remove_leftovers(self._naming.is_checkpoint)
         with self._lock:
-            for name in self._naming.dead(self._files()):
+            for name in self._naming.dead(self.folder.regular_files()):
                 with suppress(FileNotFoundError):  # another rank was faster
-                    self.remove(name)
-
-    def remove_temporary_files(self) -> None:
-        """Remove temporary files that no process is writing."""
-        with suppress(FileNotFoundError):
-            targets = {
-                _core.target_of_temporary(name) for name in os.listdir(os.fsencode(self.path))
-            }
-            for target in targets:
-                if self._naming.is_checkpoint(os.fsdecode(target)):
-                    _C.remove_leftovers(os.path.join(os.fsencode(self.path), target))
+                    self.folder.remove(name)
 
     def _names(self) -> dict[int, list[str]]:
         """Return the file names of each step, the one to read first in front."""
-        return self._naming.checkpoints(self._files())
+        return self._naming.checkpoints(self.folder.regular_files())
 
     def _no_checkpoint(self, step: int | None, steps: list[int]) -> FileNotFoundError:
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         some = ", ".join(map(str, steps[-8:]))
         there = f"only of {'..., ' if len(steps) > 8 else ''}{some}" if steps else "nor any other"
         message = f"there is {wanted}" + ("" if step is None else f", {there}")
-        message += self._naming.remark(self._files())
+        message += self._naming.remark(self.folder.regular_files())
         return FileNotFoundError(errno.ENOENT, message, str(self.path))
-
-    # ------------------------------------------------------------------------ the file system
 
     def place_of(self, name: str) -> Path | Any:
         """Return the path, or the URL, of a file of this name."""
-        return Path(self.path, name)
-
-    def _files(self) -> list[str]:
-        """Return the names of the files in the directory."""
-        with suppress(FileNotFoundError), os.scandir(self.path) as entries:
-            return [entry.name for entry in entries if _is_file(entry)]
-        return []
-
-    def _identity(self, name: str) -> object:
-        """Return a value that changes when another file takes the name."""
-        from ptsave.sources.local import identity_of
-
-        return identity_of(self.place_of(name))
-
-    def _open(self, path: Path | Any) -> AbstractContextManager[Any]:
-        return open(os.fspath(path), "rb")
-
-    def remove(self, name: str) -> None:
-        _C.remove_file(os.path.join(os.fsencode(self.path), os.fsencode(name)))
-
-    def _locked(self) -> AbstractContextManager[bool]:
-        """Return a context manager that yields whether no other process prunes."""
-        return _locked(Path(self.path))
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError:  # a link that leads nowhere
-        return False
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[bool]:
-    """Lock the directory in the block; yield False if another process has locked it."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield try_lock(descriptor) is not False  # None: the file system cannot lock directories
-    finally:
-        with suppress(OSError):  # closing is not enough: a forked child has the descriptor
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        place = self.folder.file(name)
+        return Path(place) if isinstance(place, str) else place.path

@@ -28,7 +28,7 @@ from ptsave.archive.weights_only import raise_with_advice, resolve_weights_only
 from ptsave.contents.loading import load_source
 from ptsave.errors import add_note
 from ptsave.sources.local import describe
-from ptsave.sources.urls import is_url_source
+from ptsave.sources.locations import is_url_source
 from ptsave.state.copying import Copier, CopyLater, Replacement, tensors_in
 from ptsave.support.calls import ProgressCallback, progress_bar
 from ptsave.support.together import has_others

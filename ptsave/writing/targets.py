@@ -9,7 +9,7 @@
   go past it that would make the kernel let writers wait; a large save in the background goes past
   it as a whole.  Other bytes go through the cache until the cache turns out to be expensive
   (`MemoryGauge` in csrc/core/memory/pages.h), and past it from there on.
-* The file of a URL is a stream: `url_targets` says how it becomes visible.
+* The file of a URL is a stream: `UrlLocation` says how it becomes visible.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import errno
 import io
 import os
 import stat
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,14 +26,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 from ptsave import _C
 from ptsave.errors import SaveError, operation_of
 from ptsave.sources.local import real_file
-from ptsave.sources.urls import is_url_target, refuse_storage_options, refuse_url_target
+from ptsave.sources.locations import (
+    LocalFolder,
+    Location,
+    is_url_target,
+    refuse_storage_options,
+    refuse_url_target,
+)
 from ptsave.support import config, memory_limits
 from ptsave.support.calls import ProgressCallback
 
 if TYPE_CHECKING:
-    from ptsave.writing.url_targets import UrlTarget
+    from ptsave.sources.url_locations import UrlLocation
 
-FileTarget: TypeAlias = "str | UrlTarget"
+FileTarget: TypeAlias = "str | UrlLocation"
 
 # Errors of a rename that mean "not this file, not here", not "the disk failed".
 _RENAME_REFUSED = {errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES}
@@ -47,27 +51,52 @@ _MIN_DIRECT_NBYTES = 16 << 20
 _STAGING_SLACK = 64 << 10
 
 
-def is_url_file(target: object) -> TypeGuard[UrlTarget]:
-    """Return whether a value is a `UrlTarget`, without importing its module."""
-    url_targets = sys.modules.get("ptsave.writing.url_targets")
-    return url_targets is not None and isinstance(target, url_targets.UrlTarget)
+def resolve(f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> FileTarget:
+    """Return the file or directory that a path or a URL names; for ``file://`` its local path.
+
+    Raises a SaveError for an empty path: often it is the value of a variable that is not set.
+    """
+    if is_url_target(f):
+        from ptsave.sources.url_locations import resolve_url
+
+        return resolve_url(str(f), storage_options)
+    refuse_url_target(f, storage_options)
+    path = os.fsdecode(f)
+    if not path:
+        raise SaveError(errno.ENOENT, "invalid file name: it is empty", path)
+    return path
+
+
+def resolve_folder(
+    directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Location:
+    """Return the directory that a path or a URL to write to names."""
+    target = resolve(directory, storage_options)
+    return LocalFolder(target) if isinstance(target, str) else target
+
+
+def is_url_file(target: object) -> TypeGuard[UrlLocation]:
+    """Return whether a value is a `UrlLocation`, without importing its module."""
+    return isinstance(target, Location) and target.is_url
 
 
 def name_of(target: FileTarget) -> str:
     """Return the path or the URL of a target."""
-    return target.url if is_url_file(target) else str(target)
+    return target if isinstance(target, str) else target.path
 
 
 def exists(target: FileTarget) -> bool:
     """Return whether the target's name exists, also as a link that leads nowhere."""
-    return target.exists() if is_url_file(target) else os.path.lexists(str(target))
+    return os.path.lexists(target) if isinstance(target, str) else target.is_there()
 
 
 def scratch_folder(target: FileTarget) -> str:
     """Return the directory for a save's temporary files: the target's own if it is local."""
-    if is_url_file(target):
-        return tempfile.gettempdir()
-    return os.path.dirname(str(target)) or "."
+    if isinstance(target, str):
+        return os.path.dirname(target) or "."
+    import tempfile
+
+    return tempfile.gettempdir()
 
 
 def root_for_path(path: str) -> str:
@@ -83,7 +112,7 @@ def refuse_safetensors_name(f: object) -> None:
     """Raise a ValueError for torch's format under a name that ends with ``.safetensors``."""
     name = ""
     if is_url_file(f):
-        name = f.url
+        name = f.path
     elif isinstance(f, (str, os.PathLike)):
         name = os.fsdecode(f)
     if name.endswith(".safetensors"):
@@ -114,7 +143,7 @@ def _require_root(path: str) -> None:
 
 
 def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> Any:
-    """Return a path as a str, a URL as a `UrlTarget`, and any other object as it is.
+    """Return a path as a str, a URL as a `UrlLocation`, and any other object as it is.
 
     Errors that writing to the target is known to raise are raised here.
     """
@@ -133,22 +162,6 @@ def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> 
     return f
 
 
-def resolve(f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> FileTarget:
-    """Return the file or directory that a path or a URL names; for ``file://`` its local path.
-
-    Raises a SaveError for an empty path: often it is the value of a variable that is not set.
-    """
-    if is_url_target(f):
-        from ptsave.writing.url_targets import resolve_url
-
-        return resolve_url(str(f), storage_options)
-    refuse_url_target(f, storage_options)
-    path = os.fsdecode(f)
-    if not path:
-        raise SaveError(errno.ENOENT, "invalid file name: it is empty", path)
-    return path
-
-
 def resolve_file(
     f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> FileTarget:
@@ -156,7 +169,7 @@ def resolve_file(
     target = resolve(f, storage_options)
     if not isinstance(target, str):
         target.require_file_name()
-        _require_root(target.url)
+        _require_root(target.path)
     return target
 
 
@@ -195,17 +208,29 @@ def replaceable_file(path: str) -> str:
 
     Raises a SaveError if that file cannot be replaced.
     """
+    is_special, target, can_replace = _behind(path)
+    if is_special:
+        raise SaveError(errno.EINVAL, "not a regular file", path)
+    if target is None or not can_replace:
+        message = "the file cannot be replaced, and this one cannot be written in place"
+        raise SaveError(errno.EACCES, message, path)
+    return target
+
+
+def _behind(path: str) -> tuple[bool, str | None, bool]:
+    """Return whether a path is no regular file, the file behind links, and if it is replaceable.
+
+    Other savers may replace or remove the file at any moment.  So the choice depends only on facts
+    that no saver changes: links, the directory and its owner.
+    """
     with _translated_errors(path):
         status = _status(path)
         if status is not None and not stat.S_ISREG(status.st_mode):
-            raise SaveError(errno.EINVAL, "not a regular file", path)
+            return True, None, False
         if status is not None:
             status = _writable_status(path)
         target = _resolved(path)
-        if target is None or not _can_replace(target, status):
-            message = "the file cannot be replaced, and this one cannot be written in place"
-            raise SaveError(errno.EACCES, message, path)
-        return target
+        return False, target, target is not None and _can_replace(target, status)
 
 
 class FileWriter:
@@ -248,18 +273,8 @@ class FileWriter:
             self.write_path(target)
 
     def write_path(self, path: str) -> None:
-        """Write to a path, atomically if a regular file is or will be there.
-
-        Other savers may replace or remove the file at any moment.  So the choice depends only on
-        facts that no saver changes: links, the directory and its owner.
-        """
-        with _translated_errors(path):
-            status = _status(path)
-            is_special = status is not None and not stat.S_ISREG(status.st_mode)
-            if status is not None and not is_special:
-                status = _writable_status(path)
-            target = None if is_special else _resolved(path)
-            can_replace = target is not None and _can_replace(target, status)
+        """Write to a path, atomically if a regular file is or will be there."""
+        is_special, target, can_replace = _behind(path)
         if is_special:
             self._write_special(path)
         elif target is None:
@@ -494,11 +509,11 @@ def _is_refused(number: int | None, target: str) -> bool:
     if number in _UNSUPPORTED:
         return True
     if number == errno.EBUSY:  # network file systems also say it of a file in use
-        return _mount_of(target) != _mount_of(os.path.dirname(target))
+        return mount_of(target) != mount_of(os.path.dirname(target))
     return number in _RENAME_REFUSED and os.path.exists(target)
 
 
-def _mount_of(path: str) -> str:
+def mount_of(path: str) -> str:
     """Return the ID of the mount that a file or directory is on; empty if unknown."""
     try:
         with _located(path) as descriptor:

@@ -23,11 +23,11 @@ from captured_runs import Run, captured
 from torch import nn
 
 import ptsave
-from ptsave.appending.archive_writer import rivals_of
 from ptsave.background import saves
 from ptsave.capturing.capture import Capture, _default_staged_nbytes
 from ptsave.capturing.run import CapturedRun
 from ptsave.capturing.schema import parse_name
+from ptsave.sources.temporary import rivals_of
 from ptsave.support import memory_limits
 
 MIB = 1 << 20

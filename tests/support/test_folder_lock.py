@@ -12,7 +12,7 @@ import pytest
 from _system import Child, in_child
 
 import ptsave
-from ptsave.support.folder_lock import FolderLock
+from ptsave.support.locks import FolderLock
 
 
 def held(folder: Path) -> FolderLock:

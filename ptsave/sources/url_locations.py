@@ -13,21 +13,26 @@ How a file appears all at once depends on the file system:
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 import io
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 from ptsave.errors import SaveError, UnsupportedUrlError, add_note
-from ptsave.sources.urls import options_of, url_to_fs
+from ptsave.sources.locations import Location, options_of, url_to_fs, with_path
+from ptsave.sources.ranges import os_errors
+from ptsave.sources.temporary import name_for
 
 _PART_NBYTES = 16 << 20
 _MAX_N_PARTS = 10_000  # of S3; others allow more
 _MIB = 1 << 20
 # torch's message.
 _WRITE_FAILED = "PytorchStreamWriter failed writing file: file write failed"
+_NOT_FOUND = "it cannot be looked for"
 
 _LOCAL = {"file", "local"}
 # An upload appears when commit() is called, and vanishes when discard() is called.
@@ -53,162 +58,188 @@ _NUMBERS: tuple[tuple[type[BaseException], int], ...] = (
 )
 
 
-class ByteSink(Protocol):
-    """Takes the bytes of a file in order."""
-
-    def write(self, data: Any, /) -> object:
-        """Take the next bytes."""
-        ...
-
-
-class UrlTarget:
-    """A file or a directory at a URL; `path` is its name in the file system.
+class UrlLocation(Location):
+    """A file or a directory at a URL; `key` is its name in the file system.
 
     In an object store, directories are only the beginnings of names.
     """
 
-    def __init__(self, url: str, file_system: Any, path: str) -> None:
-        self.url = url
-        self.file_system = file_system
-        self.path = path
-        self._protocols = _protocols_of(file_system)
-        self.is_object_store = bool(self._protocols & _OBJECT_STORES)
+    def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        self.path = url
+        self.storage_options = storage_options
+
+    @cached_property
+    def _found(self) -> tuple[Any, str]:
+        return url_to_fs(self.path, self.storage_options)
+
+    @property
+    def file_system(self) -> Any:
+        """The file system, as fsspec makes it."""
+        return self._found[0]
+
+    @property
+    def key(self) -> str:
+        """The name in the file system."""
+        return self._found[1]
+
+    @cached_property
+    def protocols(self) -> set[str]:
+        """The file system's own names, as URLs begin with."""
+        protocol = self.file_system.protocol
+        return {protocol} if isinstance(protocol, str) else set(protocol)
+
+    @property
+    def is_object_store(self) -> bool:
+        """Whether a file is an object, whose parents need not exist."""
+        return bool(self.protocols & _OBJECT_STORES)
 
     def require_file_name(self) -> None:
         """Raise if the URL ends with a slash, or names only a bucket."""
-        is_bucket = self.is_object_store and "/" not in self.path
-        if self.url.endswith("/") or not self.path.strip("/") or is_bucket:
-            raise SaveError(errno.EISDIR, "it names no file: add a name", self.url)
+        is_bucket = self.is_object_store and "/" not in self.key
+        if self.path.endswith("/") or not self.key.strip("/") or is_bucket:
+            raise SaveError(errno.EISDIR, "it names no file: add a name", self.path)
 
-    def child(self, name: str) -> UrlTarget:
-        """Return a file in this directory."""
-        scheme, _, rest = self.url.partition("://")
-        rest = rest.rstrip("/")
-        url = f"{scheme}://{rest}/{name}" if rest else f"{scheme}://{name}"
-        return UrlTarget(url, self.file_system, f"{self.path.rstrip('/')}/{name}")
+    # ------------------------------------------------------------------------- as a directory
 
-    def exists(self) -> bool:
-        """Return whether the file or directory exists now."""
-        with save_errors(self.url, "it cannot be looked for"):
-            self.file_system.invalidate_cache(self.file_system._parent(self.path))
-            return bool(self.file_system.exists(self.path))
-
-    def identity(self) -> str:
-        """Return a text that changes when another file takes the name."""
-        with save_errors(self.url, "it cannot be looked for"):
-            return str(self.file_system.ukey(self.path))
-
-    def contents(self) -> bytes:
-        """Return the bytes of the file, empty if the file does not exist."""
-        try:
-            with save_errors(self.url, "the file cannot be read"):
-                return bytes(self.file_system.cat_file(self.path))
-        except FileNotFoundError:
-            return b""
-
-    def remove(self) -> None:
-        """Remove the file, if it exists."""
-        with suppress(FileNotFoundError), save_errors(self.url, "the file cannot be removed"):
-            self.file_system.rm_file(self.path)
-
-    def make_directory(self) -> None:
-        """Make the directory with its parents, if the file system has any, and list it."""
-        if self.is_object_store:
-            if not self.path.strip("/"):
-                raise SaveError(errno.ENOENT, "it names no bucket: add a name", self.url)
-        else:
-            with save_errors(self.url, "the directory cannot be made"):
-                self.file_system.makedirs(self.path, exist_ok=True)
-        self.files()
-
-    def make_parent(self) -> None:
-        """Make the file's directory with its parents, if the file system has any."""
-        if not self.is_object_store:
-            with save_errors(self.url, "its directory cannot be made"):
-                self.file_system.makedirs(self.file_system._parent(self.path), exist_ok=True)
+    def names(self) -> list[str]:
+        with os_errors(self.path):
+            found = self.file_system.ls(self.key, detail=False)
+        return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
 
     def files(self) -> list[str]:
-        """Return the names of the files in this directory; none if it does not exist."""
-        with save_errors(self.url, "the directory cannot be listed"):
-            self.file_system.invalidate_cache(self.path)
+        with save_errors(self.path, "the directory cannot be listed"):
+            self.file_system.invalidate_cache(self.key)
             try:
-                entries = self.file_system.ls(self.path, detail=True)
+                entries = self.file_system.ls(self.key, detail=True)
             except FileNotFoundError:
                 return []
         return [
             entry["name"].rpartition("/")[2]
             for entry in entries
-            if entry["type"] == "file" and entry["name"] != self.path
+            if entry["type"] == "file" and entry["name"] != self.key
         ]
 
-    def opened(self, nbytes: int | None = None) -> AbstractContextManager[ByteSink]:
-        """Open the file for new contents, which appear at the end of the block.
+    def join(self, name: str) -> str:
+        return with_path(self.path, lambda path: os.path.join(path, name))
+
+    def file(self, name: str) -> UrlLocation:
+        file = copy.copy(self)
+        file._found = self.file_system, f"{self.key.rstrip('/')}/{name}"
+        scheme, _, rest = self.path.partition("://")
+        rest = rest.rstrip("/")
+        file.path = f"{scheme}://{rest}/{name}" if rest else f"{scheme}://{name}"
+        return file
+
+    def is_taken(self, name: str) -> bool:
+        return self.file(name).is_there()
+
+    def identity(self, name: str) -> str:
+        file = self.file(name)
+        with save_errors(file.path, _NOT_FOUND):
+            return str(self.file_system.ukey(file.key))
+
+    def bytes_of(self, name: str) -> bytes:
+        file = self.file(name)
+        try:
+            with save_errors(file.path, "the file cannot be read"):
+                return bytes(self.file_system.cat_file(file.key))
+        except FileNotFoundError:
+            return b""
+
+    def remove(self, name: str) -> None:
+        file = self.file(name)
+        with suppress(FileNotFoundError), save_errors(file.path, "the file cannot be removed"):
+            self.file_system.rm_file(file.key)
+
+    def make(self) -> None:
+        """Make the directory with its parents, if the file system has any, and list it."""
+        if not self.is_object_store:
+            self._make(self.key, "the directory cannot be made")
+        elif not self.key.strip("/"):
+            raise SaveError(errno.ENOENT, "it names no bucket: add a name", self.path)
+        self.files()
+
+    # ------------------------------------------------------------------------------ as a file
+
+    def is_there(self) -> bool:
+        """Return whether the file or directory exists now."""
+        with save_errors(self.path, _NOT_FOUND):
+            self.file_system.invalidate_cache(self.file_system._parent(self.key))
+            return bool(self.file_system.exists(self.key))
+
+    def make_parent(self) -> None:
+        """Make the file's directory with its parents, if the file system has any."""
+        if not self.is_object_store:
+            self._make(self.file_system._parent(self.key), "its directory cannot be made")
+
+    def _make(self, key: str, failed: str) -> None:
+        with save_errors(self.path, failed):
+            self.file_system.makedirs(key, exist_ok=True)
+
+    def opened(self, nbytes: int | None = None) -> AbstractContextManager[Any]:
+        """Open the file as a sink of new contents, which appear at the end of the block.
 
         If the block raises, nothing changes.  The size `nbytes` of the contents bounds the memory
         for sending them.  Raises a SaveError that names the URL if the file system fails.
         """
         is_small = nbytes is not None and nbytes <= _PART_NBYTES
-        if "memory" in self._protocols or (self.is_object_store and is_small):
+        if "memory" in self.protocols or (self.is_object_store and is_small):
             return self._put_at_once()
-        if self._protocols & _COMMITTED:
+        if self.protocols & _COMMITTED:
             return self._uploaded(nbytes or 0)
-        if self._protocols & _COMPLETED_BY_CLOSING:
+        if self.protocols & _COMPLETED_BY_CLOSING:
             return self._completed_by_closing(nbytes or 0)
         return self._moved()
 
     @contextmanager
-    def _put_at_once(self) -> Iterator[ByteSink]:
+    def _put_at_once(self) -> Iterator[Any]:
         buffer = io.BytesIO()
         yield buffer
-        with save_errors(self.url):
-            self.file_system.pipe_file(self.path, buffer.getvalue())
+        with save_errors(self.path):
+            self.file_system.pipe_file(self.key, buffer.getvalue())
 
     @contextmanager
-    def _uploaded(self, nbytes: int) -> Iterator[ByteSink]:
-        stream = self._open(self.path, block_size=_part_nbytes(nbytes), autocommit=False)
+    def _uploaded(self, nbytes: int) -> Iterator[Any]:
+        stream = self._open(self.key, block_size=_part_nbytes(nbytes), autocommit=False)
         with suppress(ValueError):  # no transaction may commit it
             self.file_system.transaction.files.remove(stream)
         try:
-            yield _NamingSink(stream, self.url)
-            with save_errors(self.url):
+            yield _NamingSink(stream, self.path)
+            with save_errors(self.path):
                 stream.close()
                 stream.commit()
         except BaseException as error:
             try:
                 stream.discard()
             except Exception as failure:
-                note = f"what was uploaded of {self.url} could not be discarded: {failure}"
+                note = f"what was uploaded of {self.path} could not be discarded: {failure}"
                 add_note(error, note)
             raise
         finally:
             stream.closed = True  # or its destructor would send the rest
 
     @contextmanager
-    def _completed_by_closing(self, nbytes: int) -> Iterator[ByteSink]:
-        stream = self._open(self.path, block_size=_part_nbytes(nbytes))
+    def _completed_by_closing(self, nbytes: int) -> Iterator[Any]:
+        stream = self._open(self.key, block_size=_part_nbytes(nbytes))
         try:
-            yield _NamingSink(stream, self.url)
-            with save_errors(self.url):
+            yield _NamingSink(stream, self.path)
+            with save_errors(self.path):
                 stream.close()
         finally:
             stream.closed = True
 
     @contextmanager
-    def _moved(self) -> Iterator[ByteSink]:
-        import secrets
-
-        parent, _, name = self.path.rpartition("/")
-        temporary = f"{parent}/.{name}.{secrets.token_hex(8)}.ptsave".removeprefix(
-            "" if self.path.startswith("/") else "/"
-        )
+    def _moved(self) -> Iterator[Any]:
+        parent, slash, name = self.key.rpartition("/")
+        temporary = f"{parent}{slash}{name_for(name)}"
         stream = self._open(temporary)
-        sink = _NamingSink(stream, self.url)
+        sink = _NamingSink(stream, self.path)
         try:
             yield sink
-            with save_errors(self.url):
+            with save_errors(self.path):
                 stream.close()
                 self._require_size(temporary, sink.nbytes)
-                self.file_system.mv(temporary, self.path)
+                self.file_system.mv(temporary, self.key)
         except BaseException:
             try:
                 with suppress(Exception):
@@ -219,7 +250,7 @@ class UrlTarget:
             raise
 
     def _open(self, path: str, **options: Any) -> Any:
-        with save_errors(self.url):
+        with save_errors(self.path):
             return self.file_system.open(path, "wb", **options)
 
     def _require_size(self, path: str, nbytes: int) -> None:
@@ -249,7 +280,7 @@ class _NamingSink:
         return n
 
 
-def resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | UrlTarget:
+def resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | UrlLocation:
     """Return the file or directory that a URL names; for ``file://`` its local path.
 
     Raises an UnsupportedUrlError if fsspec cannot write there, or not all at once.
@@ -259,31 +290,21 @@ def resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | Ur
     scheme = url.partition(":")[0]
     if scheme in _READ_ONLY:
         raise UnsupportedUrlError.of_target(url, _READ_ONLY[scheme])
-    file_system, path = _file_system(url, options_of(storage_options))
-    protocols = _protocols_of(file_system)
-    if not protocols & _LOCAL:
-        return UrlTarget(url, file_system, path)
-    if file_system.auto_mkdir:
-        with save_errors(url):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-    return str(path)
-
-
-def _file_system(url: str, storage_options: dict[str, Any]) -> tuple[Any, str]:
+    location = UrlLocation(url, options_of(storage_options))
     try:
-        file_system, path = url_to_fs(url, storage_options)
+        file_system = location.file_system
     except ImportError as error:
         raise UnsupportedUrlError.of_target(url, str(error)) from None
     except ValueError as error:
         if not str(error).startswith("Protocol not known"):
             raise
         raise UnsupportedUrlError.of_target(url, str(error)) from None
-    return file_system, path
-
-
-def _protocols_of(file_system: Any) -> set[str]:
-    protocol = file_system.protocol
-    return {protocol} if isinstance(protocol, str) else set(protocol)
+    if not location.protocols & _LOCAL:
+        return location
+    if file_system.auto_mkdir:
+        with save_errors(url):
+            os.makedirs(os.path.dirname(location.key), exist_ok=True)
+    return location.key
 
 
 def _part_nbytes(nbytes: int) -> int:

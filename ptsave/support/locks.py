@@ -1,15 +1,87 @@
-"""Keeps a directory for one process, by a lock on a file in it that ends with the process."""
+"""Locks on files and directories that end with the process that took them."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-from contextlib import suppress
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from ptsave import _C
 from ptsave.errors import SaveError
-from ptsave.support.held_lock import HeldLock
+
+# Errors of a file system without locks.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class HeldLock:
+    """Holds the descriptor of a locked file; a forked child closes its copy."""
+
+    _descriptor: int | None = None
+
+    def _hold(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        _held.add(self)
+
+    def _close(self) -> None:
+        """Give the lock up; in a forked child, leave it to the parent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __del__(self) -> None:
+        self._close()
+
+
+_held: weakref.WeakSet[HeldLock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_held):
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def try_lock(descriptor: int, *, wait: bool = False) -> bool | None:
+    """Lock, by default without waiting: False if it is locked, None if there are no locks.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile() as file, open(file.name) as other:
+    ...     print(try_lock(file.fileno()), try_lock(other.fileno()))
+    True False
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def is_locked(descriptor: int) -> bool:
+    """Return whether another descriptor, of this process or another, holds the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+@contextmanager
+def locked_directory(directory: str, *, wait: bool = False) -> Iterator[bool]:
+    """Lock a directory in the block; yield False if another process has locked it."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield try_lock(descriptor, wait=wait) is not False
+    finally:
+        with suppress(OSError):  # closing is not enough: a forked child has the descriptor
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 class FolderLock(HeldLock):
@@ -80,5 +152,5 @@ def _lock(descriptor: int, place: str) -> None:
             place,
         ) from None
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+        if error.errno not in _NO_LOCKS:
             raise
