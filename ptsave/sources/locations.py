@@ -28,8 +28,8 @@ _COLLAPSED = rf"(?P<first>({_SCHEME}::)*{_SCHEME}:)/(?!/)"
 class Location:
     """A directory, near or far, and its files, by their names.
 
-    `path` is the path or URL.  What only a local disk needs does nothing here: at a URL, the writer
-    of a temporary file cannot be seen, and a server that has confirmed a file has stored it.
+    `path` is the path or URL.  The methods that only local disks need do nothing here.  At a URL,
+    the writer of a temporary file cannot be seen.  A server that confirms a file has stored it.
     """
 
     is_url = True

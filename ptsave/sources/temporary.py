@@ -1,13 +1,11 @@
 """The rule of temporary names, and the leftovers of killed processes that have such names.
 
-| name | what it is |
-|---|---|
-| ``.<name>.<16 hex digits>.ptsave`` | a file that is being written, beside the one it replaces |
-| ``.<name>.ptsave`` | a directory that holds a new directory ``<name>`` |
-| ``.staged-<16 hex digits>.ptsave`` | a directory that hides its file's name |
+* ``.<name>.<16 hex digits>.ptsave`` is a new file, beside the one that it replaces.
+* ``.<name>.ptsave`` is a directory that holds a new directory ``<name>``.
+* ``.staged-<16 hex digits>.ptsave`` is a directory that hides the name of its file.
 
-The engine names and locks its files by the first line (``AtomicFile`` in csrc/core/io/file.h), and
-shortens names that become too long; `target_of` knows them, too.
+The engine names and locks its files by the first rule (``AtomicFile`` in csrc/core/io/file.h).
+It shortens names that become too long; `target_of` knows these, too.
 """
 
 from __future__ import annotations

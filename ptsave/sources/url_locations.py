@@ -1,4 +1,4 @@
-"""Files at URLs that fsspec writes: complete at the end of a save, or as they were before.
+"""Files and directories at URLs of fsspec; a save leaves a whole new file, or the old one.
 
 How a file appears all at once depends on the file system:
 
