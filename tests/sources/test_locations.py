@@ -159,7 +159,7 @@ def test_leftover_that_is_being_written_stays(tmp_path: Path) -> None:
 
 
 class Stream(io.BytesIO):
-    """A file object of a class of somebody's own."""
+    """A file object that the engine cannot read itself."""
 
 
 def opened(kind: str, folder: Path, data: bytes) -> tuple[Any, dict[str, Any]]:
