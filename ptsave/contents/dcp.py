@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import errno
 import io
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +25,8 @@ from ptsave.archive.views import Allocator, bytes_of, new_storage, unfilled_tens
 from ptsave.contents.contents import CPU, ChunkInfo, LoadedContents, OneFile, Place
 from ptsave.dcp.checking import find_dcp_damage
 from ptsave.dcp.checkpoint import Chunk, DcpCheckpoint, DcpTensor
-from ptsave.dcp.rank_files import Box, RankFiles
-from ptsave.dcp.stock_items import damage_in
+from ptsave.dcp.rank_files import RankFiles
+from ptsave.dcp.read_plan import ReadPlan
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError
 from ptsave.sources.kinds import is_legacy, is_zip
 from ptsave.sources.ranges import FsspecFile, RangeSource
@@ -35,23 +34,14 @@ from ptsave.support.calls import progress_bar, warn_user
 from ptsave.support.text import some_of
 from ptsave.support.torch_tensors import storage_id
 
+_T = TypeVar("_T")
 _MIN_HUGE_NBYTES = 64 << 10
-# The most files that are open at once, and the most runs of bytes that are planned at once.
+# The most files that are open at once.
 _MAX_FILES = 256
-_MAX_RUNS = 1 << 18
-# The most bytes of saved objects that are read at once; a larger object is read alone.
-_BATCH_NBYTES = 32 << 20
+# No more saved objects are read at once when they have so many bytes.
+_MAX_OBJECTS_NBYTES = 32 << 20
 # Attempts to open a checkpoint while other saves replace it.
 _MAX_OPENINGS = 3
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """The elements of a tensor to read, as a range in each dimension, and memory for them."""
-
-    tensor: DcpTensor
-    region: tuple[range, ...]
-    out: Tensor
 
 
 @dataclass(frozen=True)
@@ -109,13 +99,19 @@ class DcpContents(OneFile):
         self._require_room()
         objects: dict[str, Any] = {}
         locations: dict[int, str] = {}
-        for batch in self._batches():
+
+        def load(name: str, values: Tensor) -> None:
+            objects[name] = self._object(name, values, locations, verify)
+
+        for names in _batches(
+            self.checkpoint.objects, lambda name: self.checkpoint.objects[name].relative_path
+        ):
             with self.checkpoint.rank_files(verify=verify) as files:
-                boxes = [files.whole(self.checkpoint.objects[name], name) for name in batch]
-                files.read(boxes)
-            while boxes:
-                name, box = batch[len(batch) - len(boxes)], boxes.pop(0)
-                objects[name] = self._object(name, box, locations, verify)
+                plan = ReadPlan(files.read, load, max_staged=_MAX_OBJECTS_NBYTES)
+                for name in names:
+                    info = self.checkpoint.objects[name]
+                    plan.add(files.bytes_of(info, name), (0,), None, name)
+                plan.read()
         return objects, locations
 
     def _require_room(self) -> None:
@@ -128,29 +124,14 @@ class DcpContents(OneFile):
                 path=self.checkpoint.metadata_path,
             )
 
-    def _batches(self) -> Iterator[list[str]]:
-        batch: list[str] = []
-        files: set[str] = set()
-        nbytes = 0
-        for name, info in self.checkpoint.objects.items():
-            is_full = nbytes + info.length > _BATCH_NBYTES or len(files) == _MAX_FILES
-            if batch and is_full:
-                yield batch
-                batch, nbytes = [], 0
-                files.clear()
-            batch.append(name)
-            files.add(info.relative_path)
-            nbytes += info.length
-        if batch:
-            yield batch
-
-    def _object(self, name: str, box: Box, locations: dict[int, str], verify: bool) -> Any:
+    def _object(self, name: str, values: Tensor, locations: dict[int, str], verify: bool) -> Any:
         def stay(storage: Any, location: str) -> Any:
             locations[storage_id(storage)] = location
             return storage
 
-        path = self.checkpoint.file(box.file)
-        data = bytes(memory_of(box.target))
+        info = self.checkpoint.objects[name]
+        path = self.checkpoint.file(info.relative_path)
+        data = bytes(memory_of(values))
         _require_saved(data, path, name)
         stream = io.BytesIO(data)
         try:
@@ -160,7 +141,7 @@ class DcpContents(OneFile):
             error.args = (f"{path}: {name}: {error}",)
             raise
         except CorruptCheckpointError as error:
-            error.args = (f"{path}: {name} (from offset {box.offset} on): {error}",)
+            error.args = (f"{path}: {name} (from offset {info.offset} on): {error}",)
             error.path, error.entries = path, [name]
             raise
 
@@ -194,16 +175,16 @@ class DcpContents(OneFile):
     ) -> list[Tensor]:
         """Read whole tensors, from all files at once."""
         result: list[Tensor] = []
-        wanted: list[_Wanted] = []
+        parts: list[_Part] = []
         for tensor in tensors:
             stored = self._stored.get(id(tensor))
             if stored is None:
                 result += self._loaded.read([tensor], verify, allocate)
                 continue
             out = _memory_for(stored.shape, stored.dtype, allocate)
-            wanted.append(_Wanted(stored, tuple(map(range, stored.shape)), out))
+            parts += self._parts_of(stored, tuple(map(range, stored.shape)), out)
             result.append(out)
-        self._read(wanted, verify)
+        self._read(parts, verify)
         return result
 
     def read_slice(
@@ -220,55 +201,34 @@ class DcpContents(OneFile):
         shape = tensor[index].shape  # raises torch's errors
         region = _region_of(index, stored.shape)
         out = _memory_for(torch.Size(map(len, region)), stored.dtype, allocate)
-        self._read([_Wanted(stored, region, out)], verify)
+        self._read(self._parts_of(stored, region, out), verify)
         return to_device(out.view(shape), device)
 
-    def _read(self, wanted: Iterable[_Wanted], verify: bool | None) -> None:
-        parts: dict[str, list[_Part]] = {}
-        for each in wanted:
-            self.checkpoint.require_tensor(each.tensor)
-            for chunk in each.tensor.chunks:
-                part = _part_of(each, chunk)
-                if part is not None:
-                    parts.setdefault(chunk.file, []).append(part)
-        names = sorted(parts)
-        for at in range(0, len(names), _MAX_FILES):
+    def _parts_of(self, stored: DcpTensor, region: Sequence[range], out: Tensor) -> Iterator[_Part]:
+        """Yield the elements of each chunk in a region, a range in each dimension."""
+        self.checkpoint.require_tensor(stored)
+        for chunk in stored.chunks:
+            part = _part_of(stored, chunk, region, out)
+            if part is not None:
+                yield part
+
+    def _read(self, parts: Iterable[_Part], verify: bool | None) -> None:
+        for some in _batches(parts, lambda part: part.chunk.file):
             with self.checkpoint.rank_files(verify=verify is not False) as files:
-                found = [part for name in names[at : at + _MAX_FILES] for part in parts[name]]
-                self._read_parts(files, found, check_items=bool(verify))
+                plan = ReadPlan(files.read)
+                for part in some:
+                    self._plan(plan, files, part, check_item=bool(verify))
+                plan.read()
 
-    def _read_parts(self, files: RankFiles, parts: list[_Part], *, check_items: bool) -> None:
-        boxes: list[Box] = []
-        n_runs = 0
-        for part in (piece for whole in parts for piece in _pieces(whole)):
-            if n_runs + _n_runs(part) > _MAX_RUNS:
-                files.read(boxes)
-                boxes, n_runs = [], 0
-            n_runs += _n_runs(part)
-            box = self._box(files, part, check_items=check_items)
-            if box is not None:
-                boxes.append(box)
-        files.read(boxes)
-
-    def _box(self, files: RankFiles, part: _Part, *, check_items: bool) -> Box | None:
-        """Return the box of a part's bytes, or None if this call has copied the values itself."""
-        if check_items:
+    def _plan(self, plan: ReadPlan, files: RankFiles, part: _Part, *, check_item: bool) -> None:
+        """Add a part to a plan, or copy its values now if only torch can read its item."""
+        if check_item:
             self._check_item(files, part)
         stored = self.checkpoint.stored(files, part.tensor, part.chunk)
         if stored is None:
             part.out.copy_(self._whole(files, part)[_slices(part)])
-            return None
-        if stored.dtype != part.out.dtype:
-            values = torch.empty(stored.shape, dtype=stored.dtype)
-            files.read([stored.box([0] * len(stored.shape), values)])
-            part.out.copy_(values[_slices(part)])
-            return None
-        if all(step == 1 for step in part.steps):
-            return stored.box(part.begins, part.out)
-        begins = zip(part.begins, stored.strides, strict=True)
-        offset = stored.offset + sum(begin * stride for begin, stride in begins)
-        strides = [a * b for a, b in zip(stored.strides, part.steps, strict=True)]
-        return Box(stored.file, stored.name, offset, tuple(strides), part.out)
+        else:
+            plan.add(stored, part.begins, part.out, steps=part.steps)
 
     def _check_item(self, files: RankFiles, part: _Part) -> None:
         """Compare a whole item of torch's writer with its checksums, once."""
@@ -276,7 +236,7 @@ class DcpContents(OneFile):
         if key in self._checked_items or files.is_checked(part.chunk.info):
             return
         name, path = part.tensor.name, files.file(part.chunk.file)
-        for damage in damage_in(files, part.chunk.info, name) or ():
+        for damage in files.damage_in(part.chunk.info, name) or ():
             raise CorruptCheckpointError(
                 f"{path}: record {damage.record} of {name}: {damage.reason}",
                 path=path,
@@ -325,6 +285,16 @@ class DcpContents(OneFile):
             )
 
 
+def _batches(values: Iterable[_T], file_of: Callable[[_T], str]) -> Iterator[list[_T]]:
+    """Yield the values that are in the same files, with at most `_MAX_FILES` files at once."""
+    by_file: dict[str, list[_T]] = {}
+    for value in values:
+        by_file.setdefault(file_of(value), []).append(value)
+    names = sorted(by_file)
+    for at in range(0, len(names), _MAX_FILES):
+        yield [value for name in names[at : at + _MAX_FILES] for value in by_file[name]]
+
+
 def _require_saved(data: bytes, path: str, name: str) -> None:
     if not is_zip(data[:4]) and not is_legacy(data[:64]):
         raise CorruptCheckpointError(
@@ -365,11 +335,10 @@ def _numbers(part: slice | int, n: int) -> range:
     return range(number, number + 1)
 
 
-def _part_of(wanted: _Wanted, chunk: Chunk) -> _Part | None:
-    """Return the wanted elements of a chunk, or None if the chunk has none of them."""
+def _part_of(tensor: DcpTensor, chunk: Chunk, region: Sequence[range], out: Tensor) -> _Part | None:
+    """Return the elements of a chunk in a region, or None if the chunk has none of them."""
     begins: list[int] = []
-    out = wanted.out
-    for dim, numbers in enumerate(wanted.region):
+    for dim, numbers in enumerate(region):
         begin, end = chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]
         first = max(-((numbers.start - begin) // numbers.step), 0)
         last = min(-((numbers.start - end) // numbers.step), len(numbers))
@@ -377,32 +346,7 @@ def _part_of(wanted: _Wanted, chunk: Chunk) -> _Part | None:
             return None
         begins.append(numbers[first] - begin)
         out = out.narrow(dim, first, last - first)
-    steps = tuple(numbers.step for numbers in wanted.region)
-    return _Part(wanted.tensor, chunk, tuple(begins), steps, out)
-
-
-def _n_runs(part: _Part) -> int:
-    """Estimate the number of contiguous runs of bytes in a part."""
-    shape = part.out.shape
-    if not shape:
-        return 1
-    is_run = part.steps[-1] == 1
-    return math.prod(shape[:-1] if is_run else shape)
-
-
-def _pieces(part: _Part) -> Iterator[_Part]:
-    """Split a part into pieces of at most `_MAX_RUNS` runs, which need little memory to plan."""
-    if _n_runs(part) <= _MAX_RUNS:
-        yield part
-        return
-    n_dims = part.out.dim() - (part.steps[-1] == 1)
-    dim = max(range(n_dims), key=part.out.shape.__getitem__)
-    half = part.out.shape[dim] // 2
-    for begin, n in ((0, half), (half, part.out.shape[dim] - half)):
-        begins = list(part.begins)
-        begins[dim] += begin * part.steps[dim]
-        piece = part.out.narrow(dim, begin, n)
-        yield from _pieces(_Part(part.tensor, part.chunk, tuple(begins), part.steps, piece))
+    return _Part(tensor, chunk, tuple(begins), tuple(each.step for each in region), out)
 
 
 def _slices(part: _Part) -> tuple[slice, ...]:

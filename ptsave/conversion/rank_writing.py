@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.nn import Parameter
 
 from ptsave.conversion.compacting import SourceCheckpoint
-from ptsave.dcp.blocks import table_nbytes
 from ptsave.dcp.metadata import set_checked_files
 from ptsave.distributed.directory import CheckpointDirectory
 from ptsave.distributed.rank_file import RankFile
@@ -132,8 +131,7 @@ class RankWriting:
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_meta = StorageMeta(checkpoint_id=path, save_id=str(uuid.uuid4()))
         set_checked_files(metadata, {name: written})
-        sizes = {name: written.nbytes + table_nbytes(written.nbytes)}
-        directory.publish(metadata, sizes, None, fsync=fsync)
+        directory.publish(metadata, {name: written.saved_nbytes}, None, fsync=fsync)
 
 
 def _is_plain(value: Any) -> bool:

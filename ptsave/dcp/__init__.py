@@ -1,1 +1,1 @@
-"""Reads checkpoints of torch.distributed.checkpoint."""
+"""Reads files of torch.distributed.checkpoint for all rooms; `distributed` is its plug-in."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from ptsave.dcp.checkpoint import DcpCheckpoint
 from ptsave.dcp.rank_files import RankFiles
-from ptsave.dcp.stock_items import damage_in
 from ptsave.errors import CorruptCheckpointError, bare_message
 from ptsave.support.calls import progress_from
 
@@ -105,7 +104,7 @@ def _check_items(
         if item.end > checkpoint.sizes[name]:
             continue  # reported already
         try:
-            damage = damage_in(files, item.info, item.name)
+            damage = files.damage_in(item.info, item.name)
             if damage is None:
                 unverified[item.name] = None
             for each in damage or ():

@@ -25,12 +25,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ptsave.dcp.blocks import table_nbytes
 from ptsave.dcp.fetched_files import FetchedFiles, files_beside
-from ptsave.dcp.metadata import checked_files, has_checksum, load_metadata
-from ptsave.dcp.rank_files import RankFiles, StoredTensor, refuse_outside
-from ptsave.dcp.replacement import ReadMetadata, replaced
-from ptsave.dcp.stock_items import stored_tensor
+from ptsave.dcp.metadata import ReadMetadata, checked_files, has_checksum, load_metadata, replaced
+from ptsave.dcp.rank_files import RankFiles, refuse_outside
+from ptsave.dcp.read_plan import StoredTensor
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import FsspecFile
 
@@ -203,7 +201,7 @@ class DcpCheckpoint:
             return f"it is missing, and {self.metadata_path} names it"
         file = self.checked.get(name)
         if file is not None:
-            saved = file.nbytes + table_nbytes(file.nbytes)
+            saved = file.saved_nbytes
             return "" if nbytes == saved else f"it has {nbytes} bytes, and was saved with {saved}"
         end = max((item.end for item in self.items_in(name)), default=0)
         if nbytes < end:
@@ -332,28 +330,20 @@ class DcpCheckpoint:
         """Return where the elements of a part are, or None if only torch can read its item."""
         key = id(chunk)
         if key not in self._stored:
-            self._stored[key] = self._find(files, tensor, chunk)
-        return self._stored[key]
-
-    def _find(self, files: RankFiles, tensor: DcpTensor, chunk: Chunk) -> StoredTensor | None:
-        info = chunk.info
-        if not files.is_checked(info):
-            found = stored_tensor(files, info, tensor.name)
-        elif getattr(info, "ptsave_whole", False):
-            return None
-        else:
-            dtype, shape = self._kind_of(info, tensor, chunk)
-            found = files.tensor_at_end(info, tensor.name, dtype, shape)
-        if found is not None and tuple(found.shape) != chunk.sizes:
-            path = self.file(chunk.file)
-            raise CorruptCheckpointError(
-                f"{path}: a part of {tensor.name} has shape {list(found.shape)} there, and "
-                f"{list(chunk.sizes)} by {self.metadata_path}",
-                path=path,
-                offset=chunk.begin,
-                entries=[tensor.name],
+            found = files.stored_tensor(
+                chunk.info, tensor.name, lambda: self._kind_of(chunk.info, tensor, chunk)
             )
-        return found
+            if found is not None and tuple(found.shape) != chunk.sizes:
+                path = self.file(chunk.file)
+                raise CorruptCheckpointError(
+                    f"{path}: a part of {tensor.name} has shape {list(found.shape)} there, and "
+                    f"{list(chunk.sizes)} by {self.metadata_path}",
+                    path=path,
+                    offset=chunk.begin,
+                    entries=[tensor.name],
+                )
+            self._stored[key] = found
+        return self._stored[key]
 
     def _kind_of(
         self, info: Any, tensor: DcpTensor, chunk: Chunk

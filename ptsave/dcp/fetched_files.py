@@ -12,17 +12,15 @@ from typing import Any
 
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.remote import RemoteReader
-from ptsave.dcp.blocks import BLOCK_NBYTES
-from ptsave.dcp.metadata import CheckedFile
-from ptsave.dcp.rank_files import Box, RankFiles
+from ptsave.dcp.metadata import BLOCK_NBYTES, CheckedFile
+from ptsave.dcp.rank_files import MAX_GAP, RankFiles, joined
+from ptsave.dcp.read_plan import Box, batches
 from ptsave.sources.ranges import FsspecFile, RangeSource, SparseFile
 from ptsave.support import config
 
 # The most bytes in one request, and in memory at once.
 _REQUEST_NBYTES = 8 << 20
 _BATCH_NBYTES = 32 << 20
-# Runs with shorter gaps are fetched together; the engine reads through such gaps, too.
-_MAX_GAP = 64 << 10
 
 
 class FetchedFiles(RankFiles):
@@ -58,20 +56,10 @@ class FetchedFiles(RankFiles):
 
     # ---------------------------------------------------------------------------- reading them
 
-    def read(self, boxes: Sequence[Box]) -> None:
-        """Fill the targets of boxes in batches, which limits the memory for fetched bytes."""
-        batch: list[Box] = []
-        nbytes = 0
-        for piece in (piece for box in boxes for piece in _pieces(box)):
-            if batch and nbytes + piece.target.nbytes > _BATCH_NBYTES:
-                super().read(batch)
-                batch, nbytes = [], 0
-            batch.append(piece)
-            nbytes += piece.target.nbytes
-        super().read(batch)
-        for box in boxes if self.verify else ():
-            if box.crc is not None and box.target.numel():
-                self._check_whole(box)
+    def _read(self, boxes: Sequence[Box]) -> None:
+        """Read in batches, which limits the memory for fetched bytes."""
+        for batch in batches(boxes, _BATCH_NBYTES):
+            super()._read(batch)
 
     def _fetch(self, name: str, spans: Iterable[tuple[int, int]]) -> None:
         self.descriptor(name)
@@ -85,8 +73,8 @@ class FetchedFiles(RankFiles):
                 file.write(begin, piece)
 
     def _fetch_boxes(self, name: str, boxes: Sequence[Box]) -> None:
-        # The bytes in short gaps are read and checked, too.
-        self._fetch(name, _joined(span for box in boxes for span in _runs(box)))
+        # The engine reads and checks the bytes in short gaps, too.
+        self._fetch(name, joined((span for box in boxes for span in _runs(box)), MAX_GAP))
 
 
 class _Part(RangeSource):
@@ -119,21 +107,6 @@ def _blocks(begin: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
         yield at, min(at + _REQUEST_NBYTES, end)
 
 
-def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sort spans, and join spans that have short gaps between them.
-
-    >>> _joined([(200_000, 200_001), (9, 10), (0, 5)])
-    [(0, 10), (200000, 200001)]
-    """
-    joined: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if joined and begin - joined[-1][1] <= _MAX_GAP:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
-
-
 def _batches(ranges: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
     batch: list[tuple[int, int]] = []
     nbytes = 0
@@ -145,21 +118,6 @@ def _batches(ranges: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]
             batch, nbytes = [], 0
     if batch:
         yield batch
-
-
-def _pieces(box: Box) -> Iterator[Box]:
-    """Split a box into pieces that fit into a batch, and that have no checksums."""
-    target, strides = box.target, tuple(box.strides)
-    if target.nbytes <= _BATCH_NBYTES:
-        yield Box(box.file, box.name, box.offset, strides, target)
-        return
-    dim = next(dim for dim, n in enumerate(target.shape) if n > 1)
-    n = target.shape[dim]
-    step = max(_BATCH_NBYTES * n // target.nbytes, 1)
-    for begin in range(0, n, step):
-        part = target.narrow(dim, begin, min(step, n - begin))
-        offset = box.offset + begin * strides[dim]
-        yield from _pieces(Box(box.file, box.name, offset, strides, part))
 
 
 def _runs(box: Box) -> Iterator[tuple[int, int]]:
@@ -183,7 +141,7 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -
     inner = itemsize
     for n, step in zip(reversed(shape), reversed(strides), strict=True):
         if n > 1:
-            if step - inner > _MAX_GAP:
+            if step - inner > MAX_GAP:
                 return False
             inner += (n - 1) * step
     return True

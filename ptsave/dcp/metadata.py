@@ -1,8 +1,14 @@
-"""Reads and writes ``.metadata``, the pickle that makes a directory a DCP checkpoint."""
+"""Reads and writes ``.metadata``, the pickle that makes a directory a DCP checkpoint.
+
+A rank's file that `ptsave.distributed` has written has a table behind its last block: the CRC-32 of
+each block of 4,096 bytes.  The metadata has a CRC-32 for each section of the table, which covers
+1,024 blocks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import os
 import pickle
@@ -22,14 +28,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from typing_extensions import Buffer
 
 from ptsave import _C
 from ptsave.dcp.metadata_pickle import pickled_metadata
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import regular_only
+from ptsave.sources.local import Identity, identity_of
 from ptsave.support import torch_dcp
 from ptsave.support.calls import pausing_garbage_collection
 from ptsave.support.torch_serialization import user_allowed_globals
+
+BLOCK_NBYTES = _C.CHECKED_BLOCK_NBYTES
+SECTION_BLOCKS = 1024
+SECTION_NBYTES = SECTION_BLOCKS * BLOCK_NBYTES
+CRC_NBYTES = 4
 
 # The attribute of StorageMeta that lists the files with checksums; stock torch ignores it.
 _ATTRIBUTE = "ptsave"
@@ -215,6 +228,25 @@ class CheckedFile:
     nbytes: int  # of its blocks; the table of their checksums follows
     crcs: bytes  # of the table's sections: four bytes for 4 MiB of the file
 
+    @property
+    def table_nbytes(self) -> int:
+        """The size of the table."""
+        return self.nbytes // BLOCK_NBYTES * CRC_NBYTES
+
+    @property
+    def saved_nbytes(self) -> int:
+        """The size of the file."""
+        return self.nbytes + self.table_nbytes
+
+
+def section_crcs(table: Buffer) -> bytes:
+    """Return the checksums of the sections of a table, four bytes each."""
+    view = memoryview(table)
+    return b"".join(
+        _C.crc32(view[at : at + SECTION_BLOCKS * CRC_NBYTES]).to_bytes(CRC_NBYTES, "little")
+        for at in range(0, view.nbytes, SECTION_BLOCKS * CRC_NBYTES)
+    )
+
 
 def set_checked_files(metadata: Metadata, files: dict[str, CheckedFile]) -> None:
     """Add the files' checksums to metadata that has a StorageMeta."""
@@ -244,3 +276,41 @@ def checked_files(metadata: Metadata, path: str) -> dict[str, CheckedFile]:
     if not sane:
         raise CorruptCheckpointError(f"{path}: its checksums make no sense", path=path)
     return files
+
+
+# ------------------------------------------------------------------- a checkpoint that is replaced
+
+
+def replaced(directory: str) -> OSError:
+    """Return the error for a checkpoint that was replaced while it was read.
+
+    A save removes the files of the previous checkpoint once its own metadata has the name.  A
+    reader of the old metadata that opens those files late may find that they are gone.
+    """
+    return OSError(
+        errno.ESTALE,
+        "another save has replaced the checkpoint while this one was read, and has removed its "
+        "files: load it again",
+        directory,
+    )
+
+
+@dataclass(frozen=True)
+class ReadMetadata:
+    """A metadata file, as it was when it was read."""
+
+    path: str
+    identity: Identity  # taken before the read, so that a replacement during it counts
+
+    @classmethod
+    def of(cls, path: str) -> ReadMetadata:
+        """Return the identity of a file that is about to be read."""
+        return cls(path, identity_of(path))
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the name now belongs to another file, or to none."""
+        try:
+            return identity_of(self.path) != self.identity
+        except FileNotFoundError:  # torch's writer removes it before it renames the next one
+            return True

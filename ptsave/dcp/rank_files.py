@@ -8,137 +8,40 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import lru_cache
+from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ptsave import _C
+from ptsave.archive.checks import find_damage
 from ptsave.archive.reader import RecordReader
-from ptsave.dcp.blocks import (
+from ptsave.archive.remote import RemoteReader
+from ptsave.archive.spans import Damage, spans_of
+from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
+from ptsave.archive.weights_only import raise_with_advice
+from ptsave.dcp.metadata import (
     BLOCK_NBYTES,
     CRC_NBYTES,
     SECTION_BLOCKS,
     SECTION_NBYTES,
+    CheckedFile,
+    ReadMetadata,
+    replaced,
     section_crcs,
-    table_nbytes,
 )
-from ptsave.dcp.metadata import CheckedFile
-from ptsave.dcp.replacement import ReadMetadata, replaced
+from ptsave.dcp.read_plan import MAX_GAP_OF_COLUMNS, Box, StoredTensor, batches, packed_strides
 from ptsave.errors import CorruptCheckpointError
-from ptsave.sources.kinds import regular_only
+from ptsave.sources.kinds import ZIP_MAGIC, is_legacy, regular_only
 from ptsave.support import config, torch_dcp
+from ptsave.support.torch_serialization import restricted_unpickler
 
 # Gaps of up to this size are read, not left out; for columns of a tensor the limit is lower.
-_MAX_GAP = 64 << 10
-_MAX_GAP_OF_COLUMNS = 8 << 10
+MAX_GAP = 64 << 10
 _N_READERS_OF_COLUMNS = 128
 _MAX_COPIED_NBYTES = 32 << 20
 _VERIFIED_NBYTES = 32 << 20  # in memory at a time
-# Runs of fewer bytes are not worth a read of their own.
-_MIN_RUN_NBYTES = 4 << 10
-
-
-@dataclass(slots=True)
-class Box:
-    """A block of a stored tensor, and memory for it."""
-
-    file: str
-    name: str  # of the tensor or object, for errors
-    offset: int  # of the block's first element in the file, in bytes
-    strides: tuple[int, ...]  # in the file, in bytes
-    target: Tensor  # CPU memory for the block
-    crc: int | None = None  # of the target's elements in contiguous order, if known
-    packed_nbytes: int = -1  # size, if known to be contiguous in the file and in memory
-
-    @property
-    def end(self) -> int:
-        """Where the block's last byte ends in the file."""
-        if self.packed_nbytes >= 0:
-            return self.offset + self.packed_nbytes
-        if self.target.numel() == 0:
-            return self.offset
-        steps = zip(self.target.shape, self.strides, strict=True)
-        return self.offset + sum((n - 1) * step for n, step in steps) + self.target.itemsize
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether the block has long runs with long gaps between them, as columns do."""
-        if len(self.strides) < 2 or self.packed_nbytes >= 0:
-            return False
-        run = self.target.itemsize
-        for n, step in reversed(list(zip(self.target.shape, self.strides, strict=True))):
-            if n == 1:
-                continue
-            if step != run:
-                return run >= _MIN_RUN_NBYTES and step - run > _MAX_GAP_OF_COLUMNS
-            run *= n
-        return False
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """The place of a tensor in a file."""
-
-    file: str
-    name: str
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]  # in bytes
-    offset: int  # of the first element in the file, in bytes
-    crc: int | None = None  # of all bytes, if they are contiguous
-
-    @property
-    def nbytes(self) -> int:
-        """The size of its elements, in bytes."""
-        return self.shape.numel() * self.dtype.itemsize
-
-    @property
-    def end(self) -> int:
-        """Where it ends in the file, if it is packed."""
-        return self.offset + self.nbytes
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether its elements lie in the order of a contiguous tensor, without gaps."""
-        packed = packed_strides(self.shape, self.dtype.itemsize)
-        pairs = zip(self.shape, self.strides, packed, strict=True)
-        return all(n == 1 or stride == wanted for n, stride, wanted in pairs)
-
-    @property
-    def whole_blocks(self) -> int:
-        """Number of blocks that the tensor fills, if it begins with a block; otherwise 0."""
-        return 0 if self.offset % BLOCK_NBYTES else self.nbytes // BLOCK_NBYTES
-
-    def box(self, begins: Sequence[int], target: Tensor) -> Box:
-        """Return the box of the target's shape from an index on; raise if the tensor lacks it."""
-        shape = target.shape
-        fits = len(begins) == len(shape) == len(self.shape) and all(
-            0 <= begin <= begin + n <= size
-            for begin, n, size in zip(begins, shape, self.shape, strict=True)
-        )
-        if not fits:
-            raise CorruptCheckpointError(
-                f"{self.file}: {self.name} is stored with shape {list(self.shape)}, and does not "
-                f"have the part from {list(begins)} on of shape {list(shape)}",
-                path=self.file,
-                entries=[self.name],
-            )
-        begin = sum(b * step for b, step in zip(begins, self.strides, strict=True))
-        crc = self.crc if shape == self.shape else None
-        return Box(self.file, self.name, self.offset + begin, self.strides, target, crc)
-
-
-@lru_cache(maxsize=1024)
-def packed_strides(shape: torch.Size, itemsize: int) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, in bytes."""
-    strides, step = [], itemsize
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
 
 
 class RankFiles:
@@ -194,10 +97,10 @@ class RankFiles:
             path = self.file(name)
             descriptor, nbytes = self._open_file(name)
             file = self._checked.get(name)
-            if file is not None and nbytes != file.nbytes + table_nbytes(file.nbytes):
+            if file is not None and nbytes != file.saved_nbytes:
                 raise CorruptCheckpointError(
                     f"{path}: the file has {nbytes} bytes, and its checkpoint was saved with "
-                    f"{file.nbytes + table_nbytes(file.nbytes)}",
+                    f"{file.saved_nbytes}",
                     path=path,
                 )
             self._open[name] = descriptor, nbytes
@@ -279,22 +182,50 @@ class RankFiles:
             )
         return offset, length
 
-    def tensor_at_end(
-        self, info: Any, name: str, dtype: torch.dtype, shape: torch.Size
-    ) -> StoredTensor:
-        """Return the tensor at the end of an item that ptsave has written."""
+    def stored_tensor(
+        self, info: Any, name: str, kind: Callable[[], tuple[torch.dtype, torch.Size]]
+    ) -> StoredTensor | None:
+        """Return the tensor that an item holds, or None if only torch can read the item.
+
+        `kind` returns the dtype and shape by the metadata, for the tensor at the end of an item of
+        ptsave.  A damaged archive of torch's writer is a CorruptCheckpointError.
+        """
+        if not self.is_checked(info):
+            return self._tensor_in_archive(info, name)
+        if getattr(info, "ptsave_whole", False):
+            return None
+        dtype, shape = kind()
         offset, length = self.place_of(info, name)
         nbytes = shape.numel() * dtype.itemsize
         if not 0 <= nbytes <= length:
             self._refuse_length(name, nbytes, length)
-        return StoredTensor(
-            info.relative_path,
-            name,
-            dtype,
-            shape,
-            packed_strides(shape, dtype.itemsize),
-            offset + length - nbytes,
-        )
+        steps, begin = packed_strides(shape, dtype.itemsize), offset + length - nbytes
+        return StoredTensor(info.relative_path, name, dtype, shape, steps, begin)
+
+    def _tensor_in_archive(self, info: Any, name: str) -> StoredTensor | None:
+        offset, _ = self.place_of(info, name)
+        if self.head_of(info, name, len(ZIP_MAGIC)) != ZIP_MAGIC:
+            return None
+        path = f"{self.file(info.relative_path)} ({name}, from offset {offset} on)"
+        try:
+            reader = self.archive_of(info, name, path, verify=self.verify)
+            if not can_defer_reading(reader, restricted_unpickler):
+                return None
+            tensor = unpickle_unread(reader, restricted_unpickler, set())
+            return _describe(tensor, reader, info.relative_path, name, offset)
+        except UnpicklingError as error:
+            raise_with_advice(error, restricted_unpickler)
+
+    def damage_in(self, info: Any, name: str) -> list[Damage] | None:
+        """Return the damaged records of an item of torch's writer, with offsets in it.
+
+        None if the item has no checksums.
+        """
+        if is_legacy(self.head_of(info, name, 64)):
+            return None
+        reader = self.archive_of(info, name, self.file(info.relative_path), verify=True)
+        damage = find_damage(reader, spans_of(reader), None)
+        return damage if damage or reader.engine.storages_have_crcs else None
 
     def whole_tensors(
         self,
@@ -347,25 +278,31 @@ class RankFiles:
             entries=[name],
         )
 
-    def whole(self, info: Any, name: str) -> Box:
-        """Return a box of all bytes of an item, with new memory."""
+    def bytes_of(self, info: Any, name: str) -> StoredTensor:
+        """Return all bytes of an item, as a tensor."""
         offset, length = self.place_of(info, name)
-        target = torch.empty(length, dtype=torch.uint8)
-        return Box(info.relative_path, name, offset, (1,), target)
+        shape = torch.Size([length])
+        return StoredTensor(info.relative_path, name, torch.uint8, shape, (1,), offset)
 
     def read_whole(self, info: Any, name: str) -> bytes:
         """Read all bytes of an item."""
-        box = self.whole(info, name)
-        self.read([box])
-        return box.target.numpy().tobytes()
+        stored = self.bytes_of(info, name)
+        target = torch.empty(stored.shape, dtype=torch.uint8)
+        self.read([stored.box((0,), target)])
+        return target.numpy().tobytes()
 
     # ------------------------------------------------------------------------------ reading them
 
     def read(self, boxes: Sequence[Box]) -> None:
         """Fill the targets of boxes; a wrong checksum is a CorruptCheckpointError."""
         boxes = [box for box in boxes if box.target.numel() > 0]
-        if not boxes:
-            return
+        for batch in batches(boxes):
+            self._read(batch)
+        for box in boxes if self.verify else ():
+            if box.crc is not None:
+                self._check_whole(box)
+
+    def _read(self, boxes: Sequence[Box]) -> None:
         by_file: dict[str, list[Box]] = {}
         for box in boxes:
             by_file.setdefault(box.file, []).append(box)
@@ -383,16 +320,12 @@ class RankFiles:
             [(numbers[box.file], box.offset, box.strides, box.target) for box in boxes],
             tables,
             n_threads=n_threads,
-            max_gap=_MAX_GAP_OF_COLUMNS if are_columns else _MAX_GAP,
+            max_gap=MAX_GAP_OF_COLUMNS if are_columns else MAX_GAP,
             progress=None,
         )
         if damaged:
             number, offset = damaged[0]
             self._raise_damaged(names[number], offset, boxes)
-        if self.verify:
-            for box in boxes:
-                if box.crc is not None:
-                    self._check_whole(box)
 
     def _range_files(self, names: Sequence[str], n_threads: int) -> _C.RangeFiles:
         opened = [(self.descriptor(name)[0], os.fsencode(self.file(name))) for name in names]
@@ -404,10 +337,10 @@ class RankFiles:
         file = self._checked.get(name)
         if file is None or not self.verify:
             return None
-        table = torch.empty(table_nbytes(file.nbytes), dtype=torch.uint8)
+        table = torch.empty(file.table_nbytes, dtype=torch.uint8)
         spans = {(box.offset // SECTION_NBYTES, -(-box.end // SECTION_NBYTES)) for box in boxes}
         section = SECTION_BLOCKS * CRC_NBYTES
-        merged = _merged(spans)
+        merged = joined(spans)
         parts = [(begin, table[begin * section : end * section]) for begin, end in merged]
         at = [(file.nbytes + begin * section, part.numel()) for begin, part in parts]
         self._fetch(name, ((begin, begin + nbytes) for begin, nbytes in at))
@@ -465,7 +398,7 @@ class RankFiles:
         """
         file = self._checked[name]
         section = SECTION_BLOCKS * CRC_NBYTES
-        table = torch.empty(table_nbytes(file.nbytes), dtype=torch.uint8)
+        table = torch.empty(file.table_nbytes, dtype=torch.uint8)
         buffer = torch.empty(min(_VERIFIED_NBYTES, file.nbytes), dtype=torch.uint8)
         ranges = self._range_files([name], config.current().n_readers)
         self._fetch(name, [(file.nbytes, file.nbytes + table.numel())])
@@ -503,7 +436,7 @@ class RankFiles:
             [(0, begin, [1], part) for begin, part in parts if part.numel()],
             [table],
             n_threads=config.current().n_readers,
-            max_gap=_MAX_GAP,
+            max_gap=MAX_GAP,
             progress=None,
         )
         return [offset for _, offset in damaged]
@@ -530,6 +463,29 @@ class RankFiles:
         )
 
 
+def _describe(
+    tensor: Any, reader: RecordReader, file: str, name: str, offset: int
+) -> StoredTensor | None:
+    engine = reader.engine
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        return None
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    strides = tuple(step * tensor.itemsize for step in tensor.stride())
+    if tensor.numel() == 0:
+        return StoredTensor(file, name, tensor.dtype, tensor.shape, strides, offset)
+    number = engine.record_of(tensor)
+    if number is None:
+        return None
+    record = engine.record(number)
+    is_remote = isinstance(reader, RemoteReader)  # its header has to be fetched
+    at = reader.get_record_offset(record.name) if is_remote else engine.payload_offset(number)
+    begin = at + int(tensor.storage_offset()) * tensor.itemsize
+    is_all = tensor.is_contiguous() and record.nbytes == tensor.nbytes
+    crc = record.crc if is_all and engine.has_crcs else None
+    return StoredTensor(file, name, tensor.dtype, tensor.shape, strides, offset + begin, crc)
+
+
 def _crc_at(crcs: bytes, number: int) -> bytes:
     return crcs[number * CRC_NBYTES : (number + 1) * CRC_NBYTES]
 
@@ -543,15 +499,19 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     yield from tensor.split(n_rows)
 
 
-def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of half-open spans, in order."""
-    merged: list[tuple[int, int]] = []
+def joined(spans: Iterable[tuple[int, int]], max_gap: int = 0) -> list[tuple[int, int]]:
+    """Sort half-open spans, and join those that have at most `max_gap` between them.
+
+    >>> joined([(200_000, 200_001), (9, 10), (0, 5)], 1000)
+    [(0, 10), (200000, 200001)]
+    """
+    found: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        if found and begin - found[-1][1] <= max_gap:
+            found[-1] = found[-1][0], max(end, found[-1][1])
         else:
-            merged.append((begin, end))
-    return merged
+            found.append((begin, end))
+    return found
 
 
 def refuse_outside(name: str, directory: str) -> None:

@@ -8,6 +8,9 @@ plan of the first one of its kind.  Torch plans everything else.
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +36,14 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from ptsave import _C
-from ptsave.distributed.flattening import PLAIN_TYPES, Flattened, flattened
 from ptsave.support import torch_dcp
 from ptsave.support.calls import pausing_garbage_collection
 
+_PLAIN_TYPES = (Tensor, Parameter)
+_DICTS = (dict, OrderedDict)
 _NUMBERS_AND_TEXTS = (int, float, str, bytes, bool, type(None))
 
 
@@ -174,7 +179,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         """Return the part of a tensor that an item fills."""
         if type(self) is LoadPlanner:
             value: Any = self.state_dict.get(read_item.dest_index.fqn)
-            if type(value) in PLAIN_TYPES and value.shape == read_item.lengths:
+            if type(value) in _PLAIN_TYPES and value.shape == read_item.lengths:
                 tensor: Tensor = value
                 return tensor
         return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
@@ -222,7 +227,7 @@ def _kind_of_part(value: Any) -> _KindOfPart | None:
     To find a rank's part, torch makes an index as long as the tensor: this takes 20 milliseconds
     for 8 million elements.
     """
-    if type(value) is not DTensor or type(value._local_tensor) not in PLAIN_TYPES:
+    if type(value) is not DTensor or type(value._local_tensor) not in _PLAIN_TYPES:
         return None
     return _KindOfPart(
         id(value.device_mesh),
@@ -237,7 +242,7 @@ def _kind_of_part(value: Any) -> _KindOfPart | None:
 
 
 def _write_items(values: dict[str, Any], is_coordinator: bool) -> list[WriteItem]:
-    alike = _C.tensor_kinds([*values.values()], PLAIN_TYPES, pinned=True)
+    alike = _C.tensor_kinds([*values.values()], _PLAIN_TYPES, pinned=True)
     plain = _plain_write_items(values, alike)
     if len(plain) == len(values):
         return plain
@@ -345,10 +350,10 @@ def _is_all(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
     return chunk.sizes == size and not any(chunk.offsets)
 
 
-def _is_initialized(flat: Flattened) -> bool:
+def _is_initialized(flat: _Flattened) -> bool:
     """Return whether torch has nothing to replace: no lists, no meta tensors, no unusual values."""
     return flat.has_only_dicts and all(
-        not value.is_meta if type(value) in PLAIN_TYPES else type(value) in _NUMBERS_AND_TEXTS
+        not value.is_meta if type(value) in _PLAIN_TYPES else type(value) in _NUMBERS_AND_TEXTS
         for value in flat.values.values()
     )
 
@@ -411,7 +416,7 @@ def _places_of_whole(values: dict[str, Any], described: dict[str, Any]) -> list[
     places: list[_Place | None] = []
     # By the kind of a tensor and the sizes in its entry: most entries are alike.
     known: dict[Any, _Place | None] = {}
-    alike = _C.tensor_kinds([*values.values()], PLAIN_TYPES)
+    alike = _C.tensor_kinds([*values.values()], _PLAIN_TYPES)
     for (name, value), number in zip(values.items(), alike, strict=True):
         entry = described.get(name)
         if number < 0 or type(entry) is not TensorStorageMetadata or len(entry.chunks) != 1:
@@ -435,3 +440,73 @@ def _place_of_whole(tensor: Tensor, entry: TensorStorageMetadata) -> _Place | No
     size, offsets = tensor.shape, chunk.offsets
     is_whole = entry.size == size and _is_all(chunk, size) and 0 not in size
     return _Place(offsets, size) if is_whole and len(offsets) == len(size) else None
+
+
+# ------------------------------------------------------------------------------ nested state dicts
+
+
+@dataclass
+class _Flattened:
+    """A flat state dict."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # the leaves by their flat names
+    # Each leaf's path in the nested dict: keys as text, indices of lists.
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    has_sharded_tensors: bool = False  # torch's former class, which DCP's planners treat apart
+    has_only_dicts: bool = True  # all containers are dict or OrderedDict
+
+    def add(self, prefix: str, path: tuple[Any, ...], mapping: Mapping[Any, Any]) -> None:
+        """Add the leaves of a dict."""
+        values, paths = self.values, self.paths
+        if type(mapping) not in _DICTS:
+            self.has_only_dicts = False
+        for key, value in mapping.items():
+            text = key if type(key) is str else str(key)
+            name = prefix + text
+            if type(value) in _PLAIN_TYPES:
+                if name in values:
+                    self._refuse(name)
+                values[name] = value
+                paths[name] = (*path, text)
+            else:
+                self._add_value(name, (*path, text), value)
+
+    def _add_value(self, name: str, path: tuple[Any, ...], value: Any) -> None:
+        if isinstance(value, Mapping):
+            self.add(f"{name}.", path, value)
+        elif isinstance(value, list) and not _is_leaf(value):
+            self.has_only_dicts = False
+            for index, each in enumerate(value):
+                self._add_value(f"{name}.{index}", (*path, index), each)
+        else:
+            if name in self.values:
+                self._refuse(name)
+            self.values[name] = value
+            self.paths[name] = path
+            if isinstance(value, torch_dcp.ShardedTensor):
+                self.has_sharded_tensors = True
+
+    @staticmethod
+    def _refuse(name: str) -> None:
+        raise ValueError(f"duplicated flatten key {name}")
+
+
+def _is_leaf(value: list[Any]) -> bool:
+    """Return whether a list counts as one value, because it holds no tensors and no dicts."""
+    return not any(
+        isinstance(each, (Tensor, Mapping)) or (isinstance(each, list) and not _is_leaf(each))
+        for each in value
+    )
+
+
+def flattened(state_dict: Mapping[str, Any]) -> _Flattened:
+    """Return a nested state dict as a flat one.
+
+    Two values of one name are a ValueError, as in ``{"a.b": 1, "a": {"b": 2}}``.
+
+    >>> flattened({"model": {"weight": 1, 2: [3, {"x": 4}]}}).values
+    {'model.weight': 1, 'model.2.0': 3, 'model.2.1.x': 4}
+    """
+    result = _Flattened()
+    result.add("", (), state_dict)
+    return result

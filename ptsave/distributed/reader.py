@@ -24,14 +24,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
-from torch.nn import Parameter
 
 from ptsave import _C
 from ptsave.dcp.fetched_files import FetchedFiles
-from ptsave.dcp.metadata import CheckedFile, checked_files, load_metadata, metadata_name
-from ptsave.dcp.rank_files import Box, RankFiles
-from ptsave.dcp.replacement import ReadMetadata, replaced
-from ptsave.dcp.stock_items import stored_tensor
+from ptsave.dcp.metadata import (
+    CheckedFile,
+    ReadMetadata,
+    checked_files,
+    load_metadata,
+    metadata_name,
+    replaced,
+)
+from ptsave.dcp.rank_files import RankFiles
+from ptsave.dcp.read_plan import ReadPlan, takes_bytes
 from ptsave.distributed.directory import accepts, directory_name, remote_metadata
 from ptsave.distributed.item_lists import with_item_list
 from ptsave.errors import CorruptCheckpointError
@@ -39,9 +44,6 @@ from ptsave.sources.locations import is_url_source
 from ptsave.sources.ranges import FsspecFile
 from ptsave.support.calls import check_flags, pausing_garbage_collection
 
-_PLAIN_TYPES = (Tensor, Parameter)
-# The most bytes that are read at once to be copied to their targets.
-_STAGED_NBYTES = 256 << 20
 _N_ITEMS_AT_A_TIME = 4096
 _NOWHERE = object(), None
 
@@ -224,19 +226,6 @@ class _Planned:
     save_id: str | None
 
 
-@dataclass(slots=True)
-class _Wanted:
-    """An item with the memory that its bytes are read into."""
-
-    item: ReadItem
-    box: Box  # where the bytes are, and where they are read to
-    target: Tensor | None  # gets the bytes at last; None for an object
-
-    @property
-    def is_staged(self) -> bool:
-        return self.target is not self.box.target
-
-
 class _Load:
     """Reads the items of one plan with bounded memory."""
 
@@ -247,8 +236,7 @@ class _Load:
         self._metadata = metadata
         self._files = files
         self._planner = planner
-        self._wanted: list[_Wanted] = []
-        self._n_staged = 0
+        self._plan = ReadPlan(files.read, self._deliver)
         # Whether the items and targets of a kind are simple.
         self._known: dict[tuple[int, ...], bool] = {}
 
@@ -257,7 +245,7 @@ class _Load:
         for begin in range(0, len(items), _N_ITEMS_AT_A_TIME):
             self._known.clear()  # the numbers of kinds are of one call
             self._add_all(items[begin : begin + _N_ITEMS_AT_A_TIME])
-        self._flush()
+        self._plan.read()
 
     def _add_all(self, items: list[ReadItem]) -> None:
         infos = [*map(self._info_of, items)]
@@ -272,8 +260,6 @@ class _Load:
                 continue
             item, info, target, _ = row
             self._add(item, info, target)
-            if self._n_staged >= _STAGED_NBYTES:
-                self._flush()
         if rows:
             self._add_simple(*map(list, zip(*rows, strict=True)))
 
@@ -304,7 +290,7 @@ class _Load:
                 and properties.dtype == target.dtype
                 and not any(offsets)
                 and target.is_contiguous()
-                and _takes_bytes(target, target.dtype)
+                and takes_bytes(target, target.dtype)
             )
         return known
 
@@ -313,27 +299,22 @@ class _Load:
     ) -> None:
         names = [item.storage_index.fqn for item in items]
         boxes = self._files.whole_tensors(infos, names, targets, alike)
-        self._wanted += _C.instances(_Wanted, {"item": items, "box": boxes, "target": targets})
+        self._plan.add_boxes(boxes, targets, items)
 
     def _add(self, item: ReadItem, info: Any, target: Tensor | None) -> None:
+        name = item.storage_index.fqn
         if target is None:
-            self._want(item, self._files.whole(info, item.storage_index.fqn), None)
+            self._plan.add(self._files.bytes_of(info, name), (0,), None, item)
             return
         if target.shape != item.lengths:
             raise AssertionError(
                 f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}"
             )
-        box = self._box_of(item, info, target)
-        if box is None:  # only torch can read the item
+        stored = self._files.stored_tensor(info, name, lambda: self._kind_of(item, info))
+        if stored is None:  # only torch can read the item
             self._planner.commit_tensor(item, self._copy_whole(item, info, target))
-            return
-        self._want(item, box, target)
-
-    def _want(self, item: ReadItem, box: Box, target: Tensor | None) -> None:
-        wanted = _Wanted(item, box, target)
-        self._wanted.append(wanted)
-        if wanted.is_staged:
-            self._n_staged += box.target.nbytes
+        else:
+            self._plan.add(stored, item.storage_offsets, target, item)
 
     @cached_property
     def _infos(self) -> dict[str, tuple[Any, Any]]:
@@ -358,22 +339,10 @@ class _Load:
                 entries=[item.storage_index.fqn],
             ) from None
 
-    def _box_of(self, item: ReadItem, info: Any, target: Tensor) -> Box | None:
-        name = item.storage_index.fqn
-        if self._files.is_checked(info) and not getattr(info, "ptsave_whole", False):
-            dtype, shape = getattr(info, "ptsave_tensor", None) or self._planned(item)
-            tensor = self._files.tensor_at_end(info, name, dtype, torch.Size(shape))
-        else:
-            stored = stored_tensor(self._files, info, name)
-            if stored is None:
-                return None
-            tensor = stored
-        place = target if _takes_bytes(target, tensor.dtype) else None
-        if place is None:
-            place = torch.empty(item.lengths, dtype=tensor.dtype)
-        return tensor.box(item.storage_offsets, place)
-
-    def _planned(self, item: ReadItem) -> tuple[torch.dtype, torch.Size]:
+    def _kind_of(self, item: ReadItem, info: Any) -> tuple[torch.dtype, torch.Size]:
+        """Return the dtype and the shape of the tensor that an item of ptsave holds."""
+        if kind := getattr(info, "ptsave_tensor", None):
+            return kind[0], torch.Size(kind[1])
         index = item.storage_index
         described = self._metadata.state_dict_metadata.get(index.fqn)
         if not isinstance(described, TensorStorageMetadata):
@@ -395,37 +364,22 @@ class _Load:
         target.copy_(tensor)
         return target
 
-    def _flush(self) -> None:
-        wanted, self._wanted, self._n_staged = self._wanted, [], 0
-        self._files.read([each.box for each in wanted])
-        wanted.reverse()
-        commit = self._planner.commit_tensor
-        while wanted:
-            each = wanted.pop()
-            if each.is_staged:
-                self._deliver(each)
-            else:
-                commit(each.item, each.box.target)
-
-    def _deliver(self, wanted: _Wanted) -> None:
-        if wanted.target is None:
-            data = wanted.box.target.numpy().tobytes()
-            if self._weights_only:
-                self._refuse_code(wanted, data)
-            self._planner.load_bytes(wanted.item, io.BytesIO(data))
+    def _deliver(self, item: ReadItem, values: Tensor) -> None:
+        if item.type is not LoadItemType.BYTE_IO:
+            self._planner.commit_tensor(item, values)
             return
-        wanted.target.copy_(wanted.box.target)
-        self._planner.commit_tensor(wanted.item, wanted.target)
+        data = values.numpy().tobytes()
+        if self._weights_only:
+            self._refuse_code(item, data)
+        self._planner.load_bytes(item, io.BytesIO(data))
 
-    def _refuse_code(self, wanted: _Wanted, data: bytes) -> None:
+    def _refuse_code(self, item: ReadItem, data: bytes) -> None:
         """Raise UnpicklingError if torch's restricted unpickler does not allow an object."""
         try:
             torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
-            name = wanted.item.storage_index.fqn
-            raise UnpicklingError(
-                f"{self._files.file(wanted.box.file)}: {name}: {error}"
-            ) from error
+            path = self._files.file(self._info_of(item).relative_path)
+            raise UnpicklingError(f"{path}: {item.storage_index.fqn}: {error}") from error
 
 
 def _chunk_of(described: TensorStorageMetadata, item: ReadItem, path: str) -> ChunkStorageMetadata:
@@ -441,18 +395,4 @@ def _chunk_of(described: TensorStorageMetadata, item: ReadItem, path: str) -> Ch
         f"{path}: the metadata has no part of {index.fqn} at {index.offset}",
         path=path,
         entries=[index.fqn],
-    )
-
-
-def _takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether bytes can be read straight into a tensor, in runs of at least a row."""
-    return (
-        type(target) in _PLAIN_TYPES
-        and target.is_cpu
-        and target.layout == torch.strided
-        and target.dtype == dtype
-        and not target.is_conj()
-        and not target.is_neg()
-        and not target.is_quantized
-        and (target.is_contiguous() or target.dim() == 0 or target.stride(-1) == 1)
     )

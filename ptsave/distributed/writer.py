@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import io
 import os
+import threading
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +22,8 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from ptsave import _C
-from ptsave.dcp.blocks import BLOCK_NBYTES, table_nbytes
-from ptsave.dcp.metadata import CheckedFile, metadata_name, set_checked_files
+from ptsave.dcp.metadata import BLOCK_NBYTES, CheckedFile, metadata_name, set_checked_files
 from ptsave.distributed.directory import CheckpointDirectory, accepts, local_path
-from ptsave.distributed.failed_saves import note_written, remove_failed
 from ptsave.distributed.item_lists import ItemList, with_item_list
 from ptsave.distributed.rank_file import RankFile
 from ptsave.distributed.staging import staged
@@ -154,7 +154,7 @@ class StorageWriter(storage.StorageWriter):
         metadata.storage_meta = self.storage_meta()
         files = _files_of(results)
         set_checked_files(metadata, files)
-        sizes = {name: file.nbytes + table_nbytes(file.nbytes) for name, file in files.items()}
+        sizes = {name: file.saved_nbytes for name, file in files.items()}
         rank = None if self._use_collectives else self._rank
         with pausing_garbage_collection():
             CheckpointDirectory(self._path).publish(metadata, sizes, rank, fsync=self._fsync)
@@ -208,7 +208,7 @@ class StorageWriter(storage.StorageWriter):
         places = [file.add_bytes(each) for each in data[:n_whole]]
         offsets, lengths = file.add_tensors(data[n_whole:], alike[n_whole:])
         directory = CheckpointDirectory(self._path)
-        remove_failed(directory, self._rank)
+        _remove_failed(directory, self._rank)
         place = {
             "relative_path": directory.new_name(self._rank),
             "offset": [offset for offset, _ in places] + offsets,
@@ -218,7 +218,7 @@ class StorageWriter(storage.StorageWriter):
         infos = _C.instances(torch_dcp.StorageInfo, place)
         _describe_all(infos, items, data, alike)
         written = file.write(directory.file(infos[0].relative_path), fsync=self._fsync)
-        note_written(directory, self._rank, infos[0].relative_path)
+        _note_written(directory, self._rank, infos[0].relative_path)
         setattr(infos[0], _FILE, (written.nbytes, written.crcs))
         result = {
             "index": [item.index for item in items],
@@ -321,3 +321,49 @@ def _files_of(results: list[list[WriteResult]]) -> dict[str, CheckedFile]:
             brought = vars(result.storage_data).pop(_FILE)
             files[result.storage_data.relative_path] = CheckedFile(*brought)
     return files
+
+
+# ------------------------------------------------------------------------------ failed saves
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A file that this process has written."""
+
+    name: str
+    thread: threading.Thread  # its save is over when the thread has ended, or saves again
+    process: int  # id of the writer; a process forked from it has not written the file
+
+    @property
+    def is_of_ended_save(self) -> bool:
+        """Whether the save that has written it is over."""
+        has_ended = self.thread is threading.current_thread() or not self.thread.is_alive()
+        return has_ended and self.process == os.getpid()
+
+
+_lock = threading.Lock()
+_written: dict[tuple[str, int], list[_Written]] = {}  # by directory and rank
+
+
+def _note_written(directory: CheckpointDirectory, rank: int, name: str) -> None:
+    """Remember a file that this thread's save has written: its end is not known here."""
+    key = os.path.abspath(directory.path), rank
+    with _lock:
+        found = _Written(name, threading.current_thread(), os.getpid())
+        _written.setdefault(key, []).append(found)
+
+
+def _remove_failed(directory: CheckpointDirectory, rank: int) -> None:
+    """Remove the files of a rank's ended saves, unless metadata names them.
+
+    A save that succeeds removes all other files.  A save that fails cannot: only one rank knows
+    why.  So a loop that goes on after a full disk would add a file with each save.
+    """
+    key = os.path.abspath(directory.path), rank
+    with _lock:
+        all_written = _written.pop(key, [])
+        ended = [each for each in all_written if each.is_of_ended_save]
+        others = [each for each in all_written if each not in ended]
+        if others:
+            _written[key] = others
+    directory.remove_unnamed([each.name for each in ended], rank)

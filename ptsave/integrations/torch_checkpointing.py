@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.spans import memory_of
-from ptsave.dcp.rank_files import Box, RankFiles, StoredTensor
+from ptsave.dcp.rank_files import RankFiles
+from ptsave.dcp.read_plan import ReadPlan, StoredTensor
 from ptsave.errors import CorruptCheckpointError
 from ptsave.integrations import engine_storage
 from ptsave.integrations.engine_storage import ReadStream, Storage, StorageConfig
@@ -34,18 +35,7 @@ _log = logging.getLogger(__name__)
 
 # The library's method that reads the planned pieces.
 _METHOD = "_execute_load_plans_with_read_strategy"
-# Bytes to read before copying them to targets that cannot be read into directly.
-_STAGED_NBYTES = 256 << 20
 _CHECKED_NBYTES = 32 << 20
-
-
-@dataclass(slots=True)
-class _Piece:
-    """A part of a stored tensor, and its target."""
-
-    box: Box
-    target: Tensor
-    record: StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +44,15 @@ class _Source:
 
     tensor: StoredTensor
     record: StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a stored tensor, from an index on, and its target."""
+
+    source: _Source
+    begins: Sequence[int]
+    target: Tensor
 
 
 class Resharder:
@@ -120,11 +119,10 @@ class Resharder:
             with RankFiles(str(source_path), {}, verify=storage.verifies) as files:
                 if files.verify:
                     _check_parts(files, pieces, is_wanted=self._verify_parts)
-                for batch in _batches(pieces):
-                    files.read([each.box for each in batch])
-                    for each in batch:
-                        if each.box.target is not each.target:
-                            each.target.copy_(each.box.target)
+                plan = ReadPlan(files.read)
+                for each in pieces:
+                    plan.add(each.source.tensor, each.begins, each.target)
+                plan.read()
         if left:
             read: Any = getattr(super(), _METHOD)
             read(
@@ -203,26 +201,27 @@ def _stored(tensor: Any, file: str, name: str, crcs: Sequence[tuple[int, int]]) 
 
 def _check_parts(files: RankFiles, pieces: Sequence[_Piece], *, is_wanted: bool) -> None:
     """Verify records that are needed only in part, if `is_wanted`; log the unverified ones."""
-    parts = [each for each in pieces if each.box.crc is None and each.box.target.numel()]
-    records = {(each.record.file, each.record.offset): each.record for each in parts}
-    unverified = dict(records)
-    if is_wanted:
-        for key, record in records.items():
-            if record.crc is not None:
-                _check_record(files, record)
-                del unverified[key]
+    unverified: dict[tuple[str, int], int] = {}  # bytes, by file and offset of a record
+    checked: set[tuple[str, int]] = set()
+    for each in pieces:
+        stored, record = each.source.tensor, each.source.record
+        nbytes = each.target.numel() * stored.dtype.itemsize
+        is_whole = stored.crc is not None and each.target.shape == stored.shape
+        key = record.file, record.offset
+        if is_whole or not nbytes or key in checked:
+            continue
+        if is_wanted and record.crc is not None:
+            _check_record(files, record)
+            checked.add(key)
+        else:
+            unverified[key] = unverified.get(key, 0) + nbytes
     if unverified:
-        nbytes = sum(
-            each.box.target.nbytes
-            for each in parts
-            if (each.record.file, each.record.offset) in unverified
-        )
         _log.info(
             "%s: parts of %d tensors, %d bytes, are unverified: a checksum is that of a whole one"
             "%s",
             files.path,
             len(unverified),
-            nbytes,
+            sum(unverified.values()),
             "" if is_wanted else ", which Resharder(verify_parts=True) reads",
         )
 
@@ -260,32 +259,7 @@ def _pieces(
             index = tuple(
                 slice(begin, begin + n) for begin, n in zip(plan.offsets, plan.sizes, strict=True)
             )
-            target = local[index]
-            source = stored[plan.src_fqn]
-            tensor = source.tensor
-            takes_bytes = (
-                target.is_cpu
-                and type(target) is Tensor
-                and target.dtype == tensor.dtype
-                and not (target.is_conj() or target.is_neg())
-                and (target.is_contiguous() or target.stride()[-1:] == (1,))
-            )
-            place = target if takes_bytes else torch.empty(plan.src_sizes, dtype=tensor.dtype)
-            yield _Piece(tensor.box(plan.src_offsets, place), target, source.record)
-
-
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Yield batches of pieces to read at once; each stages about `_STAGED_NBYTES` bytes."""
-    batch: list[_Piece] = []
-    nbytes = 0
-    for piece in pieces:
-        batch.append(piece)
-        nbytes += 0 if piece.box.target is piece.target else piece.box.target.nbytes
-        if nbytes >= _STAGED_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
+            yield _Piece(stored[plan.src_fqn], plan.src_offsets, local[index])
 
 
 _BASES = {

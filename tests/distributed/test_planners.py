@@ -31,8 +31,8 @@ from torch.nn import Parameter
 from ptsave.dcp.metadata import load_metadata
 from ptsave.dcp.metadata_pickle import pickled_metadata
 from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from ptsave.distributed.flattening import flattened
 from ptsave.distributed.item_lists import ItemList, with_item_list
+from ptsave.distributed.planners import flattened
 from ptsave.support import torch_dcp
 
 dcp: Any = _dcp  # a package that does not export its names to type checkers

@@ -25,7 +25,7 @@ from ptsave import _C
 from ptsave.dcp import metadata as dcp_metadata
 from ptsave.dcp.metadata import load_metadata
 from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter, staging
-from ptsave.distributed.items import head_of
+from ptsave.distributed.rank_file import head_of
 
 dcp: Any = _dcp  # a package that does not export its names to type checkers
 
