@@ -122,7 +122,7 @@ _FIRST_CALLS = {
 _RARE = (
     *("archive.checks", "archive.cut", "archive.damage", "archive.group", "archive.recovery"),
     *("archive.remote", "archive.stream", "contents.captures", "contents.dcp", "sources.url_"),
-    *("contents.safetensors", "models.group", "state.optimizer", "support.group", "support.host"),
+    *("contents.safetensors", "models.group", "state.optimizer", "support.group"),
     *("support.rank_", "training.group"),
 )
 

@@ -10,23 +10,33 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Collection, Iterator
+import pickle
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from ptsave import _C
 from ptsave.archive.checks import torchscript_error
 from ptsave.archive.damage import RecordDamage, damage_of
-from ptsave.archive.group_records import ENDED, GroupRecord, GroupRecords, Take
+from ptsave.archive.filling import verifies_storages
+from ptsave.archive.group_records import ENDED, PLANNED, GroupRecord, GroupRecords
+from ptsave.archive.loading import LoadOptions, rebuild
 from ptsave.archive.opening import open_source_archive
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import spans_of
+from ptsave.archive.unpickling import unpickle_received
+from ptsave.archive.weights_only import resolve_weights_only
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import SparseFile
 from ptsave.support import config
+from ptsave.support.calls import progress_bar
 from ptsave.support.group_call import GroupCall, agree_on_file
+from ptsave.support.torch_serialization import log_api_usage, restricted_unpickler
 
 
 class ReceivedReader(RecordReader):
@@ -79,8 +89,8 @@ class Outline(NamedTuple):
         return found.digest()
 
 
-class GroupArchive:
-    """An archive that the ranks of a group are receiving, seen from one rank.
+class GroupArchive(GroupRecords):
+    """The records of an archive that the ranks of a group are receiving, seen from one rank.
 
     `source` is the file's reader on the rank that reads, and None on the others.
     """
@@ -89,11 +99,9 @@ class GroupArchive:
         self, call: GroupCall, reader: ReceivedReader, source: RecordReader | None
     ) -> None:
         self.reader = reader
-        read = None
-        if source is not None:
-            read = partial(spans_of(source).read, verify=False)
+        read = None if source is None else partial(spans_of(source).read, verify=False)
         n_records = len(reader.engine.records())
-        self._records = GroupRecords(call, n_records, self._record, read, self._damaged)
+        super().__init__(call, n_records, self._record_of, read, self._error_of)
 
     def storages(self) -> list[int]:
         """Return the numbers of the records that are storages."""
@@ -101,22 +109,11 @@ class GroupArchive:
         others = {engine.find(name) for name in engine.other_names()}
         return [i for i in range(len(engine.records())) if i not in others]
 
-    def receive(self, records: Collection[int], take: Take, *, verify: bool) -> None:
-        """Receive records now, as `GroupRecords.receive` does."""
-        self._records.receive(records, take, verify=verify, progress=self.reader.progress)
-
-    def wait(self, barrier: int) -> None:
-        """Wait until all ranks reach a barrier; meanwhile bytes for other ranks are passed on.
-
-        Raises an error if any rank, or reading the file, has failed.
-        """
-        self._records.wait(barrier, self.reader.progress)
-
-    def _record(self, number: int) -> GroupRecord:
+    def _record_of(self, number: int) -> GroupRecord:
         record = self.reader.engine.record(number)
         return GroupRecord(record.nbytes, record.header_offset, record.crc)
 
-    def _damaged(self, number: int, crc: int) -> Exception:
+    def _error_of(self, number: int, crc: int) -> Exception:
         record = self.reader.engine.record(number)
         damage = RecordDamage(record.name, record.payload_offset, record.crc, crc)
         return damage_of(self.reader, [damage])
@@ -186,3 +183,60 @@ def _opened(f: Any, verify: bool, storage_options: Any) -> RecordReader:
                 "one is compressed: load it without process_group"
             )
     return reader
+
+
+# ----------------------------------------------------------------------------------- loading
+
+
+def load_by_group(
+    f: Any, options: LoadOptions, storage_options: Mapping[str, Any] | None, group: Any
+) -> Any:
+    """Load an archive on all ranks of a group, as :func:`ptsave.load` does."""
+    with group_archive(f, group, verify=options.verify, storage_options=storage_options) as archive:
+        return load_received(archive, options)
+
+
+def load_received(archive: GroupArchive, options: LoadOptions, *, waits: bool = True) -> Any:
+    """Load an archive that the ranks of a group receive.
+
+    Other ranks may restore from it meanwhile, or load it to other devices.  With `waits` the bytes
+    are sent when all ranks have made their plans, and the file is read once.  A rank that has to
+    check its bytes first does not wait.
+    """
+    reader = archive.reader
+    if options.mmap:
+        raise UnsupportedSourceError(
+            f"{reader.path}: mmap=True maps the file, and process_group is for ranks that receive "
+            "it: leave one of them out"
+        )
+    restricted = resolve_weights_only(options.weights_only, options.pickle_module)
+    module = restricted_unpickler if restricted else options.pickle_module or pickle
+    reader.allows_values = options.wants_state
+    log_api_usage("torch.load")
+    with progress_bar(options.progress, "loading", reader.engine.nbytes) as archive.progress:
+        unpickle = partial(unpickle_received, receive=partial(_receive, archive, waits))
+        return rebuild(reader, options, module, unpickle)
+
+
+def _receive(
+    archive: GroupArchive,
+    waits: bool,
+    own: set[int],
+    placed: Mapping[int, torch.UntypedStorage],
+) -> None:
+    """Receive and verify all storages, and keep the storages that the object has."""
+    engine = archive.reader.engine
+
+    def take(record: int, begin: int, part: Tensor) -> None:
+        if record in placed:
+            storage = placed[record]
+            target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        elif record in own:
+            target = engine.storage(record)
+        else:
+            return
+        target[begin : begin + len(part)].copy_(part)
+
+    if waits:
+        archive.wait(PLANNED)
+    archive.receive(archive.storages(), take, verify=verifies_storages(archive.reader))

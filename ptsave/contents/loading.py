@@ -138,7 +138,7 @@ def load_source(
     A local file that begins as an archive is opened once, without other calls to the system.
     """
     if has_others(process_group):
-        from ptsave.archive.group_loading import load_by_group
+        from ptsave.archive.group_archive import load_by_group
 
         return load_by_group(f, options, storage_options, process_group)
     if is_url_source(f, storage_options):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed
+from torch.distributed import distributed_c10d
 
 from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
-from ptsave.support.host_groups import host_group, host_identity, in_global_order
-from ptsave.support.torch_distributed import device_of_group
+from ptsave.support.torch_distributed import device_of_group, timeout_of_group
 
 # Types for errors of other ranks: the first type that fits the error.
 _KINDS: dict[str, type[Exception]] = {
@@ -27,6 +30,11 @@ _KINDS: dict[str, type[Exception]] = {
         RuntimeError,
     )
 }
+# By group and ranks: a host's group holds connections, so it is kept as long as the whole group.
+_made: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+# Gloo waits this many times its timeout for a rank to connect, even if the rank has ended.
+_GLOO_CONNECTS = 5
+_MIN_CONNECTING = timedelta(seconds=5)
 
 
 class GroupCall:
@@ -55,7 +63,7 @@ class GroupCall:
     def divide(self, hosts: Sequence[str]) -> None:
         """Let one rank of each host read for its host; `hosts` has the host of each rank."""
         ranks = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        near = in_global_order(self._group, ranks)
+        near = _in_global_order(self._group, ranks)
         self._near = host_group(self._group, near) if len(near) > 1 else None
         self.is_reader = near[0] == self.rank
         self.is_divided = True
@@ -70,21 +78,19 @@ class GroupCall:
             self._near, self.is_reader, self.is_divided = self._group, self.rank == 0, False
 
     def agree(self, value: Any, error: Exception | None = None) -> list[Any]:
-        """Return the values of all ranks; if a rank gives an error, raise on every rank.
-
-        Values have to be picklable.  A rank raises its own `error`.  The other ranks raise an error
-        of the same type that names the first failed rank.
-        """
-        said: list[Any] = [None] * self.size
-        with self.exchanging("exchange"):
-            mine = (value, None if error is None else described(error, self.rank))
-            distributed.all_gather_object(said, mine, group=self._group)
-        failed = [rank for rank, (_, failure) in enumerate(said) if failure is not None]
-        if failed:
+        """Return the values of all ranks, which can be pickled; raise as `together` does."""
+        what = f"rank {{}} of {self.size} could not go on"
+        try:
+            return together(self._gather, self.rank, value, error, name=self.name, what=what)
+        except Exception:
             self._has_ended = True
-            what = f"rank {failed[0]} of {self.size} could not go on"
-            raise error or error_of_other(self.name, what, *said[failed[0]][1])
-        return [value for value, _ in said]
+            raise
+
+    def _gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        with self.exchanging("exchange"):
+            distributed.all_gather_object(values, value, group=self._group)
+        return values
 
     def send(self, value: Any) -> Any:
         """Return the reader's value, on every rank."""
@@ -95,9 +101,12 @@ class GroupCall:
         return values[0]
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Begin to send the reader's bytes to its ranks; ``wait()`` of the result ends it."""
+        """Begin to send the reader's bytes to its ranks; ``wait()`` of the result ends it.
+
+        Returns None if there are no other ranks to send to.
+        """
         if self._near is None:
-            return _Done()
+            return None
         return distributed.broadcast(tensor, group=self._near, group_src=0, async_op=True)
 
     @contextmanager
@@ -123,13 +132,6 @@ class GroupCall:
             if not self._has_ended:
                 self.agree(None, error)
             raise
-
-
-class _Done:
-    """A broadcast without receivers."""
-
-    def wait(self) -> None:
-        """Do nothing."""
 
 
 def agree_on_file(call: GroupCall, f: Any) -> None:
@@ -189,8 +191,32 @@ def _check_group(group: Any) -> None:
         )
 
 
-def described(error: Exception, rank: int) -> tuple[str, str, dict[str, Any]]:
-    """Return the JSON values that `error_of_other` needs on the other ranks.
+# ------------------------------------------------------------------------------- failing together
+
+
+def together(
+    gather: Callable[[Any], list[Any]],
+    rank: int,
+    value: Any = None,
+    error: Exception | None = None,
+    *,
+    name: str,
+    what: str,
+) -> list[Any]:
+    """Return the values of all ranks; if a rank gives an error, raise on every rank.
+
+    A rank raises its own error.  The others raise an error of the same type that names the file or
+    directory of the call and the first failed rank, by `what`: ``"rank {} could not go on"``.
+    """
+    said = gather((value, None if error is None else _described(error, rank)))
+    for number, (_, failure) in enumerate(said):
+        if failure is not None:
+            raise error or _error_of_other(name, what.format(number), *failure)
+    return [value for value, _ in said]
+
+
+def _described(error: Exception, rank: int) -> tuple[str, str, dict[str, Any]]:
+    """Return the JSON values that `_error_of_other` needs on the other ranks.
 
     A CorruptCheckpointError gets the rank that found the damage.
     """
@@ -205,7 +231,7 @@ def described(error: Exception, rank: int) -> tuple[str, str, dict[str, Any]]:
     return kind, f"{type(error).__name__}: {error}", {}
 
 
-def error_of_other(
+def _error_of_other(
     name: str, what: str, kind: str, words: str, details: dict[str, Any]
 ) -> Exception:
     """Return an error for another rank's error, of the same type.
@@ -218,3 +244,52 @@ def error_of_other(
     if kind == "CorruptCheckpointError":
         return CorruptCheckpointError(message, **details)
     return _KINDS[kind](message)
+
+
+# ------------------------------------------------------------------------------------- hosts
+
+
+def host_identity() -> str:
+    """Return a text that is the same in all processes of a host, and different elsewhere.
+
+    It holds the kernel's boot ID, and the host's name, which differs between containers.
+    """
+    start = ""
+    with suppress(OSError):
+        start = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{os.uname().nodename} {start}"
+
+
+def _in_global_order(group: Any, ranks: Sequence[int]) -> list[int]:
+    """Return ranks of a group in the order of a new group made of them."""
+    return sorted(ranks, key=lambda rank: distributed.get_global_rank(group, rank))
+
+
+def host_group(group: Any, ranks: Sequence[int]) -> Any:
+    """Return the process group of some ranks of a group, with its backend and timeout.
+
+    Only these ranks make the call, all at the same time.
+    """
+    made = _made.setdefault(group, {})
+    key = tuple(ranks)
+    if key not in made:
+        timeout = timeout_of_group(group)
+        backend = distributed.get_backend_config(group)
+        near = distributed.new_group(
+            [distributed.get_global_rank(group, rank) for rank in ranks],
+            timeout=_connecting(timeout) if "gloo" in backend else timeout,
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc="ptsave: the ranks of a host",
+        )
+        if timeout is not None and "gloo" in backend:
+            distributed_c10d._set_pg_timeout(timeout, near)
+        made[key] = near
+    return made[key]
+
+
+def _connecting(timeout: timedelta | None) -> timedelta | None:
+    """Return the timeout that makes gloo give up connecting after `timeout`."""
+    if timeout is None:
+        return None
+    return max(timeout / _GLOO_CONNECTS, min(timeout, _MIN_CONNECTING))

@@ -1,7 +1,8 @@
 """Lets the ranks of a job exchange small values, over torch.distributed or a directory.
 
 Values have to be JSON.  Each call is collective: all ranks make it in the same order, and no call
-returns before all ranks have called.
+returns before all ranks have called.  `session` is 16 hexadecimal digits: the same on all ranks,
+and higher than in earlier jobs.  `gather` raises a RuntimeError if a rank has ended or is late.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import distributed
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -21,25 +22,6 @@ from ptsave.support.rank_lock import RankLock, is_held, new_token, token_of
 
 _TIMEOUT_S = 1800.0  # torch.distributed's own
 _LONGEST_PAUSE_S = 0.1
-
-
-class Ranks(Protocol):
-    """The ranks of a job, seen from one of them."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def session(self) -> str:
-        """16 hexadecimal digits: the same on all ranks, and higher than in earlier jobs."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks; raise a RuntimeError if a rank has ended or is late."""
 
 
 class GroupRanks:

@@ -1,4 +1,7 @@
-"""Calls that a process makes alone or as a rank; imports the code for ranks only if needed."""
+"""Calls that all ranks of a job make: if one rank fails, all raise.
+
+The code for process groups is imported only if there are other ranks.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -72,17 +71,27 @@ class GroupFiller:
             self._copies.append(_Copy(target, record, StorageView.of(source), None))
 
     def fill(self, records: Iterable[int], progress: ProgressCallback | None) -> None:
-        copies, self._copies = self._copies, []
-        whole = {copy.record for copy in copies if copy.source is not None}
-        wanted = {*records, *(record for record in whole if record is not None)} - self._filled
-        self._archive.reader.progress = progress
-        for turn in _turns(copies) or [[]]:
-            self._make(wanted - self._filled, turn)
+        copies, self._copies = _distinct(self._copies), []
+        # Copies whose order counts, and those of whole storages, are made from filled storages.
+        overlapping = _overlapping([copy.target for copy in copies])
+        late = [c for i, c in enumerate(copies) if c.view is None or i in overlapping]
+        direct = [c for i, c in enumerate(copies) if c.view is not None and i not in overlapping]
+        whole = {*records, *(copy.record for copy in late if copy.record is not None)}
+        self._archive.progress = progress
+        self._receive(whole - self._filled, direct)
+        with torch.no_grad():
+            for copy in late:
+                if copy.record is not None:
+                    self._changed.add(copy.record)
+                if copy.source is not None:
+                    copy.target.copy_(copy.source)
+                elif copy.view is not None and copy.record is not None:
+                    copy.view.copy_part(copy.target, self._engine.storage(copy.record), 0)
 
     def read(self, view: Tensor, max_gap: int) -> Tensor:
         record = self._engine.record_of(view)
         if record is not None and not self.is_filled(record):
-            self._make({record}, [])
+            self._receive({record}, [])
         return view
 
     def is_filled(self, record: int) -> bool:
@@ -91,8 +100,8 @@ class GroupFiller:
     def changed(self) -> set[int]:
         return self._changed
 
-    def _make(self, records: Collection[int], copies: Sequence[_Copy]) -> None:
-        """Fill storages and make copies, in the file's order; targets must not overlap."""
+    def _receive(self, records: Collection[int], copies: Sequence[_Copy]) -> None:
+        """Fill storages, and make copies of views, in the file's order; targets do not overlap."""
         by_record: defaultdict[int, list[tuple[Tensor, StorageView]]] = defaultdict(list)
         for copy in copies:
             if copy.view is not None and copy.record is not None:
@@ -109,49 +118,29 @@ class GroupFiller:
         if wanted:
             self._archive.receive(wanted, take, verify=self._verify)
         self._filled.update(records)
-        with torch.no_grad():
-            for copy in copies:
-                if copy.source is not None:
-                    if copy.record is not None:
-                        self._changed.add(copy.record)
-                    copy.target.copy_(copy.source)
 
 
-def _turns(copies: Iterable[_Copy]) -> list[list[_Copy]]:
-    """Return copies in groups to be made one after the other; equal copies are made once.
-
-    Targets in a group do not overlap, so the order of its copies makes no difference.
-    """
-    turns: list[list[_Copy]] = []
-    seen: set[Any] = set()
-    places = []
-    for i, copy in enumerate(copies):
-        key = copy.key
-        if copy.target.numel() > 0 and (key is None or key not in seen):
-            seen.add(key)
-            places.append((*_memory_of(copy.target), i, copy))
-    places.sort(key=lambda place: place[:4])
-    for _, near in groupby(places, _Cluster()):
-        for turn, place in enumerate(sorted(near, key=lambda place: place[3])):
-            turns += [[]] if turn == len(turns) else []
-            turns[turn].append(place[4])
-    return turns
+def _distinct(copies: Iterable[_Copy]) -> list[_Copy]:
+    """Return copies that change something, without repetitions, as tied parameters have."""
+    found: dict[Any, _Copy] = {}
+    for copy in copies:
+        if copy.target.numel():
+            found.setdefault(id(copy) if copy.key is None else copy.key, copy)
+    return [*found.values()]
 
 
-class _Cluster:
-    """Numbers memory ranges that come in order; overlapping ranges get the same number."""
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._device, self._end = "", 0
-
-    def __call__(self, place: tuple[str, int, int, int, _Copy]) -> int:
-        device, begin, end, *_ = place
-        if device != self._device or begin >= self._end:
-            self._number += 1
-            self._device, self._end = device, end
-        self._end = max(self._end, end)
-        return self._number
+def _overlapping(targets: Sequence[Tensor]) -> set[int]:
+    """Return the numbers of the targets whose memory overlaps that of others."""
+    found: set[int] = set()
+    last_device, last_end, last = "", 0, -1
+    places = sorted((*_memory_of(target), i) for i, target in enumerate(targets))
+    for device, begin, end, number in places:
+        if device != last_device:
+            last_end = begin
+        elif begin < last_end:
+            found |= {last, number}
+        last_device, last_end, last = device, max(end, last_end), number
+    return found
 
 
 def _memory_of(tensor: Tensor) -> tuple[str, int, int]:

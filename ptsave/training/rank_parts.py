@@ -11,6 +11,7 @@ import posixpath
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ptsave.support.ranks import check_rank_is_named, group_of_job
 from ptsave.training.naming import Parts
 
 if TYPE_CHECKING:
-    from ptsave.support.rank_groups import Ranks
+    from ptsave.support.rank_groups import FileRanks, GroupRanks
 
 # How long another rank may take to remove its part of an old checkpoint.
 _REMOVAL_S, _PAUSE_S = 1.0, 0.02
@@ -68,7 +69,7 @@ def rank_parts(
 class RankParts:
     """The parts that this rank and the other ranks save to one directory or URL."""
 
-    def __init__(self, ranks: Ranks, place: Path | str) -> None:
+    def __init__(self, ranks: GroupRanks | FileRanks, place: Path | str) -> None:
         from ptsave.support.rank_groups import FileRanks
 
         self._ranks = ranks
@@ -197,16 +198,17 @@ class RankParts:
         The other ranks raise an error of the same type.  `what` is the action that failed: "restore
         its part".
         """
-        from ptsave.support.group_call import described, error_of_other
+        from ptsave.support.group_call import together
 
+        ranks, name = self._ranks, str(self._place)
+        what = f"rank {{}} could not {what}"
+        meet = partial(together, ranks.gather, ranks.rank, name=name, what=what)
         try:
             yield
         except Exception as error:
-            self._ranks.gather(described(error, self._ranks.rank))
+            meet(error=error)
             raise
-        for rank, failure in enumerate(self._ranks.gather(None)):
-            if failure is not None:
-                raise error_of_other(str(self._place), f"rank {rank} could not {what}", *failure)
+        meet()
 
     def _error(self, message: str) -> SaveError:
         return SaveError(errno.EIO, message[0].upper() + message[1:], str(self._place))

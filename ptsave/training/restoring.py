@@ -71,8 +71,7 @@ def restoring(
         map_location, weights_only=restricted, verify=verify, progress=progress, wants_state=True
     )
     if has_others(process_group):
-        from ptsave.archive.group_archive import group_archive
-        from ptsave.archive.group_loading import load_received
+        from ptsave.archive.group_archive import group_archive, load_received
         from ptsave.archive.group_records import PLANNED
 
         with group_archive(

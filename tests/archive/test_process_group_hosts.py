@@ -21,7 +21,7 @@ import ptsave
 from ptsave.archive import group_archive, group_records
 from ptsave.archive.spans import EngineSpans
 from ptsave.models import group_weights
-from ptsave.support import group_call, host_groups, torch_distributed
+from ptsave.support import group_call, torch_distributed
 
 HOSTS = "abab"  # of four ranks
 SIZE = 30_000
@@ -83,7 +83,7 @@ def test_one_rank_of_each_host_reads(folder: Path, ranks: Ranks, hosts: str) -> 
         assert model["a"][-1] == SIZE - 1
         assert ranks.opened == (4 if rank < 2 else 0)
         if len(hosts) == 4:
-            made = host_groups.host_group(group, [rank % 2, rank % 2 + 2])
+            made = group_call.host_group(group, [rank % 2, rank % 2 + 2])
             assert torch_distributed.timeout_of_group(made) == torch_distributed.timeout_of_group(
                 group
             )
@@ -217,7 +217,7 @@ def test_ranks_of_a_host_wait_for_data_as_long_as_the_group(tmp_path: Path) -> N
     """Gloo lets ranks connect for five times the timeout that a group is made with."""
 
     def act(rank: int) -> None:
-        near = host_groups.host_group(distributed.group.WORLD, [0, 1])
+        near = group_call.host_group(distributed.group.WORLD, [0, 1])
         assert torch_distributed.timeout_of_group(near) == timedelta(seconds=10)
         if rank == 1:
             time.sleep(6)
@@ -228,5 +228,5 @@ def test_ranks_of_a_host_wait_for_data_as_long_as_the_group(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("timeout", "connecting"), [(1800, 360), (60, 12), (10, 5), (2, 2)])
 def test_ranks_of_a_host_connect_within_the_timeout(timeout: int, connecting: int) -> None:
-    found = host_groups._connecting(timedelta(seconds=timeout))
+    found = group_call._connecting(timedelta(seconds=timeout))
     assert found == timedelta(seconds=connecting)
