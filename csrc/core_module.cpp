@@ -10,8 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/errors.h"
-#include "bindings/gil.h"
+#include "bindings/interpreter.h"
 #include "core/crc/crc32.h"
 #include "core/format/archive.h"
 #include "core/io/file.h"
@@ -19,6 +18,7 @@
 #include "pickle/outline/outline.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ptsave {
 namespace {
@@ -80,13 +80,7 @@ class Archive {
   py::bytes read(const py::str& name) const {
     const std::size_t i = index().find(encode(name));
     if (i == ArchiveIndex::kNotFound) throw py::key_error("no such record");
-    const std::uint64_t offset = without_gil([&] { return reader_->stored_payload_offset(i); });
-    PyObject* const bytes =
-        PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(index().records()[i].nbytes));
-    if (bytes == nullptr) throw py::error_already_set();
-    auto payload = py::reinterpret_steal<py::bytes>(bytes);
-    without_gil([&] { reader_->read(i, offset, PyBytes_AS_STRING(bytes), true); });
-    return payload;
+    return read_record(*reader_, i, true);
   }
 
   // The pickle's outline in a tuple of one, with all storages placed; None if only torch can read
@@ -105,7 +99,7 @@ class Archive {
     if (begin > end || end > n_records()) throw py::index_error("no such record");
     std::vector<std::size_t> records;
     for (std::size_t i = begin; i < end; ++i) records.push_back(i);
-    const Poll poll = make_poll([] { return std::uint64_t{0}; }, py::none());
+    const Poll poll = make_poll();
     return without_gil(
                [&] { return reader_->read_records(std::move(records), {}, n_threads, true, poll); })
         .empty();
@@ -134,20 +128,18 @@ PYBIND11_MODULE(_core, module) {
   module.attr("OutlinedTensor") =
       py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(outlined_tensor_type()));
   py::class_<Archive>(module, "Archive", py::module_local())
-      .def_static("open_descriptor", &Archive::open_descriptor, py::arg("fd"), py::arg("offset"),
-                  py::arg("name"), py::kw_only(), py::arg("direct"))
+      .def_static("open_descriptor", &Archive::open_descriptor, "fd"_a, "offset"_a, "name"_a,
+                  py::kw_only(), "direct"_a)
       .def_property_readonly("nbytes", &Archive::nbytes)
       .def_property_readonly("all_stored", &Archive::all_stored)
       .def_property_readonly("has_crcs", &Archive::has_crcs)
       .def_property_readonly("n_records", &Archive::n_records)
-      .def("nbytes_of", &Archive::nbytes_of, py::arg("name"))
-      .def("read", &Archive::read, py::arg("name"))
-      .def("outline", &Archive::outline, py::arg("pickle"))
-      .def("are_whole", &Archive::are_whole, py::arg("begin"), py::arg("end"), py::kw_only(),
-           py::arg("n_threads"))
+      .def("nbytes_of", &Archive::nbytes_of, "name"_a)
+      .def("read", &Archive::read, "name"_a)
+      .def("outline", &Archive::outline, "pickle"_a)
+      .def("are_whole", &Archive::are_whole, "begin"_a, "end"_a, py::kw_only(), "n_threads"_a)
       .def("limits", &Archive::limits);
   module.def(
       "target_of_temporary",
-      [](const std::string& entry) { return py::bytes(target_of_temporary(entry)); },
-      py::arg("entry"));
+      [](const std::string& entry) { return py::bytes(target_of_temporary(entry)); }, "entry"_a);
 }

@@ -5,11 +5,12 @@
 #include <cstdint>
 
 #include "bindings/bindings.h"
-#include "bindings/gil.h"
+#include "bindings/interpreter.h"
 #include "core/crc/crc32.h"
 #include "core/format/archive.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ptsave {
 namespace {
@@ -29,18 +30,13 @@ PYBIND11_MODULE(_C, module) {
   register_errors(module);
   bind_writing(module);
   bind_reading(module);
-  bind_listing(module);
   bind_pickling(module);
   bind_staging(module);
   bind_ranges(module);
-  bind_packing(module);
-  bind_checked(module);
   bind_appending(module);
   bind_statistics(module);
-  bind_difference(module);
-  bind_names(module);
   bind_columns(module);
-  module.def("crc32", &crc32_of_buffer, py::arg("data"), py::arg("crc") = 0);
-  module.def("payload_offset_after", &payload_offset_after, py::arg("header_offset"),
-             py::arg("full_name"), py::arg("nbytes"), py::arg("alignment"));
+  module.def("crc32", &crc32_of_buffer, "data"_a, "crc"_a = 0);
+  module.def("payload_offset_after", &payload_offset_after, "header_offset"_a, "full_name"_a,
+             "nbytes"_a, "alignment"_a);
 }

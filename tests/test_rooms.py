@@ -66,7 +66,7 @@ CPP_ROOMS = {
     "core/crc": "",
     "core/format": "base memory",
     "core/memory": "base",
-    "core/pipeline": "",
+    "core/pipeline": "base",
     "core/io": "base memory pipeline",
     "core/statistics": "crc memory pipeline",
     "core/read": "base crc format memory pipeline io",

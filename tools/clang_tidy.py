@@ -31,7 +31,7 @@ COMMANDS = ROOT / "build" / "clang-tidy"
 def compiled_alone(source: Path) -> tuple[Path, Path]:
     """Return a build folder, and a file that it compiles alone with the flags for ``source``."""
     if CORE in source.parents or PORTABLE in source.parents:
-        return CORE_BUILD, CORE / "base" / "error.cpp"
+        return CORE_BUILD, CORE / "pipeline" / "pipeline.cpp"
     if BACKEND in source.parents:
         return FAKE_BUILD, BACKEND / "host_allocator.cpp"
     return PYTHON_BUILD, ROOT / "csrc" / "module.cpp"

@@ -1,8 +1,5 @@
 // ptsave._C.AppendedArchive, AppendBatch, NumberedStorages.
 #include <pybind11/stl.h>
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/Storage.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -15,14 +12,13 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/gil.h"
-#include "bindings/statistics.h"
 #include "core/write/appended_archive.h"
 #include "pickle/out/pickler.h"
 #include "tensors/append_batch.h"
-#include "tensors/tensor_statistics.h"
+#include "tensors/storage.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ptsave {
 namespace {
@@ -39,13 +35,8 @@ py::object appended_pickle(NumberedStorages& storages, const py::object& object)
 
 std::uint32_t number_of(NumberedStorages& storages, const py::object& storage,
                         const py::object& tensor, const py::object& dtype) {
-  if (!THPStorage_Check(storage.ptr())) throw py::type_error("not a torch.UntypedStorage");
-  if (!THPDtype_Check(dtype.ptr())) throw py::type_error("not a torch.dtype");
-  const c10::ScalarType scalar_type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-  const c10::Storage& unpacked = THPStorage_Unpack(storage.ptr());
-  if (tensor.is_none()) return storages.number(unpacked, nullptr, scalar_type);
-  if (!THPVariable_Check(tensor.ptr())) throw py::type_error("not a torch.Tensor");
-  return storages.number(unpacked, &THPVariable_Unpack(tensor.ptr()), scalar_type);
+  return storages.number(unpack_storage(storage),
+                         tensor.is_none() ? nullptr : &unpack_tensor(tensor), unpack_dtype(dtype));
 }
 
 // Returns the statistics of `measured`, if they were computed while copying its storage.
@@ -56,8 +47,7 @@ py::object add(AppendBatch& batch, const NumberedStorages& storages, const py::b
   std::optional<Element> element;
   c10::ScalarType type = c10::ScalarType::Undefined;
   if (!measured.is_none() && fresh.storages.size() == 1) {
-    if (!THPVariable_Check(measured.ptr())) throw py::type_error("expected a tensor");
-    const at::Tensor& tensor = THPVariable_Unpack(measured.ptr());
+    const at::Tensor& tensor = unpack_tensor(measured);
     type = tensor.scalar_type();
     if (is_storage(tensor, fresh.storages.front())) element = element_of(type);
   }
@@ -99,8 +89,8 @@ py::bytes closing_bytes(const std::string& root, std::uint64_t alignment,
 void bind_appending(py::module_& module) {
   py::class_<NumberedStorages>(module, "NumberedStorages")
       .def(py::init<>())
-      .def("pickle", &appended_pickle, py::arg("obj"))
-      .def("number", &number_of, py::arg("storage"), py::arg("tensor"), py::arg("dtype"))
+      .def("pickle", &appended_pickle, "obj"_a)
+      .def("number", &number_of, "storage"_a, "tensor"_a, "dtype"_a)
       .def_property_readonly("fresh", &NumberedStorages::fresh)
       .def_property_readonly("fresh_nbytes", &NumberedStorages::fresh_nbytes)
       .def("commit", &NumberedStorages::commit)
@@ -109,14 +99,14 @@ void bind_appending(py::module_& module) {
   py::class_<AppendBatch>(module, "AppendBatch")
       .def(py::init(
                [](std::size_t slab_nbytes) { return std::make_unique<AppendBatch>(slab_nbytes); }),
-           py::kw_only(), py::arg("slab_nbytes"))
-      .def("add", &add, py::arg("storages"), py::arg("pickle"), py::kw_only(), py::arg("copy"),
-           py::arg("n_threads"), py::arg("measured") = py::none())
+           py::kw_only(), "slab_nbytes"_a)
+      .def("add", &add, "storages"_a, "pickle"_a, py::kw_only(), "copy"_a, "n_threads"_a,
+           "measured"_a = py::none())
       .def_property_readonly("n_groups", &AppendBatch::n_groups)
-      .def("n_groups_within", &AppendBatch::n_groups_within, py::arg("nbytes"))
+      .def("n_groups_within", &AppendBatch::n_groups_within, "nbytes"_a)
       .def_property_readonly("is_staged", &AppendBatch::is_staged)
-      .def("write", &write, py::arg("archive"), py::arg("journal_name"), py::kw_only(),
-           py::arg("n_groups"), py::arg("direct"), py::arg("options"), py::arg("progress"))
+      .def("write", &write, "archive"_a, "journal_name"_a, py::kw_only(), "n_groups"_a, "direct"_a,
+           "options"_a, "progress"_a)
       .def("release", [](AppendBatch& self) { without_gil([&] { self.release(); }); })
       .def("abandon", &AppendBatch::abandon);
   py::class_<AppendedArchive>(module, "AppendedArchive")
@@ -126,14 +116,13 @@ void bind_appending(py::module_& module) {
              return without_gil(
                  [&] { return std::make_unique<AppendedArchive>(target, root, alignment); });
            }),
-           py::arg("path"), py::arg("display"), py::kw_only(), py::arg("root"),
-           py::arg("alignment"))
+           "path"_a, "display"_a, py::kw_only(), "root"_a, "alignment"_a)
       .def(
           "read",
           [](const AppendedArchive& self, std::uint64_t offset, std::uint64_t nbytes) {
             return py::bytes(without_gil([&] { return self.read(offset, nbytes); }));
           },
-          py::arg("offset"), py::arg("nbytes"))
+          "offset"_a, "nbytes"_a)
       .def("sync", [](AppendedArchive& self) { without_gil([&] { self.sync(); }); })
       .def(
           "close",
@@ -141,7 +130,7 @@ void bind_appending(py::module_& module) {
             const auto data = static_cast<std::string_view>(pickle);
             without_gil([&] { self.close(data, compute_crcs, durable); });
           },
-          py::arg("pickle"), py::kw_only(), py::arg("compute_crcs"), py::arg("durable"))
+          "pickle"_a, py::kw_only(), "compute_crcs"_a, "durable"_a)
       .def("keep", &AppendedArchive::keep)
       .def_property_readonly(
           "temporary_name",
@@ -150,8 +139,7 @@ void bind_appending(py::module_& module) {
       .def_property_readonly("nbytes", &AppendedArchive::nbytes);
   module.attr("DICT_HEAD") = py::bytes(kDictHead.data(), kDictHead.size());
   module.attr("STOP") = py::bytes(&kStop, 1);
-  module.def("closing_bytes", &closing_bytes, py::arg("root"), py::arg("alignment"),
-             py::arg("records"), py::arg("pickle"));
+  module.def("closing_bytes", &closing_bytes, "root"_a, "alignment"_a, "records"_a, "pickle"_a);
 }
 
 }  // namespace ptsave

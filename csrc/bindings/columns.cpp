@@ -1,6 +1,6 @@
-// ptsave._C's functions over columns of Python objects: kinds of tensors, copies of small ones,
-// instances of a class, rows of bytes.  One Python step for each of a state dict's 100,000 tensors
-// takes a second.
+// ptsave._C's functions over columns of Python objects: kinds of tensors and facts about them,
+// copies of small ones, instances of a class, rows of bytes, attributes.  One Python step for each
+// of a state dict's 100,000 tensors takes a second.
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
@@ -8,6 +8,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Size.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -15,20 +17,26 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
 #include "device/side_streams.h"
+#include "tensors/storage.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ptsave {
 namespace {
+
+PyObject* item_of(const py::list& list, std::size_t i) {
+  return PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i));
+}
 
 void append_number(std::string& bytes, std::int64_t number) {
   bytes.append(reinterpret_cast<const char*>(&number), sizeof number);
@@ -61,7 +69,7 @@ py::list tensor_kinds(const py::list& values, const py::tuple& types, bool pinne
   const py::int_ other(-1);
   py::list result(values.size());
   for (std::size_t i = 0; i < values.size(); ++i) {
-    PyObject* const value = PyList_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i));
+    PyObject* const value = item_of(values, i);
     bool is_plain = false;
     for (const py::handle type : types) {
       is_plain = is_plain || reinterpret_cast<PyObject*>(Py_TYPE(value)) == type.ptr();
@@ -165,21 +173,9 @@ std::size_t copy_small(const py::list& pairs, std::size_t begin) {
   return pairs.size();
 }
 
-const at::Tensor& tensor_at(const py::list& tensors, std::size_t i) {
-  PyObject* const object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
-  if (!THPVariable_Check(object)) throw py::type_error("expected tensors");
-  return THPVariable_Unpack(object);
-}
-
 bool has_elements_in_memory(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_meta() && tensor.numel() != 0 &&
          tensor.has_storage() && tensor.storage().data_ptr();
-}
-
-c10::ScalarType dtype_at(const py::list& dtypes, std::size_t i) {
-  PyObject* const dtype = PyList_GET_ITEM(dtypes.ptr(), static_cast<Py_ssize_t>(i));
-  if (!THPDtype_Check(dtype)) throw py::type_error("expected dtypes");
-  return reinterpret_cast<THPDtype*>(dtype)->scalar_type;
 }
 
 // Uninitialized contiguous tensors in CPU memory.
@@ -188,8 +184,7 @@ py::list empty_tensors(const std::vector<std::vector<std::int64_t>>& shapes,
   if (shapes.size() != dtypes.size()) throw py::value_error("expected lists of one length");
   py::list result(shapes.size());
   for (std::size_t i = 0; i < shapes.size(); ++i) {
-    result[i] = py::reinterpret_steal<py::object>(
-        THPVariable_Wrap(at::detail::empty_cpu(shapes[i], dtype_at(dtypes, i))));
+    result[i] = wrap_tensor(at::detail::empty_cpu(shapes[i], unpack_dtype(item_of(dtypes, i))));
   }
   return result;
 }
@@ -198,8 +193,8 @@ py::list empty_tensors(const std::vector<std::vector<std::int64_t>>& shapes,
 py::list addresses(const py::list& tensors) {
   py::list result(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& tensor = tensor_at(tensors, i);
-    if (!THPVariable_CheckExact(PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i)))) {
+    const at::Tensor& tensor = unpack_tensor(item_of(tensors, i));
+    if (!THPVariable_CheckExact(item_of(tensors, i))) {
       result[i] = py::none();
     } else {
       result[i] = py::int_(has_elements_in_memory(tensor)
@@ -215,9 +210,10 @@ std::vector<bool> take_bytes(const py::list& tensors, const py::list& dtypes) {
   if (tensors.size() != dtypes.size()) throw py::value_error("expected lists of one length");
   std::vector<bool> result(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& tensor = tensor_at(tensors, i);
-    PyObject* const object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
-    result[i] = THPVariable_CheckExact(object) && tensor.scalar_type() == dtype_at(dtypes, i) &&
+    const at::Tensor& tensor = unpack_tensor(item_of(tensors, i));
+    PyObject* const object = item_of(tensors, i);
+    result[i] = THPVariable_CheckExact(object) &&
+                tensor.scalar_type() == unpack_dtype(item_of(dtypes, i)) &&
                 tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_conj() &&
                 !tensor.is_neg() &&
                 (tensor.is_cpu() || SideStreams::are_supported(tensor.device()));
@@ -235,7 +231,7 @@ bool are_apart(const py::list& tensors) {
   std::vector<Extent> extents;
   extents.reserve(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& tensor = tensor_at(tensors, i);
+    const at::Tensor& tensor = unpack_tensor(item_of(tensors, i));
     const auto begin = reinterpret_cast<std::uintptr_t>(tensor.mutable_data_ptr());
     const std::size_t nbytes = tensor.is_contiguous() ? tensor.nbytes() : tensor.storage().nbytes();
     extents.push_back({tensor.device(), begin, begin + nbytes});
@@ -338,19 +334,112 @@ py::bytes packed_rows(const py::tuple& values) {
   return {bytes};
 }
 
+py::object dtype_of(const at::Tensor& tensor) {
+  return py::reinterpret_borrow<py::object>(
+      reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())));
+}
+
+py::tuple tuple_of(at::IntArrayRef numbers) {
+  py::tuple result(numbers.size());
+  for (std::size_t i = 0; i < numbers.size(); ++i) result[i] = py::int_(numbers[i]);
+  return result;
+}
+
+// Makes a torch.Size by calling its type, because torch exports no function for it.
+py::object shape_of(const at::Tensor& tensor) {
+  auto* const type = reinterpret_cast<PyObject*>(&THPSizeType);
+  PyObject* const shape = PyObject_CallOneArg(type, tuple_of(tensor.sizes()).ptr());
+  if (shape == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(shape);
+}
+
+std::size_t storage_nbytes_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes() : 0;
+}
+
+// The size in bytes, as torch sizes storages: if elements share bytes, each row begins a new byte.
+std::int64_t nbytes_of(const at::Tensor& tensor) {
+  const std::int64_t n_shared = elements_per_byte(tensor.scalar_type());
+  const auto itemsize = static_cast<std::int64_t>(tensor.itemsize());
+  if (n_shared == 1 || tensor.dim() == 0 || tensor.numel() == 0) return tensor.numel() * itemsize;
+  const std::int64_t row = tensor.size(-1);
+  return tensor.numel() / row * ((row + n_shared - 1) / n_shared);
+}
+
+// (dtype, shape, stride, offset in its storage, its size, the storage's size) of each tensor, the
+// last three in bytes; None for a tensor that is not strided, or nested.
+py::list tensor_facts(const py::list& tensors) {
+  py::list result(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = unpack_tensor(item_of(tensors, i));
+    if (tensor.layout() != at::kStrided || tensor.is_nested()) {
+      result[i] = py::none();
+      continue;
+    }
+    result[i] = py::make_tuple(dtype_of(tensor), shape_of(tensor), tuple_of(tensor.strides()),
+                               byte_offset(tensor), nbytes_of(tensor), storage_nbytes_of(tensor));
+  }
+  return result;
+}
+
+using Found = std::tuple<std::size_t, py::object, std::size_t>;
+
+// Runs no Python code, so no dict changes meanwhile.
+std::vector<Found> find_values(const std::vector<py::dict>& dicts,
+                               const std::vector<py::object>& values) {
+  std::vector<Found> result;
+  for (std::size_t i = 0; i < dicts.size(); ++i) {
+    Py_ssize_t at = 0;
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    while (PyDict_Next(dicts[i].ptr(), &at, &key, &value) != 0) {
+      const auto known = std::ranges::find_if(
+          values, [value](const py::object& object) { return object.ptr() == value; });
+      if (known == values.end()) continue;
+      const auto number = static_cast<std::size_t>(std::distance(values.begin(), known));
+      result.emplace_back(i, py::reinterpret_borrow<py::object>(key), number);
+    }
+  }
+  return result;
+}
+
+// The pairs (name, object) whose object's own __dict__ has a true value for the attribute.  From
+// Python, the attributes of a torch.nn.Module take three times as long, because of its
+// `__getattr__`.
+py::list having(const py::list& pairs, const py::str& attribute) {
+  py::list result;
+  for (const py::handle pair : pairs) {
+    if (!PyTuple_Check(pair.ptr()) || PyTuple_GET_SIZE(pair.ptr()) != 2) {
+      throw py::type_error("expected pairs");
+    }
+    const auto attributes = py::reinterpret_steal<py::object>(
+        PyObject_GenericGetDict(PyTuple_GET_ITEM(pair.ptr(), 1), nullptr));
+    if (!attributes) throw py::error_already_set();
+    PyObject* const value = PyDict_GetItemWithError(attributes.ptr(), attribute.ptr());
+    if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    const int is_true = value == nullptr ? 0 : PyObject_IsTrue(value);
+    if (is_true < 0) throw py::error_already_set();
+    if (is_true != 0) result.append(pair);
+  }
+  return result;
+}
+
 }  // namespace
 
 void bind_columns(py::module_& module) {
-  module.def("tensor_kinds", &tensor_kinds, py::arg("values"), py::arg("types"), py::kw_only(),
-             py::arg("pinned") = false);
-  module.def("empty_tensors", &empty_tensors, py::arg("shapes"), py::arg("dtypes"));
-  module.def("addresses", &addresses, py::arg("tensors"));
-  module.def("take_bytes", &take_bytes, py::arg("tensors"), py::arg("dtypes"));
-  module.def("are_apart", &are_apart, py::arg("tensors"));
-  module.def("copies_plainly", &copies_plainly, py::arg("target"), py::arg("source"));
-  module.def("copy_small", &copy_small, py::arg("pairs"), py::arg("begin"));
-  module.def("instances", &instances, py::arg("kind"), py::arg("attributes"));
-  module.def("packed_rows", &packed_rows, py::arg("columns"));
+  module.def("tensor_kinds", &tensor_kinds, "values"_a, "types"_a, py::kw_only(),
+             "pinned"_a = false);
+  module.def("empty_tensors", &empty_tensors, "shapes"_a, "dtypes"_a);
+  module.def("addresses", &addresses, "tensors"_a);
+  module.def("take_bytes", &take_bytes, "tensors"_a, "dtypes"_a);
+  module.def("are_apart", &are_apart, "tensors"_a);
+  module.def("copies_plainly", &copies_plainly, "target"_a, "source"_a);
+  module.def("copy_small", &copy_small, "pairs"_a, "begin"_a);
+  module.def("instances", &instances, "kind"_a, "attributes"_a);
+  module.def("packed_rows", &packed_rows, "columns"_a);
+  module.def("tensor_facts", &tensor_facts, "tensors"_a);
+  module.def("find_values", &find_values, "dicts"_a, "values"_a);
+  module.def("having", &having, "pairs"_a, "attribute"_a);
 }
 
 }  // namespace ptsave

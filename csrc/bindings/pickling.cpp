@@ -16,6 +16,7 @@
 #include "tensors/storage.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ptsave {
 namespace {
@@ -30,10 +31,7 @@ py::object pickled(const py::object& object) {
 StorageList storage_list(const std::vector<py::object>& objects) {
   StorageList list;
   list.storages.reserve(objects.size());
-  for (const py::object& object : objects) {
-    if (!THPStorage_Check(object.ptr())) throw py::type_error("not a torch.UntypedStorage");
-    list.storages.push_back(THPStorage_Unpack(object.ptr()));
-  }
+  for (const py::object& object : objects) list.storages.push_back(unpack_storage(object));
   return list;
 }
 
@@ -52,29 +50,29 @@ py::list untyped_storages(const StorageList& list) {
 
 void bind_pickling(py::module_& module) {
   py::class_<StorageList>(module, "StorageList")
-      .def(py::init(&storage_list), py::arg("storages"))
+      .def(py::init(&storage_list), "storages"_a)
       .def("__len__", [](const StorageList& self) { return self.storages.size(); })
       .def_property_readonly("in_reach", &StorageList::in_reach)
-      .def("staging_nbytes", &StorageList::staging_nbytes, py::arg("alignment"));
+      .def("staging_nbytes", &StorageList::staging_nbytes, "alignment"_a);
   module.def(
       "rebuilds_blindly",
       [](const py::bytes& pickle, const std::unordered_set<std::string>& dtypes,
          const std::unordered_set<std::string>& opaque) {
         return rebuilds_blindly(static_cast<std::string_view>(pickle), dtypes, opaque);
       },
-      py::arg("pickle"), py::arg("dtypes"), py::arg("opaque") = std::unordered_set<std::string>());
+      "pickle"_a, "dtypes"_a, "opaque"_a = std::unordered_set<std::string>());
   module.def(
       "unjustified_claim",
       [](const py::bytes& pickle) {
         return unjustified_claim(static_cast<std::string_view>(pickle));
       },
-      py::arg("pickle"));
-  module.def("pickle_object", &pickled, py::arg("obj"));
+      "pickle"_a);
+  module.def("pickle_object", &pickled, "obj"_a);
   module.def(
       "unfilled_storages",
       [](const std::vector<std::uint64_t>& sizes) { return StorageList{unfilled_storages(sizes)}; },
-      py::arg("sizes"));
-  module.def("untyped_storages", &untyped_storages, py::arg("storages"));
+      "sizes"_a);
+  module.def("untyped_storages", &untyped_storages, "storages"_a);
   module.def(
       "unpickle_weights_only",
       [](const py::bytes& pickle, const py::object& persistent_load, const py::object& encoding,
@@ -84,8 +82,8 @@ void bind_pickling(py::module_& module) {
             unpickler_type.is_none() ? nullptr : unpickler_type.ptr());
         return py::reinterpret_steal<py::object>(result.release());
       },
-      py::arg("pickle"), py::arg("persistent_load"), py::kw_only(), py::arg("encoding"),
-      py::arg("storages").none(true), py::arg("unpickler_type") = py::none());
+      "pickle"_a, "persistent_load"_a, py::kw_only(), "encoding"_a, "storages"_a.none(true),
+      "unpickler_type"_a = py::none());
 }
 
 }  // namespace ptsave

@@ -1,8 +1,9 @@
-// ptsave._C.RangeFiles, map_range(), and functions for the memory of storages.
+// ptsave._C.RangeFiles, map_range(), read_checked(), and functions for the memory of storages.
 #include "tensors/ranges.h"
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -10,24 +11,50 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/gil.h"
+#include "core/crc/crc32.h"
 #include "core/io/file.h"
+#include "core/read/checked_read.h"
 #include "device/side_streams.h"
+#include "tensors/dtypes.h"
 #include "tensors/storage.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ptsave {
+
+const at::Tensor& unpack_tensor(const py::handle& tensor) {
+  if (!THPVariable_Check(tensor.ptr())) throw py::type_error("expected a tensor");
+  return THPVariable_Unpack(tensor.ptr());
+}
+
+const c10::Storage& unpack_storage(const py::handle& storage) {
+  if (!THPStorage_Check(storage.ptr())) throw py::type_error("expected a torch.UntypedStorage");
+  return THPStorage_Unpack(storage.ptr());
+}
+
+c10::ScalarType unpack_dtype(const py::handle& dtype) {
+  if (!THPDtype_Check(dtype.ptr())) throw py::type_error("expected a torch.dtype");
+  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+}
+
+c10::Device unpack_device(const py::handle& device) {
+  if (!THPDevice_Check(device.ptr())) throw py::type_error("expected a torch.device");
+  return reinterpret_cast<THPDevice*>(device.ptr())->device;
+}
+
+py::object wrap_tensor(at::Tensor tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
+}
+
 const at::Tensor& unpack_bytes_of(const py::handle& object) {
-  if (!THPVariable_Check(object.ptr())) throw py::type_error("expected a tensor");
-  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  const at::Tensor& tensor = unpack_tensor(object);
   const bool in_reach = tensor.is_cpu() || SideStreams::are_supported(tensor.device());
   if (!in_reach || tensor.layout() != at::kStrided || !tensor.is_contiguous() || tensor.is_conj() ||
       tensor.is_neg()) {
@@ -77,38 +104,27 @@ void copy_to_devices(const std::vector<std::pair<py::object, py::object>>& pairs
     }
     copies.push_back({from, to});
   }
-  const Poll poll = make_poll([] { return std::uint64_t{0}; }, py::none());
+  const Poll poll = make_poll();
   without_gil([&] { copy_to_accelerators(copies, n_threads, max_pinned_nbytes, poll); });
-}
-
-bool dtypes_convert_alike(const py::object& from, const py::object& to) {
-  if (!THPDtype_Check(from.ptr()) || !THPDtype_Check(to.ptr())) {
-    throw py::type_error("expected two of torch.dtype");
-  }
-  return convert_alike(reinterpret_cast<THPDtype*>(from.ptr())->scalar_type,
-                       reinterpret_cast<THPDtype*>(to.ptr())->scalar_type);
 }
 
 py::object map_file_range(int fd, std::string name, std::uint64_t offset, std::uint64_t nbytes) {
   const File file = File::duplicate(fd, std::move(name));
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(map_range(file, offset, nbytes)));
+  return wrap_tensor(map_range(file, offset, nbytes));
+}
+
+// The same if the page cache is known to hold the whole range, so that access does not wait; else
+// None.  It does not make the pages present: a caller that copies from them does that in parallel,
+// in fewer steps.
+py::object map_cached_file_range(int fd, std::string name, std::uint64_t offset,
+                                 std::uint64_t nbytes) {
+  const File file = File::duplicate(fd, std::move(name));
+  if (!file.is_cached(offset, nbytes)) return py::none();
+  return wrap_tensor(map_range(file, offset, nbytes));
 }
 
 bool is_remote_file(int fd, std::string name) {
   return File::duplicate(fd, std::move(name)).is_remote();
-}
-
-py::object map_cached_file_range(int fd, std::string name, std::uint64_t offset,
-                                 std::uint64_t nbytes) {
-  const File file = File::duplicate(fd, std::move(name));
-  std::optional<at::Tensor> tensor = map_cached_range(file, offset, nbytes);
-  if (!tensor) return py::none();
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(*std::move(tensor)));
-}
-
-const c10::Storage& unpack_storage(const py::object& storage) {
-  if (!THPStorage_Check(storage.ptr())) throw py::type_error("expected a torch.UntypedStorage");
-  return THPStorage_Unpack(storage.ptr());
 }
 
 void detach_storage(const py::object& storage, const std::string& name) {
@@ -125,27 +141,82 @@ std::size_t storage_use_count(const py::object& storage) {
   return unpack_storage(storage).use_count();
 }
 
+CheckedRead::Table table_of(const py::object& object) {
+  if (object.is_none()) return {};
+  const at::Tensor& tensor = unpack_bytes_of(object);
+  if (!tensor.is_cpu() || tensor.nbytes() % sizeof(std::uint32_t) != 0) {
+    throw py::type_error("expected a table in CPU memory");
+  }
+  return {static_cast<const std::uint32_t*>(tensor.const_data_ptr()),
+          static_cast<std::size_t>(tensor.nbytes() / sizeof(std::uint32_t))};
+}
+
+// The CRC of consecutive whole blocks, from the blocks' CRCs.
+std::uint32_t crc_of_blocks(const py::object& object) {
+  const CheckedRead::Table table = table_of(object);
+  return without_gil([&] {
+    std::uint32_t crc = 0;
+    for (const std::uint32_t each : table) crc = crc32_combine(crc, each, kCheckedBlockNbytes);
+    return crc;
+  });
+}
+
+// File, offset, strides in bytes, target.
+using BoxOfPython = std::tuple<std::size_t, std::uint64_t, std::vector<std::uint64_t>, py::object>;
+
+std::vector<std::pair<std::size_t, std::uint64_t>> read_checked(
+    const std::shared_ptr<RangeFiles>& files, const std::vector<BoxOfPython>& boxes,
+    const std::vector<py::object>& tables, std::size_t n_threads, std::uint64_t max_gap,
+    const py::object& callback) {
+  std::vector<FileRange> ranges;
+  for (const auto& [file, offset, strides, object] : boxes) {
+    const at::Tensor& target = unpack_tensor(object);
+    if (!target.is_cpu() || target.layout() != at::kStrided || target.is_conj() ||
+        target.is_neg()) {
+      throw py::type_error("expected a strided tensor in CPU memory");
+    }
+    add_ranges({file, offset, strides, target}, ranges);
+  }
+  std::vector<CheckedRead::Table> views;
+  views.reserve(tables.size());
+  for (const py::object& table : tables) views.push_back(table_of(table));
+  CheckedRead read(files, std::move(ranges), std::move(views), max_gap);
+  const Poll poll = make_poll([&] { return read.nbytes_read(); }, callback);
+  std::vector<std::pair<std::size_t, std::uint64_t>> damaged;
+  for (const auto& [file, offset] : without_gil([&] { return read.run(n_threads, poll); })) {
+    damaged.emplace_back(file, offset);
+  }
+  return damaged;
+}
+
 }  // namespace
 
 void bind_ranges(py::module_& module) {
   py::class_<RangeFiles, std::shared_ptr<RangeFiles>>(module, "RangeFiles")
-      .def(py::init(&open_range_files), py::arg("files"), py::kw_only(), py::arg("direct"),
-           py::arg("n_threads"))
-      .def("read", &read_file_ranges, py::arg("ranges"), py::kw_only(), py::arg("n_threads"),
-           py::arg("max_pinned_nbytes"), py::arg("max_gap") = RangeList::kMaxGapNbytes,
-           py::arg("progress"));
-  module.def("copy_to_devices", &copy_to_devices, py::arg("copies"), py::kw_only(),
-             py::arg("n_threads"), py::arg("max_pinned_nbytes"));
+      .def(py::init(&open_range_files), "files"_a, py::kw_only(), "direct"_a, "n_threads"_a)
+      .def("read", &read_file_ranges, "ranges"_a, py::kw_only(), "n_threads"_a,
+           "max_pinned_nbytes"_a, "max_gap"_a = RangeList::kMaxGapNbytes, "progress"_a);
+  module.def("copy_to_devices", &copy_to_devices, "copies"_a, py::kw_only(), "n_threads"_a,
+             "max_pinned_nbytes"_a);
   module.attr("MIN_PINNED_NBYTES") = kMinPinnedNbytes;
-  module.def("convert_alike", &dtypes_convert_alike, py::arg("source"), py::arg("target"));
-  module.def("map_range", &map_file_range, py::arg("fd"), py::arg("name"), py::kw_only(),
-             py::arg("offset"), py::arg("nbytes"));
-  module.def("map_cached_range", &map_cached_file_range, py::arg("fd"), py::arg("name"),
-             py::kw_only(), py::arg("offset"), py::arg("nbytes"));
-  module.def("is_remote", &is_remote_file, py::arg("fd"), py::arg("name"));
-  module.def("detach_from_file", &detach_storage, py::arg("storage"), py::arg("name"));
-  module.def("huge_page_storage", &new_huge_page_storage, py::arg("nbytes"));
-  module.def("storage_use_count", &storage_use_count, py::arg("storage"));
+  module.def(
+      "convert_alike",
+      [](const py::handle& source, const py::handle& target) {
+        return convert_alike(unpack_dtype(source), unpack_dtype(target));
+      },
+      "source"_a, "target"_a);
+  module.def("map_range", &map_file_range, "fd"_a, "name"_a, py::kw_only(), "offset"_a, "nbytes"_a);
+  module.def("map_cached_range", &map_cached_file_range, "fd"_a, "name"_a, py::kw_only(),
+             "offset"_a, "nbytes"_a);
+  module.def("is_remote", &is_remote_file, "fd"_a, "name"_a);
+  module.def("detach_from_file", &detach_storage, "storage"_a, "name"_a);
+  module.def("huge_page_storage", &new_huge_page_storage, "nbytes"_a);
+  module.def("storage_use_count", &storage_use_count, "storage"_a);
+  module.attr("CHECKED_BLOCK_NBYTES") = kCheckedBlockNbytes;
+  module.def("crc_of_blocks", &crc_of_blocks, "table"_a);
+  module.def("crc32_combine", &crc32_combine, "crc_a"_a, "crc_b"_a, "nbytes_b"_a);
+  module.def("read_checked", &read_checked, "files"_a, "boxes"_a, "tables"_a, py::kw_only(),
+             "n_threads"_a, "max_gap"_a, "progress"_a);
 }
 
 }  // namespace ptsave

@@ -2,7 +2,6 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/Device.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -17,25 +16,18 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/gil.h"
 #include "core/base/error.h"
 #include "core/format/archive.h"
 #include "core/io/file.h"
-#include "core/read/placement.h"
 #include "core/read/reader.h"
 #include "pickle/in/unpickler.h"
 #include "tensors/archive_storages.h"
 #include "tensors/ranges.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ptsave {
-
-c10::Device unpack_device(const py::handle& device) {
-  if (!THPDevice_Check(device.ptr())) throw py::type_error("expected a torch.device");
-  return reinterpret_cast<THPDevice*>(device.ptr())->device;
-}
-
 namespace {
 
 // A uint8 tensor over a whole storage, as torch's own reader returns storages.
@@ -45,12 +37,7 @@ py::object wrap_storage(c10::Storage storage) {
       std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
       caffe2::TypeMeta::Make<std::uint8_t>());
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous({nbytes});
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
-}
-
-const at::Tensor& unpack(const py::handle& tensor) {
-  if (!THPVariable_Check(tensor.ptr())) throw py::type_error("expected a tensor");
-  return THPVariable_Unpack(tensor.ptr());
+  return wrap_tensor(std::move(tensor));
 }
 
 // An archive and its storages, as Python objects.  Keeps the memory that it reads from alive.
@@ -89,8 +76,8 @@ class Reader final : public StorageSource {
   }
 
   const ArchiveIndex& index() const { return reader_->index(); }
+  ArchiveStorages& storages() { return storages_; }
   py::str root() const { return decode(index().root()); }
-  bool has_crcs() const { return index().has_crcs(); }
   bool all_stored() const { return index().all_stored(); }
   bool storages_have_crcs() const { return storages_.records().have_crcs(); }
   std::uint64_t nbytes() const { return reader_->source().nbytes(); }
@@ -118,14 +105,7 @@ class Reader final : public StorageSource {
   }
   py::bytes read(std::size_t i, bool verify) const {
     checked(i);
-    const std::uint64_t offset = without_gil([&] { return reader_->stored_payload_offset(i); });
-    // Read into the bytes object: copying several MB would take as long as reading them.
-    PyObject* const bytes =
-        PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(record(i).nbytes));
-    if (bytes == nullptr) throw py::error_already_set();
-    auto payload = py::reinterpret_steal<py::bytes>(bytes);
-    without_gil([&] { reader_->read(i, offset, PyBytes_AS_STRING(bytes), verify); });
-    return payload;
+    return read_record(*reader_, i, verify);
   }
   py::bytes read_at(std::uint64_t offset, std::uint64_t nbytes) const {
     if (nbytes > this->nbytes()) throw py::value_error("more than the archive holds");
@@ -143,7 +123,7 @@ class Reader final : public StorageSource {
     std::vector<at::Tensor> tensors;
     tensors.reserve(targets.size());
     for (const py::object& target : targets) tensors.push_back(unpack_bytes_of(target));
-    const Poll poll = make_poll([] { return std::uint64_t{0}; }, py::none());
+    const Poll poll = make_poll();
     return without_gil([&] {
       return ptsave::read_records(*reader_, records, tensors, n_threads, verify, max_pinned_nbytes,
                                   poll);
@@ -156,7 +136,7 @@ class Reader final : public StorageSource {
     for (const auto& [offset, target] : targets) {
       ranges.push_back({offset, unpack_bytes_of(target)});
     }
-    const Poll poll = make_poll([] { return std::uint64_t{0}; }, py::none());
+    const Poll poll = make_poll();
     without_gil([&] { ptsave::read_ranges(*reader_, ranges, n_threads, max_pinned_nbytes, poll); });
   }
   // (number, name, payload offset, location) of each record.  The location is the saved one of the
@@ -179,7 +159,6 @@ class Reader final : public StorageSource {
     for (const std::size_t i : wanted) checked(i);
     without_gil([&] { storages_.start(wanted, n_threads, verify, exact_offsets); });
   }
-  void reserve() { storages_.reserve(); }
   void place(const std::string& location, const py::handle& device) {
     storages_.place(location, unpack_device(device));
   }
@@ -193,7 +172,7 @@ class Reader final : public StorageSource {
         THPStorage_Wrap(storages_.storage_on(checked(i), unpack_device(device))));
   }
   void plan_copy(const py::handle& target, const py::handle& source) {
-    storages_.plan_copy(unpack(target), unpack(source));
+    storages_.plan_copy(unpack_tensor(target), unpack_tensor(source));
   }
   std::vector<DamagedRecord> fill(const std::vector<std::size_t>& records, std::size_t n_threads,
                                   bool verify, std::size_t max_pinned_nbytes,
@@ -203,10 +182,8 @@ class Reader final : public StorageSource {
         [&] { return storages_.fill(records, {n_threads, verify, max_pinned_nbytes}, poll); });
   }
   bool is_filled(std::size_t i) const { return storages_.is_filled(checked(i)); }
-  std::vector<std::size_t> changed() const { return storages_.changed(); }
-  std::vector<std::size_t> referenced() { return storages_.referenced(); }
   std::optional<std::size_t> record_of(const py::handle& tensor) const {
-    return storages_.record_of(unpack(tensor));
+    return storages_.record_of(unpack_tensor(tensor));
   }
   std::vector<std::optional<std::size_t>> records_of(const py::list& tensors) const {
     std::vector<std::optional<std::size_t>> records;
@@ -223,7 +200,6 @@ class Reader final : public StorageSource {
     const Poll poll = make_poll([this] { return reader_->nbytes_read(); }, callback);
     return without_gil([&] { return reader_->wait_all(poll); });
   }
-  void release_storages() { storages_.release(); }
   void cancel() {
     without_gil([&] { reader_->cancel(); });
   }
@@ -261,48 +237,47 @@ void bind_reading(py::module_& module) {
       .def_readonly("actual_crc", &DamagedRecord::actual_crc);
   const py::class_<StorageSource> storage_source(module, "StorageSource");
   py::class_<Reader, StorageSource>(module, "Reader")
-      .def_static("open_descriptor", &Reader::open_descriptor, py::arg("fd"), py::arg("offset"),
-                  py::arg("name"), py::kw_only(), py::arg("direct"))
-      .def_static("open_memory", &Reader::open_memory, py::arg("buffer"), py::arg("name"))
+      .def_static("open_descriptor", &Reader::open_descriptor, "fd"_a, "offset"_a, "name"_a,
+                  py::kw_only(), "direct"_a)
+      .def_static("open_memory", &Reader::open_memory, "buffer"_a, "name"_a)
       .def("close_file", &Reader::close_file)
-      .def("lend_file", &Reader::lend_file, py::arg("fd"), py::arg("offset"), py::kw_only(),
-           py::arg("direct"))
+      .def("lend_file", &Reader::lend_file, "fd"_a, "offset"_a, py::kw_only(), "direct"_a)
       .def_property_readonly("root", &Reader::root)
-      .def_property_readonly("has_crcs", &Reader::has_crcs)
+      .def_property_readonly("has_crcs", [](const Reader& self) { return self.index().has_crcs(); })
       .def_property_readonly("nbytes", &Reader::nbytes)
       .def_property_readonly("descriptor", &Reader::descriptor)
       .def_property_readonly("nbytes_to_read", &Reader::nbytes_to_read)
       .def_property_readonly("all_stored", &Reader::all_stored)
       .def_property_readonly("storages_have_crcs", &Reader::storages_have_crcs)
-      .def("record", &Reader::record, py::arg("record"))
+      .def("record", &Reader::record, "record"_a)
       .def("records", &Reader::records)
       .def("other_names", &Reader::other_names)
-      .def("find", &Reader::find, py::arg("name"))
-      .def("payload_offset", &Reader::payload_offset, py::arg("record"))
-      .def("read", &Reader::read, py::arg("record"), py::kw_only(), py::arg("verify"))
-      .def("read_records", &Reader::read_records, py::arg("records"), py::arg("targets"),
-           py::kw_only(), py::arg("n_threads"), py::arg("verify"), py::arg("max_pinned_nbytes"))
-      .def("read_ranges", &Reader::read_ranges, py::arg("ranges"), py::kw_only(),
-           py::arg("n_threads"), py::arg("max_pinned_nbytes"))
+      .def("find", &Reader::find, "name"_a)
+      .def("payload_offset", &Reader::payload_offset, "record"_a)
+      .def("read", &Reader::read, "record"_a, py::kw_only(), "verify"_a)
+      .def("read_records", &Reader::read_records, "records"_a, "targets"_a, py::kw_only(),
+           "n_threads"_a, "verify"_a, "max_pinned_nbytes"_a)
+      .def("read_ranges", &Reader::read_ranges, "ranges"_a, py::kw_only(), "n_threads"_a,
+           "max_pinned_nbytes"_a)
       .def("places", &Reader::places)
-      .def("start", &Reader::start, py::arg("records"), py::kw_only(), py::arg("n_threads"),
-           py::arg("verify"), py::arg("exact_offsets"))
-      .def("reserve", &Reader::reserve)
-      .def("place", &Reader::place, py::arg("location"), py::arg("device"))
-      .def("placed_storage", &Reader::placed_storage, py::arg("record"), py::arg("device"))
-      .def("plan_copy", &Reader::plan_copy, py::arg("target"), py::arg("source"))
-      .def("fill", &Reader::fill, py::arg("records"), py::kw_only(), py::arg("n_threads"),
-           py::arg("verify"), py::arg("max_pinned_nbytes"), py::arg("progress"))
-      .def("is_filled", &Reader::is_filled, py::arg("record"))
-      .def("changed", &Reader::changed)
-      .def("referenced", &Reader::referenced)
-      .def("record_of", &Reader::record_of, py::arg("tensor"))
-      .def("records_of", &Reader::records_of, py::arg("tensors"))
-      .def("wait", &Reader::wait, py::arg("record"), py::kw_only(), py::arg("progress"))
-      .def("wait_all", &Reader::wait_all, py::kw_only(), py::arg("progress"))
-      .def("storage", &Reader::storage, py::arg("record"))
-      .def("release_storages", &Reader::release_storages)
-      .def("read_at", &Reader::read_at, py::arg("offset"), py::arg("nbytes"))
+      .def("start", &Reader::start, "records"_a, py::kw_only(), "n_threads"_a, "verify"_a,
+           "exact_offsets"_a)
+      .def("reserve", [](Reader& self) { self.storages().reserve(); })
+      .def("place", &Reader::place, "location"_a, "device"_a)
+      .def("placed_storage", &Reader::placed_storage, "record"_a, "device"_a)
+      .def("plan_copy", &Reader::plan_copy, "target"_a, "source"_a)
+      .def("fill", &Reader::fill, "records"_a, py::kw_only(), "n_threads"_a, "verify"_a,
+           "max_pinned_nbytes"_a, "progress"_a)
+      .def("is_filled", &Reader::is_filled, "record"_a)
+      .def("changed", [](Reader& self) { return self.storages().changed(); })
+      .def("referenced", [](Reader& self) { return self.storages().referenced(); })
+      .def("record_of", &Reader::record_of, "tensor"_a)
+      .def("records_of", &Reader::records_of, "tensors"_a)
+      .def("wait", &Reader::wait, "record"_a, py::kw_only(), "progress"_a)
+      .def("wait_all", &Reader::wait_all, py::kw_only(), "progress"_a)
+      .def("storage", &Reader::storage, "record"_a)
+      .def("release_storages", [](Reader& self) { self.storages().release(); })
+      .def("read_at", &Reader::read_at, "offset"_a, "nbytes"_a)
       .def("cancel", &Reader::cancel);
   module.attr("MAX_TAIL_NBYTES") = kMaxTailNbytes;
   module.def(
@@ -313,7 +288,7 @@ void bind_reading(py::module_& module) {
             name, [&] { return find_central_directory(std::as_bytes(std::span(bytes)), nbytes); });
         return std::pair(where.offset, where.nbytes);
       },
-      py::arg("tail"), py::arg("nbytes"), py::arg("name"));
+      "tail"_a, "nbytes"_a, "name"_a);
 }
 
 }  // namespace ptsave

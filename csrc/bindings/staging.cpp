@@ -1,18 +1,17 @@
 // ptsave._C.Snapshot.
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/gil.h"
 #include "core/memory/staging_pool.h"
 #include "core/pipeline/pipeline.h"
-#include "device/pinned_pool.h"
+#include "device/accelerator_copies.h"
 #include "tensors/snapshot.h"
 #include "tensors/storage.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ptsave {
 namespace {
@@ -45,14 +44,13 @@ py::dict staging_statistics() {
 
 // Populates the pool's free memory on one thread of low priority.
 void populate_staging_pool(const py::object& callback) {
-  const Poll poll = make_poll([] { return std::uint64_t{0}; }, callback);
+  const Poll poll = make_poll({}, callback);
   without_gil([&] {
     const StagingPool& pool = StagingPool::instance();
     const std::vector<StagingPool::FreePiece> pieces = pool.free_pieces();
-    ChunkPipeline pipeline(
-        pieces.size(), 1, [&](ChunkPipeline& /*self*/, std::size_t i) { pool.populate(pieces[i]); },
+    run_chunks(
+        pieces.size(), 1, [&](std::size_t i) { pool.populate(pieces[i]); }, poll,
         Priority::kBackground);
-    pipeline.finish(poll);
   });
 }
 
@@ -64,16 +62,15 @@ void bind_staging(py::module_& module) {
              // The pool may have to unmap memory, which takes time.
              return without_gil([&] { return std::make_unique<Snapshot>(sources, without_bytes); });
            }),
-           py::arg("sources"), py::kw_only(), py::arg("without_bytes") = false)
+           "sources"_a, py::kw_only(), "without_bytes"_a = false)
       .def_property_readonly("storages", &Snapshot::storages)
-      .def("copy", &copy, py::kw_only(), py::arg("n_threads"), py::arg("progress"),
-           py::arg("when_slow") = py::none())
+      .def("copy", &copy, py::kw_only(), "n_threads"_a, "progress"_a, "when_slow"_a = py::none())
       .def("close", [](Snapshot& self) { without_gil([&] { self.payloads().close(); }); })
       .def("release", &Snapshot::release)
       .def("abandon", &Snapshot::abandon);
   module.def("staging_statistics", &staging_statistics);
   module.def("trim_staging_pool", [] { without_gil([] { StagingPool::instance().trim(); }); });
-  module.def("populate_staging_pool", &populate_staging_pool, py::arg("progress"));
+  module.def("populate_staging_pool", &populate_staging_pool, "progress"_a);
   module.def("release_pinned_memory", [] { without_gil([] { release_pinned_memory(); }); });
 }
 

@@ -1,20 +1,17 @@
-// ptsave._C.tensor_statistics.
-#include "bindings/statistics.h"
-
+// ptsave._C.tensor_statistics and tensor_difference.
 #include <pybind11/complex.h>
-#include <torch/csrc/autograd/python_variable.h>
 
-#include <cmath>
 #include <complex>
 #include <limits>
 #include <stdexcept>
 
 #include "bindings/bindings.h"
-#include "bindings/gil.h"
+#include "core/statistics/difference.h"
 #include "device/side_streams.h"
-#include "tensors/tensor_statistics.h"
+#include "tensors/storage.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ptsave {
 namespace {
@@ -56,11 +53,68 @@ py::object tensor_statistics(const py::handle& object, std::size_t n_threads) {
   return fields_of(found, type);
 }
 
+// An exact int for whole numbers, else a float.
+py::object max_abs_of(const Difference& found, bool is_integer) {
+  if (!is_integer) return py::float_(found.max_abs);
+  py::int_ low(found.max_abs_integer.low);
+  if (!found.max_abs_integer.overflows) return low;
+  return (py::int_(1) << py::int_(64)) + low;
+}
+
+py::dict to_python(const Difference& found, bool is_integer) {
+  py::dict result;
+  result["numel"] = found.n;
+  result["n_different"] = found.n_different;
+  result["first_different"] = found.first_different;
+  result["n_outside"] = found.n_outside;
+  result["n_nan_a"] = found.n_nan_a;
+  result["n_nan_b"] = found.n_nan_b;
+  result["n_inf_a"] = found.n_inf_a;
+  result["n_inf_b"] = found.n_inf_b;
+  result["n_nan_only_a"] = found.n_nan_only_a;
+  result["n_nan_only_b"] = found.n_nan_only_b;
+  result["n_inf_mismatch"] = found.n_inf_mismatch;
+  result["max_abs"] = max_abs_of(found, is_integer);
+  result["max_rel"] = found.max_rel;
+  result["product"] = found.products.product;
+  result["squares_a"] = found.products.squares_a;
+  result["squares_b"] = found.products.squares_b;
+  result["scale_a"] = found.products.scale_a;
+  result["scale_b"] = found.products.scale_b;
+  py::tuple ulps(found.ulps.size());
+  for (std::size_t i = 0; i < found.ulps.size(); ++i) ulps[i] = found.ulps[i];
+  result["ulps"] = std::move(ulps);
+  return result;
+}
+
+py::object tensor_difference(const py::handle& object_a, const py::handle& object_b, double rtol,
+                             double atol, std::size_t n_threads) {
+  const at::Tensor a = unpack_measurable(object_a);
+  const at::Tensor b = unpack_measurable(object_b);
+  if (a.sizes() != b.sizes()) throw py::value_error("the tensors have two shapes");
+  const auto of_a = element_of(a.scalar_type());
+  const auto of_b = element_of(b.scalar_type());
+  if (!of_a.has_value() || !of_b.has_value()) return py::none();
+  const auto n = static_cast<std::size_t>(a.numel());
+  const auto find = [&](std::size_t threads, const Poll& poll) {
+    return difference_of(*of_a, a.const_data_ptr(), *of_b, b.const_data_ptr(), n, {rtol, atol},
+                         threads, poll);
+  };
+  Difference found;
+  if (a.nbytes() + b.nbytes() <= kNbytesWithGil) {
+    found = find(1, {});
+  } else {
+    const Poll poll = make_poll();
+    found = without_gil([&] { return find(n_threads, poll); });
+  }
+  return to_python(found, c10::isIntegralType(a.scalar_type(), /*includeBool=*/true) &&
+                              c10::isIntegralType(b.scalar_type(), /*includeBool=*/true));
+}
+
 }  // namespace
 
 at::Tensor unpack_measurable(const py::handle& object) {
-  if (!THPVariable_Check(object.ptr())) throw py::type_error("expected a tensor");
-  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  const at::Tensor& tensor = unpack_tensor(object);
   if (!has_bytes(tensor)) throw py::type_error("expected a contiguous tensor in CPU memory");
   const std::size_t end = byte_offset(tensor) + tensor.nbytes();
   if (tensor.nbytes() != 0 && tensor.storage().nbytes() < end) {
@@ -82,7 +136,9 @@ bool is_storage(const at::Tensor& tensor, const c10::Storage& storage) {
 }
 
 void bind_statistics(py::module_& module) {
-  module.def("tensor_statistics", &tensor_statistics, py::arg("tensor"), py::arg("n_threads") = 1);
+  module.def("tensor_statistics", &tensor_statistics, "tensor"_a, "n_threads"_a = 1);
+  module.def("tensor_difference", &tensor_difference, "a"_a, "b"_a, "rtol"_a = 0.0, "atol"_a = 0.0,
+             "n_threads"_a = 1);
 }
 
 }  // namespace ptsave

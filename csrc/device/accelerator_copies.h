@@ -3,27 +3,197 @@
 // implements them.
 #pragma once
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/cat.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Storage.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <bit>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <deque>
+#include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "core/base/owner.h"
 #include "core/pipeline/stager.h"
 #include "core/write/payloads.h"
-#include "device/pinned_pool.h"
 #include "device/side_streams.h"
 
 namespace ptsave {
+
+// The last device whose driver has locked memory, and the process that asked for it.
+struct LastPinned {
+  std::mutex mutex;
+  std::optional<std::pair<c10::Device, pid_t>> use;
+};
+inline LastPinned& last_pinned() {
+  static auto& instance = *new LastPinned;
+  return instance;
+}
+
+// Memory from the host allocator of a device's type.  Throws c10::Error if memory cannot be locked.
+inline c10::Storage pinned_storage(c10::Device device, std::size_t nbytes) {
+  {
+    const std::lock_guard lock(last_pinned().mutex);
+    last_pinned().use.emplace(device, ::getpid());
+  }
+  at::HostAllocator* const allocator = at::getHostAllocator(device.type());
+  return {c10::Storage::use_byte_size_t(), nbytes, allocator->allocate(nbytes), allocator,
+          /*resizable=*/false};
+}
+
+// Returns the host allocator's free memory to the system, if pinned_storage() has been called.
+// Does nothing in a forked child: the memory is the parent's.
+inline void release_pinned_memory() {
+  std::optional<c10::Device> device;
+  {
+    const std::lock_guard lock(last_pinned().mutex);
+    const auto& use = last_pinned().use;
+    if (use && use->second == ::getpid()) device = use->first;
+  }
+  if (!device) return;
+  const c10::DeviceGuard guard(*device);  // it has a context
+  SideStreams::wait_for_idle_streams();   // else the allocator believes they use freed memory
+  at::getHostAllocator(device->type())->empty_cache();
+}
+
+// A bounded number of equal buffers, allocated when first needed.  The host allocator keeps freed
+// memory, so only a process's first save or load waits for locking.  Safe for concurrent use.
+class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
+ public:
+  // `nbytes` should be a power of two, because torch's allocators round up to one.
+  PinnedPool(c10::Device device, std::size_t nbytes, std::size_t max_count)
+      : device_(device), nbytes_(nbytes), max_count_(max_count) {}
+
+  // A buffer that returns to its pool, if it has one.
+  class Buffer {
+   public:
+    explicit Buffer(std::shared_ptr<PinnedPool> pool, c10::Storage storage)
+        : pool_(std::move(pool)), storage_(std::move(storage)) {}
+    Buffer(Buffer&& other) noexcept = default;
+    Buffer& operator=(Buffer&& other) = delete;
+    ~Buffer() {
+      if (storage_ && pool_) pool_->release(std::move(storage_));
+    }
+
+    const c10::Storage& storage() const { return storage_; }
+    std::byte* data() const { return static_cast<std::byte*>(storage_.mutable_data()); }
+
+   private:
+    std::shared_ptr<PinnedPool> pool_;
+    c10::Storage storage_;
+  };
+
+  std::size_t buffer_nbytes() const { return nbytes_; }
+  // Waits for a free buffer.  Throws c10::Error if memory cannot be locked.
+  Buffer acquire() {
+    for (;;) {
+      if (std::unique_ptr<Buffer> buffer = try_acquire()) return std::move(*buffer);
+      std::unique_lock lock(mutex_);
+      released_.wait(lock, [this] { return !free_.empty() || count_ < max_count_; });
+    }
+  }
+  // Returns null if all buffers are in use.
+  std::unique_ptr<Buffer> try_acquire() {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!free_.empty()) {
+        auto buffer = std::make_unique<Buffer>(shared_from_this(), std::move(free_.back()));
+        free_.pop_back();
+        return buffer;
+      }
+      if (count_ == max_count_) return nullptr;
+      free_.reserve(count_ + 1);  // release() must not throw
+      ++count_;
+    }
+    try {
+      return std::make_unique<Buffer>(shared_from_this(), pinned_storage(device_, nbytes_));
+    } catch (...) {
+      const std::lock_guard lock(mutex_);
+      --count_;
+      released_.notify_one();
+      throw;
+    }
+  }
+
+ private:
+  void release(c10::Storage storage) {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(std::move(storage));
+    released_.notify_one();
+  }
+
+  const c10::Device device_;
+  const std::size_t nbytes_;
+  const std::size_t max_count_;
+  std::mutex mutex_;
+  std::condition_variable released_;
+  std::size_t count_ = 0;
+  std::vector<c10::Storage> free_;
+};
+
+// Bytes of a storage on an accelerator or in CPU memory.
+struct AcceleratorSource {
+  c10::Storage storage;
+  std::uint64_t offset = 0;
+  std::uint64_t nbytes = 0;
+};
+
+// Payloads by record, at least one of them on an accelerator.
+using AcceleratorSources = std::unordered_map<std::size_t, AcceleratorSource>;
+
+// Smaller pieces are gathered on the device.  Launching a copy takes about as long as the bus takes
+// for a quarter of this size, and gathering takes almost no time beside that.
+inline constexpr std::uint64_t kGatherNbytes = std::uint64_t{1} << 20;
+inline constexpr std::size_t kMaxScratchNbytes = std::size_t{4} << 20;
+
+class PinnedPieces final : public StagedPieces {
+ public:
+  explicit PinnedPieces(PinnedPool::Buffer buffer) : buffer_(std::move(buffer)) {}
+  const std::byte* data() const override { return buffer_.data(); }
+
+ private:
+  PinnedPool::Buffer buffer_;
+};
+
+// The parts of SideStreams, with scratch memory for gathering small pieces: at most a chunk.
+inline std::vector<SideStreams::Part> gathering_parts(const AcceleratorSources& sources,
+                                                      std::size_t max_nbytes) {
+  std::map<c10::DeviceIndex, std::size_t> small_nbytes;
+  std::vector<SideStreams::Part> parts;
+  for (const auto& [record, source] : sources) {
+    const c10::Device device = source.storage.device();
+    if (device.is_cpu()) continue;
+    const auto [known, is_new] = small_nbytes.try_emplace(device.index());
+    if (is_new) parts.push_back({device});
+    if (source.nbytes < kGatherNbytes) known->second += source.nbytes;
+  }
+  for (SideStreams::Part& part : parts) {
+    part.scratch_nbytes = std::min(small_nbytes.at(part.device.index()), max_nbytes);
+  }
+  return parts;
+}
+
+inline std::size_t total_nbytes(const AcceleratorSources& sources) {
+  std::size_t nbytes = 0;
+  for (const auto& [record, source] : sources) nbytes += source.nbytes;
+  return nbytes;
+}
 
 // Copies accelerators' memory into pinned host memory.
 //
@@ -38,15 +208,6 @@ namespace ptsave {
 // device and cross the bus together.  Keeps the storages alive.
 class AcceleratorStager final : public Stager {
  public:
-  // Bytes of a storage on an accelerator or in CPU memory.
-  struct Source {
-    c10::Storage storage;
-    std::uint64_t offset = 0;
-    std::uint64_t nbytes = 0;
-  };
-  // Payloads by record, at least one of them on an accelerator.
-  using Sources = std::unordered_map<std::size_t, Source>;
-
   // Bounds of the host memory: at most `max_count` chunks at a time, with up to `max_nbytes` bytes
   // to stage in each.  There must not be more workers than `max_count`.
   struct Buffers {
@@ -56,21 +217,93 @@ class AcceleratorStager final : public Stager {
 
   // The bytes have their values after the work now on this thread's current streams.  Without
   // `buffers` the host memory is not bounded: each chunk allocates memory for its staged bytes.
-  AcceleratorStager(Sources sources, std::optional<Buffers> buffers);
+  AcceleratorStager(AcceleratorSources sources, std::optional<Buffers> buffers)
+      : sources_(std::move(sources)),
+        streams_(gathering_parts(sources_, buffers ? buffers->max_nbytes : kMaxScratchNbytes)) {
+    if (!buffers) return;
+    const std::size_t nbytes = std::min(buffers->max_nbytes, total_nbytes(sources_));
+    pool_ =
+        std::make_shared<PinnedPool>(streams_.device(), std::bit_ceil(nbytes), buffers->max_count);
+  }
 
   bool stages(std::size_t record) const override { return sources_.contains(record); }
-  std::unique_ptr<StagedPieces> stage(std::size_t chunk,
-                                      std::span<const PayloadPiece> pieces) override;
+
+  std::unique_ptr<StagedPieces> stage(std::size_t /*chunk*/,
+                                      std::span<const PayloadPiece> pieces) override {
+    const RawCopies raw_copies;
+    const c10::DeviceGuard guard(streams_.device());
+    std::vector<Copy> copies;
+    std::uint64_t nbytes = 0;
+    for (const PayloadPiece& piece : pieces) {
+      const AcceleratorSource& source = sources_.at(piece.record);
+      copies.push_back(
+          {bytes_of(source.storage, source.offset + piece.offset, piece.nbytes), nbytes});
+      nbytes += piece.nbytes;
+    }
+    PinnedPool::Buffer buffer = buffer_for(nbytes);
+    SideStreams::Copies under_way(streams_);
+    for (auto begin = copies.begin(); begin != copies.end();) {
+      const c10::Device device = begin->from.device();
+      const auto end = std::find_if(begin, copies.end(),
+                                    [&](const Copy& c) { return c.from.device() != device; });
+      if (!device.is_cpu()) {
+        under_way.queue(device,
+                        [&](const at::Tensor& scratch) { copy(buffer, {begin, end}, scratch); });
+      }
+      begin = end;
+    }
+    for (const Copy& copy : copies) {
+      if (!copy.from.is_cpu()) continue;
+      std::memcpy(buffer.data() + copy.at, copy.from.const_data_ptr(), copy.nbytes());
+    }
+    under_way.wait();
+    return std::make_unique<PinnedPieces>(std::move(buffer));
+  }
 
  private:
   // A piece's source and its place in the buffer.
-  struct Copy;
+  struct Copy {
+    at::Tensor from;
+    std::uint64_t at = 0;
 
-  PinnedPool::Buffer buffer_for(std::size_t nbytes) const;
+    std::uint64_t nbytes() const { return static_cast<std::uint64_t>(from.numel()); }
+    std::uint64_t end() const { return at + nbytes(); }
+  };
+
+  PinnedPool::Buffer buffer_for(std::size_t nbytes) const {
+    if (pool_ != nullptr) return pool_->acquire();
+    return PinnedPool::Buffer(nullptr, pinned_storage(streams_.device(), std::bit_ceil(nbytes)));
+  }
+  // Copies pieces of one device, whose side stream is the current one.
   static void copy(const PinnedPool::Buffer& buffer, std::span<const Copy> copies,
-                   const at::Tensor& scratch);
+                   const at::Tensor& scratch) {
+    const auto put = [&](const at::Tensor& from, std::uint64_t at) {
+      const auto nbytes = static_cast<std::uint64_t>(from.numel());
+      bytes_of(buffer.storage(), at, nbytes).copy_(from, /*non_blocking=*/true);
+    };
+    const std::uint64_t room = scratch.defined() ? static_cast<std::uint64_t>(scratch.numel()) : 0;
+    for (std::size_t i = 0; i < copies.size();) {
+      std::vector<at::Tensor> small;
+      std::uint64_t nbytes = 0;
+      for (std::size_t end = i; end < copies.size() && copies[end].nbytes() < kGatherNbytes &&
+                                nbytes + copies[end].nbytes() <= room;
+           ++end) {
+        small.push_back(copies[end].from);
+        nbytes += copies[end].nbytes();
+      }
+      if (small.size() > 1) {
+        at::Tensor gathered = bytes_of(scratch, 0, nbytes);
+        at::cat_out(gathered, small);
+        put(gathered, copies[i].at);
+        i += small.size();
+      } else {
+        put(copies[i].from, copies[i].at);
+        ++i;
+      }
+    }
+  }
 
-  Sources sources_;
+  AcceleratorSources sources_;
   SideStreams streams_;
   std::shared_ptr<PinnedPool> pool_;  // null without a bound
 };
@@ -78,16 +311,64 @@ class AcceleratorStager final : public Stager {
 // Payloads in the memory of accelerators.
 class AcceleratorPayloads final : public PayloadStaging {
  public:
-  explicit AcceleratorPayloads(AcceleratorStager::Sources sources) : sources_(std::move(sources)) {}
+  explicit AcceleratorPayloads(AcceleratorSources sources) : sources_(std::move(sources)) {}
 
   // Limits the write's threads to the number of buffers that fit options.max_pinned_nbytes.
-  std::unique_ptr<Stager> begin_write(WriteOptions& options) override;
-  std::unique_ptr<Stager> hand_over() override;
+  std::unique_ptr<Stager> begin_write(WriteOptions& options) override {
+    const std::size_t nbytes = max_staged_nbytes(options.chunk_nbytes);
+    const std::size_t max_buffers =
+        std::max<std::size_t>(options.max_pinned_nbytes / std::bit_ceil(nbytes), 1);
+    auto stager = std::make_unique<AcceleratorStager>(
+        sources_, AcceleratorStager::Buffers{nbytes, max_buffers});
+    options.stager = stager.get();
+    options.n_threads = std::min(options.n_threads, max_buffers);  // each thread holds one buffer
+    options.n_direct_threads = std::min(options.n_direct_threads, max_buffers);
+    return stager;
+  }
+
+  std::unique_ptr<Stager> hand_over() override {
+    return std::make_unique<AcceleratorStager>(std::exchange(sources_, {}), std::nullopt);
+  }
   bool is_pinned() const override { return true; }
-  void abandon() override;
+  void abandon() override { keep_for_ever(std::exchange(sources_, {})); }
 
  private:
-  AcceleratorStager::Sources sources_;
+  AcceleratorSources sources_;
+};
+
+// The largest gap between two pieces that cross the bus together.
+inline constexpr std::size_t kMaxGapNbytes = std::size_t{16} << 10;
+
+// The parts of SideStreams, with scratch memory for joined pieces: at most a lease.
+inline std::vector<SideStreams::Part> scattering_parts(const std::vector<at::Tensor>& targets,
+                                                       std::size_t lease_nbytes) {
+  struct Total {
+    std::size_t n_targets = 0;
+    std::size_t nbytes = 0;
+  };
+  std::map<c10::DeviceIndex, Total> totals;
+  std::vector<SideStreams::Part> parts;
+  for (const at::Tensor& target : targets) {
+    Total& total = totals[target.device().index()];
+    if (total.n_targets++ == 0) parts.push_back({target.device()});
+    total.nbytes += target.nbytes() + kMaxGapNbytes;
+  }
+  for (SideStreams::Part& part : parts) {
+    const Total& total = totals.at(part.device.index());
+    if (total.n_targets > 1) part.scratch_nbytes = std::min(total.nbytes, lease_nbytes);
+  }
+  return parts;
+}
+
+class PinnedLease final : public Lease {
+ public:
+  explicit PinnedLease(PinnedPool::Buffer buffer) : buffer_(std::move(buffer)) {}
+
+  std::byte* data() override { return buffer_.data(); }
+  const c10::Storage& storage() const { return buffer_.storage(); }
+
+ private:
+  PinnedPool::Buffer buffer_;
 };
 
 // Copies pinned host memory into accelerators' memory.
@@ -105,8 +386,18 @@ class AcceleratorUnstager final : public Unstager {
   // after the work now on this thread's current streams, because that work may still use a target's
   // memory.  Leases hold `lease_nbytes`.
   AcceleratorUnstager(std::vector<at::Tensor> targets, std::size_t lease_nbytes,
-                      std::size_t max_leases);
-  ~AcceleratorUnstager() override;
+                      std::size_t max_leases)
+      : targets_(std::move(targets)),
+        streams_(scattering_parts(targets_, lease_nbytes)),
+        pool_(std::make_shared<PinnedPool>(streams_.device(), std::bit_ceil(lease_nbytes),
+                                           max_leases)) {}
+  ~AcceleratorUnstager() override {
+    try {
+      drain();
+    } catch (const std::exception&) {
+      return;  // a caller that needs the error has called drain()
+    }
+  }
 
   // The useful number of leases for `n_threads` workers: each worker reads into one while copies
   // from another are in progress.  At least one, at most `max_leases`.
@@ -114,22 +405,102 @@ class AcceleratorUnstager final : public Unstager {
     return std::clamp<std::size_t>(max_leases, 1, 2 * std::max<std::size_t>(n_threads, 1));
   }
 
-  std::unique_ptr<Lease> lease(std::size_t nbytes) override;
-  void send(std::unique_ptr<Lease> lease, std::span<const Piece> pieces) override;
-  void drain() override;
+  std::unique_ptr<Lease> lease(std::size_t nbytes) override {
+    if (nbytes > pool_->buffer_nbytes()) throw std::logic_error("a chunk larger than a lease");
+    const c10::DeviceGuard guard(streams_.device());
+    do {
+      if (std::unique_ptr<PinnedPool::Buffer> buffer = pool_->try_acquire()) {
+        return std::make_unique<PinnedLease>(std::move(*buffer));
+      }
+    } while (retire_oldest());
+    return std::make_unique<PinnedLease>(pool_->acquire());
+  }
+
+  void send(std::unique_ptr<Lease> lease, std::span<const Piece> pieces) override {
+    const RawCopies raw_copies;
+    const c10::DeviceGuard guard(streams_.device());
+    const c10::Storage& from = static_cast<PinnedLease&>(*lease).storage();
+    auto copies = std::make_unique<SideStreams::Copies>(streams_);
+    for (auto begin = pieces.begin(); begin != pieces.end();) {
+      const c10::Device device = targets_[begin->target].device();
+      const auto end = std::find_if(begin, pieces.end(), [&](const Piece& piece) {
+        return targets_[piece.target].device() != device;
+      });
+      copies->queue(device, [&](const at::Tensor& scratch) { copy(from, {begin, end}, scratch); });
+      begin = end;
+    }
+    const std::lock_guard lock(mutex_);
+    sent_.push_back({std::move(lease), std::move(copies)});
+  }
+
+  void drain() override {
+    std::exception_ptr error;
+    for (bool more = true; more;) {
+      try {
+        more = retire_oldest();
+      } catch (...) {
+        if (!error) error = std::current_exception();
+      }
+    }
+    if (error) std::rethrow_exception(error);
+  }
 
  private:
-  class PinnedLease;
   // A lease, and the copies from it that may be in progress.
   struct Sent {
     std::unique_ptr<Lease> lease;
     std::unique_ptr<SideStreams::Copies> copies;
   };
 
-  bool retire_oldest();
-  void copy(const c10::Storage& from, std::span<const Piece> pieces, const at::Tensor& scratch);
+  // Waits for the oldest copies; false if there are none.
+  bool retire_oldest() {
+    Sent oldest;
+    {
+      const std::lock_guard lock(mutex_);
+      if (sent_.empty()) return false;
+      oldest = std::move(sent_.front());
+      sent_.pop_front();
+    }
+    const c10::DeviceGuard guard(streams_.device());
+    oldest.copies->wait();
+    return true;
+  }
+
+  // Copies pieces to one device, whose side stream is the current one.
+  void copy(const c10::Storage& from, std::span<const Piece> pieces, const at::Tensor& scratch) {
+    const std::size_t room = scratch.defined() ? static_cast<std::size_t>(scratch.numel()) : 0;
+    for (std::size_t i = 0; i < pieces.size();) {
+      std::size_t end = i;
+      while (end < pieces.size() && pieces[end].at + pieces[end].nbytes - pieces[i].at <= room &&
+             (end == i ||
+              pieces[end].at - (pieces[end - 1].at + pieces[end - 1].nbytes) <= kMaxGapNbytes)) {
+        ++end;
+      }
+      if (end - i > 1) {
+        distribute(from, pieces.subspan(i, end - i), scratch);
+        i = end;
+        continue;
+      }
+      const Piece& piece = pieces[i++];
+      bytes_of(targets_[piece.target], piece.offset, piece.nbytes)
+          .copy_(bytes_of(from, piece.at, piece.nbytes), /*non_blocking=*/true);
+    }
+  }
+
   void distribute(const c10::Storage& from, std::span<const Piece> pieces,
-                  const at::Tensor& scratch);
+                  const at::Tensor& scratch) {
+    const std::size_t begin = pieces.front().at;
+    const std::size_t nbytes = pieces.back().at + pieces.back().nbytes - begin;
+    const at::Tensor arrived = bytes_of(scratch, 0, nbytes);
+    arrived.copy_(bytes_of(from, begin, nbytes), /*non_blocking=*/true);
+    std::vector<at::Tensor> to;
+    std::vector<at::Tensor> parts;
+    for (const Piece& piece : pieces) {
+      to.push_back(bytes_of(targets_[piece.target], piece.offset, piece.nbytes));
+      parts.push_back(bytes_of(arrived, piece.at - begin, piece.nbytes));
+    }
+    at::_foreach_copy_(to, parts, /*non_blocking=*/true);
+  }
 
   std::vector<at::Tensor> targets_;
   SideStreams streams_;

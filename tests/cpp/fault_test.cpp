@@ -20,6 +20,7 @@
 
 #include "common/archive_fixture.h"
 #include "common/scratch.h"
+#include "common/written_archive.h"
 #include "core/base/error.h"
 #include "core/io/file.h"
 #include "core/io/late_release.h"

@@ -1,6 +1,6 @@
 // Exceptions of the core library.
 //
-// Core code throws; `bindings/errors.cpp` translates each type into one Python exception:
+// Core code throws; `bindings/interpreter.cpp` translates each type into one Python exception:
 // FormatError -> ptsave.CorruptCheckpointError with the file's name, IoError -> OSError (errno and
 // file name kept), Cancelled -> whatever the poll callback raised.
 #pragma once
@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 
 namespace ptsave {
@@ -66,7 +67,11 @@ auto naming_file(const std::string& path, const Function& function) {
 // named it.
 class IoError : public std::runtime_error {
  public:
-  IoError(int errnum, std::string operation, std::string path);
+  IoError(int errnum, std::string operation, std::string path)
+      : std::runtime_error(operation + " " + path + ": " + std::generic_category().message(errnum)),
+        errnum_(errnum),
+        operation_(std::move(operation)),
+        path_(std::move(path)) {}
 
   int errnum() const { return errnum_; }
   const std::string& operation() const { return operation_; }

@@ -1,4 +1,4 @@
-// Ownership of memory: shared, and for ever.
+// Interfaces, and ownership of memory: shared, and for ever.
 #pragma once
 
 #include <atomic>
@@ -8,21 +8,26 @@
 
 namespace ptsave {
 
+// The base of interfaces, whose objects are used where they are.
+class Interface {
+ public:
+  Interface() = default;
+  Interface(const Interface&) = delete;
+  Interface& operator=(const Interface&) = delete;
+  virtual ~Interface() = default;
+};
+
 // Keeps loaded memory in place.  The object counts its own references, so a reference is one
 // pointer, for which a torch storage has room.  A std::shared_ptr would need extra memory for each
 // storage.
 class Owner {
  public:
-  Owner(const Owner&) = delete;
-  Owner& operator=(const Owner&) = delete;
-
   void retain() noexcept { n_references_.fetch_add(1, std::memory_order_relaxed); }
   void release() noexcept {
     if (n_references_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
   }
 
  protected:
-  Owner() = default;
   virtual ~Owner() = default;
 
  private:

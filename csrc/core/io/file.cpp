@@ -6,12 +6,12 @@
 #include <sys/statfs.h>
 #include <sys/syscall.h>
 
-#include <algorithm>
 #include <array>
 #include <cerrno>
-#include <charconv>
 #include <chrono>
+#include <cinttypes>
 #include <climits>
+#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -243,7 +243,8 @@ void File::truncate(std::uint64_t nbytes) const {
   }
 }
 
-void File::flush() const {
+void File::finish(bool durable) const {
+  if (durable) return sync();
   if (retry_interrupted([&] { return sys::close_duplicate(fd()); }) != 0) fail("close", path_);
 }
 
@@ -259,13 +260,9 @@ constexpr std::size_t kMaxNameNbytes = 255;
 constexpr std::size_t kLongNamePrefixNbytes = 200;
 
 std::string hex(std::uint64_t value) {
-  std::array<char, kTokenNdigits> digits{};
-  digits.fill('0');
-  std::array<char, kTokenNdigits> significant{};
-  const auto end =
-      std::to_chars(significant.data(), significant.data() + significant.size(), value, 16);
-  std::copy_backward(significant.data(), end.ptr, digits.data() + digits.size());
-  return {digits.data(), digits.size()};
+  std::array<char, kTokenNdigits + 1> digits{};
+  std::snprintf(digits.data(), digits.size(), "%016" PRIx64, value);
+  return digits.data();
 }
 
 std::uint64_t random_token() {
@@ -436,11 +433,7 @@ void AtomicFile::adopt_owner(unsigned uid, unsigned gid) {
 }
 
 void AtomicFile::commit(bool durable) {
-  if (durable) {
-    file_.sync();
-  } else {
-    file_.flush();
-  }
+  file_.finish(durable);
   Descriptor replaced = hold_blocks(directory_.get(), name_);
   const int renamed = retry_interrupted(
       [&] { return sys::renameat(directory_.get(), temporary_name_.c_str(), name_.c_str()); });
@@ -534,11 +527,7 @@ void InPlaceFile::clear(std::uint64_t nbytes) {
 }
 
 void InPlaceFile::commit(bool durable) {
-  if (durable) {
-    file_.sync();
-  } else {
-    file_.flush();
-  }
+  file_.finish(durable);
   created_ = false;
 }
 

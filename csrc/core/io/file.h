@@ -26,8 +26,6 @@ class Descriptor {
   explicit Descriptor(int fd) : fd_(fd) {}
   Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
   Descriptor& operator=(Descriptor&& other) noexcept;
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
   ~Descriptor() { reset(); }
 
   int get() const { return fd_; }
@@ -113,8 +111,9 @@ class File {
   // cannot reserve (never writes zeros).
   void preallocate(std::uint64_t nbytes) const;
   void truncate(std::uint64_t nbytes) const;
-  // Reports errors that a (network) file system delays until close, such as lack of space.
-  void flush() const;
+  // Syncs the file if `durable`.  Otherwise reports errors that a (network) file system delays
+  // until close, such as lack of space.
+  void finish(bool durable) const;
   void sync() const;
 
  private:
@@ -140,8 +139,6 @@ class AtomicFile {
   // `display` is the name used in errors.
   AtomicFile(const std::string& path, std::string display,
              Leftovers leftovers = Leftovers::kRemove);
-  AtomicFile(const AtomicFile&) = delete;
-  AtomicFile& operator=(const AtomicFile&) = delete;
   ~AtomicFile();
 
   File& file() { return file_; }
@@ -174,8 +171,6 @@ class InPlaceFile {
  public:
   // Opens or creates the file; calls `poll`, which may throw, while it waits.
   InPlaceFile(std::string path, std::string display, const std::function<void()>& poll);
-  InPlaceFile(const InPlaceFile&) = delete;
-  InPlaceFile& operator=(const InPlaceFile&) = delete;
   // Removes a created file, unless commit() was called.
   ~InPlaceFile();
 

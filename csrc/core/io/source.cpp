@@ -1,9 +1,7 @@
 #include "core/io/source.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <utility>
 
 #include "core/base/error.h"
 #include "core/io/system.h"

@@ -73,9 +73,6 @@ class CoReaders {
 // use.
 class PageCacheFiller {
  public:
-  PageCacheFiller() = default;
-  PageCacheFiller(const PageCacheFiller&) = delete;
-  PageCacheFiller& operator=(const PageCacheFiller&) = delete;
   ~PageCacheFiller();
 
   // Fetches the missing pages of a range of `file` (always the same file) into the page cache, and
@@ -97,23 +94,15 @@ class PageCacheFiller {
 // once, and the disk would be idle (a quarter of a cold load's time on two cores).  Here the
 // threads that hold a buffer and wait for a slot send the next requests.
 //
-// Safe for concurrent use; must outlive its slots.
+// Safe for concurrent use.
 class ReadSlots {
  public:
   explicit ReadSlots(std::size_t n_threads)
       : free_(static_cast<std::ptrdiff_t>(std::max<std::size_t>(n_threads / 2, 1))) {}
 
-  // The right to wait for the disk.
-  class Slot {
-   public:
-    explicit Slot(ReadSlots& slots) : slots_(slots) { slots_.free_.acquire(); }
-    Slot(const Slot&) = delete;
-    Slot& operator=(const Slot&) = delete;
-    ~Slot() { slots_.free_.release(); }
-
-   private:
-    ReadSlots& slots_;
-  };
+  // A lock of this object, as by std::lock_guard, is the right to wait for the disk.
+  void lock() { free_.acquire(); }
+  void unlock() { free_.release(); }
 
  private:
   std::counting_semaphore<> free_;

@@ -4,13 +4,10 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <new>
 #include <utility>
-
-#include "core/memory/pages.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23

@@ -32,8 +32,6 @@ class Mapping {
   explicit Mapping(std::size_t nbytes, Use use = Use::kAll);
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&& other) noexcept;
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
   ~Mapping();
 
   std::byte* data() const { return data_; }

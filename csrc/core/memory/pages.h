@@ -5,6 +5,8 @@
 // are constants where they are used.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -23,7 +25,10 @@ constexpr std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) {
 }
 
 // Asks the system once.
-std::size_t page_nbytes() noexcept;
+inline std::size_t page_nbytes() noexcept {
+  static const auto kNbytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  return kNbytes;
+}
 
 // Whole pages: [begin, end), both multiples of the page size.
 struct PageRange {
@@ -73,28 +78,53 @@ class FreshPages {
   // A kind is tried again after this many times its last cost.
   static constexpr int kRetryFactor = 16;
 
-  FreshPages() = default;
-  FreshPages(const FreshPages&) = delete;
-  FreshPages& operator=(const FreshPages&) = delete;
-  ~FreshPages() = default;
-
-  static FreshPages& of_process();
+  static FreshPages& of_process() {
+    static FreshPages pages;
+    return pages;
+  }
 
   // The kind that cost less lately.
-  PageKind better() const;
+  PageKind better() const {
+    return cost(PageKind::kHuge) <= cost(PageKind::kSmall) ? PageKind::kHuge : PageKind::kSmall;
+  }
   // The kind for the next piece: the better kind, or now and then the other, to measure it.
-  PageKind choose(Time now);
+  PageKind choose(Time now) {
+    const PageKind best = better();
+    if (best == PageKind::kHuge && cost(best) <= kLeastSmall) return best;
+    const PageKind other = best == PageKind::kHuge ? PageKind::kSmall : PageKind::kHuge;
+    std::atomic<std::int64_t>& retry_at = account(other).retry_at_ns;
+    std::int64_t due = retry_at.load(std::memory_order_relaxed);
+    if (now.count() < due) return best;
+    const std::int64_t next = (now + kRetryFactor * cost(other)).count();
+    return retry_at.compare_exchange_strong(due, next, std::memory_order_relaxed) ? other : best;
+  }
+
   // Records the CPU time of a piece.
-  void took(PageKind kind, Time time, Time now);
+  void took(PageKind kind, Time time, Time now) {
+    Account& ours = account(kind);
+    const std::int64_t before = ours.cost_ns.load(std::memory_order_relaxed);
+    const bool averaged = before != 0 && kind == better();
+    const std::int64_t cost =
+        averaged ? before + (time.count() - before) / kAveraged : time.count();
+    ours.cost_ns.store(cost, std::memory_order_relaxed);
+    ours.retry_at_ns.store((now + kRetryFactor * time).count(), std::memory_order_relaxed);
+  }
 
  private:
+  // Pieces over which the better kind's cost is averaged: a few huge pages are always slow.
+  static constexpr std::int64_t kAveraged = 16;
+
   struct Account {
     std::atomic<std::int64_t> cost_ns{0};
     std::atomic<std::int64_t> retry_at_ns{0};
   };
 
   Account& account(PageKind kind) { return accounts_[static_cast<std::size_t>(kind)]; }
-  Time cost(PageKind kind) const;
+  Time cost(PageKind kind) const {
+    const Time known{
+        accounts_[static_cast<std::size_t>(kind)].cost_ns.load(std::memory_order_relaxed)};
+    return kind == PageKind::kSmall && known == Time{0} ? kExpectedSmall : known;
+  }
 
   std::array<Account, 2> accounts_;
 };

@@ -38,11 +38,6 @@ class StagingPool {
     std::uint64_t n_mappings = 0;   // so far
   };
 
-  StagingPool() = default;
-  StagingPool(const StagingPool&) = delete;
-  StagingPool& operator=(const StagingPool&) = delete;
-  ~StagingPool() = default;
-
   // The process's pool, which survives static destruction.  A forked child begins with an empty
   // pool: it does not have the parent's memory, and must not touch the blocks that it has
   // inherited.  (With that memory there, each page that the parent fills later would be copied.)

@@ -36,8 +36,6 @@ class ChunkPipeline {
   // the waiting thread.  `work` is called concurrently, for different chunks.
   ChunkPipeline(std::size_t n_chunks, std::size_t n_threads, Work work,
                 Priority priority = Priority::kOfCaller);
-  ChunkPipeline(const ChunkPipeline&) = delete;
-  ChunkPipeline& operator=(const ChunkPipeline&) = delete;
   // Cancels chunks that have not begun and joins the workers.
   ~ChunkPipeline();
 
@@ -76,5 +74,15 @@ class ChunkPipeline {
   std::vector<std::thread> workers_;  // grows under the lock, and not after `stopped_`
   bool runs_here_ = false;            // started without workers: chunks run on the waiting thread
 };
+
+// Does all chunks of a transfer whose chunks do not wait for each other.
+inline void run_chunks(std::size_t n_chunks, std::size_t n_threads,
+                       const std::function<void(std::size_t chunk)>& work, const Poll& poll,
+                       Priority priority = Priority::kOfCaller) {
+  ChunkPipeline pipeline(
+      n_chunks, n_threads, [&](ChunkPipeline& /*self*/, std::size_t chunk) { work(chunk); },
+      priority);
+  pipeline.finish(poll);
+}
 
 }  // namespace ptsave

@@ -8,6 +8,8 @@
 #include <memory>
 #include <span>
 
+#include "core/base/owner.h"
+
 namespace ptsave {
 
 // A part of the payload of record `record` of a layout.
@@ -20,24 +22,14 @@ struct PayloadPiece {
 };
 
 // Owns pieces in host memory, one directly behind the other.
-class StagedPieces {
+class StagedPieces : public Interface {
  public:
-  StagedPieces() = default;
-  StagedPieces(const StagedPieces&) = delete;
-  StagedPieces& operator=(const StagedPieces&) = delete;
-  virtual ~StagedPieces() = default;
-
   virtual const std::byte* data() const = 0;
 };
 
 // Brings payloads of an archive that is being written into host memory.  Safe for concurrent use.
-class Stager {
+class Stager : public Interface {
  public:
-  Stager() = default;
-  Stager(const Stager&) = delete;
-  Stager& operator=(const Stager&) = delete;
-  virtual ~Stager() = default;
-
   // Whether the stager brings the record's payload.
   virtual bool stages(std::size_t record) const = 0;
   // The address of a piece that is already in host memory; null if it has to be staged.
@@ -50,15 +42,10 @@ class Stager {
 
 // Payloads that are written while they are being copied: StagingCopy.  A payload is identified by
 // its copy's address; any other address is read as it is.  Safe for concurrent use.
-class ArrivingPayloads {
+class ArrivingPayloads : public Interface {
  public:
   // Receives a part piece by piece; a piece is valid only during the call.
   using Use = std::function<void(std::span<const std::byte> bytes)>;
-
-  ArrivingPayloads() = default;
-  ArrivingPayloads(const ArrivingPayloads&) = delete;
-  ArrivingPayloads& operator=(const ArrivingPayloads&) = delete;
-  virtual ~ArrivingPayloads() = default;
 
   // Passes a part of a payload to `use`, each byte once.  Throws if the copy has failed.
   virtual void read(const std::byte* copy, std::size_t nbytes, const Use& use) = 0;
@@ -67,19 +54,14 @@ class ArrivingPayloads {
 };
 
 // Host memory for a chunk whose bytes go on to accelerators.
-class Lease {
+class Lease : public Interface {
  public:
-  Lease() = default;
-  Lease(const Lease&) = delete;
-  Lease& operator=(const Lease&) = delete;
-  virtual ~Lease() = default;
-
   virtual std::byte* data() = 0;
 };
 
 // Takes payloads of an archive that is being read to targets on accelerators.  Safe for concurrent
 // use.
-class Unstager {
+class Unstager : public Interface {
  public:
   // Bytes at position `at` of a lease, which belong at `offset` in a target.
   struct Piece {
@@ -88,11 +70,6 @@ class Unstager {
     std::size_t at = 0;
     std::size_t nbytes = 0;
   };
-
-  Unstager() = default;
-  Unstager(const Unstager&) = delete;
-  Unstager& operator=(const Unstager&) = delete;
-  virtual ~Unstager() = default;
 
   // Memory for `nbytes` bytes, at most a chunk's.  Waits while the whole budget is in use.
   virtual std::unique_ptr<Lease> lease(std::size_t nbytes) = 0;

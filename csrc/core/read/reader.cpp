@@ -1,15 +1,13 @@
 #include "core/read/reader.h"
 
 #include <algorithm>
-#include <memory>
-#include <stdexcept>
-#include <string>
 #include <utility>
 
 #include "core/base/error.h"
 #include "core/crc/crc32.h"
 #include "core/memory/pages.h"
 #include "core/read/placement.h"
+#include "core/read/transfer.h"
 
 namespace ptsave {
 namespace {
@@ -62,6 +60,22 @@ ArchiveIndex read_index(const ByteSource& source) {
 }
 
 }  // namespace
+
+std::vector<Destination> whole_payloads(const ArchiveIndex& index,
+                                        std::span<const std::size_t> records,
+                                        std::span<const std::span<std::byte>> memory) {
+  if (memory.empty()) return {};
+  if (memory.size() != records.size()) throw std::invalid_argument("a target for each record");
+  std::vector<Destination> destinations;
+  for (std::size_t k = 0; k < records.size(); ++k) {
+    if (memory[k].size() != index.records()[records[k]].nbytes) {
+      throw std::invalid_argument("a target has another size than its record");
+    }
+    if (memory[k].empty()) continue;
+    destinations.push_back({records[k], 0, memory[k].size(), memory[k].data()});
+  }
+  return destinations;
+}
 
 ArchiveReader::ArchiveReader(ByteSource source)
     : source_(std::move(source)),
@@ -133,12 +147,11 @@ std::vector<DamagedRecord> ArchiveReader::read_records(std::vector<std::size_t> 
 void ArchiveReader::read_range(std::uint64_t offset, std::byte* to, std::size_t nbytes,
                                std::size_t n_threads, const Poll& poll) const {
   const std::size_t n_chunks = (nbytes + kMaxChunkNbytes - 1) / kMaxChunkNbytes;
-  ChunkPipeline pipeline(
-      n_chunks, n_chunks > 1 ? n_threads : 0, [&](ChunkPipeline& /*pipeline*/, std::size_t chunk) {
-        const std::size_t begin = chunk * kMaxChunkNbytes;
-        source_.read_at(offset + begin, to + begin, std::min(kMaxChunkNbytes, nbytes - begin));
-      });
-  pipeline.finish(poll);
+  const auto read_chunk = [&](std::size_t chunk) {
+    const std::size_t begin = chunk * kMaxChunkNbytes;
+    source_.read_at(offset + begin, to + begin, std::min(kMaxChunkNbytes, nbytes - begin));
+  };
+  run_chunks(n_chunks, n_chunks > 1 ? n_threads : 0, read_chunk, poll);
 }
 
 std::shared_ptr<const TransferPlan> ArchiveReader::plan(const std::vector<std::size_t>& records,

@@ -8,15 +8,19 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <span>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "core/base/owner.h"
 #include "core/format/archive.h"
 #include "core/io/source.h"
+#include "core/memory/buffer.h"
 #include "core/pipeline/pipeline.h"
-#include "core/read/placement.h"
-#include "core/read/transfer.h"
+#include "core/pipeline/stager.h"
 
 namespace ptsave {
 
@@ -42,6 +46,51 @@ class DataRecords {
   std::vector<std::size_t> others_;
   std::size_t last_found_ = ArchiveIndex::kNotFound;
 };
+
+// A record whose bytes do not match its CRC.
+struct DamagedRecord {
+  std::string name;
+  std::uint64_t payload_offset = 0;
+  std::uint32_t expected_crc = 0;
+  std::uint32_t actual_crc = 0;
+};
+
+// The central directory and a local header disagree about a payload's place.  Reading again with
+// exact_offsets resolves it.
+class LayoutMismatch : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A record's payload in memory and the owner of that memory.  The bytes are writable.
+struct LoadedPayload {
+  std::byte* data = nullptr;
+  std::uint64_t nbytes = 0;
+  OwnerReference owner;
+};
+
+// The largest chunk: no two threads fault in the same huge page.
+inline constexpr std::size_t kMaxChunkNbytes = kHugePageNbytes;
+
+// A part of a record's payload and the memory it belongs in.  With `target`, the number of an
+// Unstager's target, `place` only identifies the memory.
+struct Destination {
+  std::size_t record = 0;
+  std::uint64_t offset = 0;
+  std::uint64_t nbytes = 0;
+  std::byte* place = nullptr;
+  std::optional<std::size_t> target = std::nullopt;
+};
+
+// Makes memory[k] the place of the whole payload of records[k]; without memory, returns no
+// destinations.  Throws std::invalid_argument if the sizes differ.
+std::vector<Destination> whole_payloads(const ArchiveIndex& index,
+                                        std::span<const std::size_t> records,
+                                        std::span<const std::span<std::byte>> memory);
+
+class Region;
+class Transfer;
+struct TransferPlan;
 
 class ArchiveReader {
  public:

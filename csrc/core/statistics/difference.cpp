@@ -28,65 +28,17 @@ constexpr std::size_t kLengthOfThreads = std::size_t{1} << 20;
 // The type of number in which two formats are compared.
 enum class Numbers { kFloats, kDoubles, kIntegers, kComplex };
 
-bool is_complex(Element element) {
-  return element == Element::kComplex128 || element == Element::kComplex64 ||
-         element == Element::kComplex32;
-}
-
-bool is_integer(Element element) {
-  switch (element) {
-    case Element::kInt64:
-    case Element::kUInt64:
-    case Element::kInt32:
-    case Element::kUInt32:
-    case Element::kInt16:
-    case Element::kUInt16:
-    case Element::kInt8:
-    case Element::kUInt8:
-    case Element::kBool:
-      return true;
-    default:
-      return false;
-  }
-}
-
 bool fits_float(Element element) {
   return element != Element::kFloat64 &&
-         (!is_integer(element) || nbytes_of(element) <= sizeof(std::int16_t));
+         (format_of(element).kind != Kind::kInteger || nbytes_of(element) <= sizeof(std::int16_t));
 }
 
 Numbers numbers_of(Element a, Element b) {
-  if (is_complex(a) || is_complex(b)) return Numbers::kComplex;
-  if (is_integer(a) && is_integer(b)) return Numbers::kIntegers;
+  const Kind kind_a = format_of(a).kind;
+  const Kind kind_b = format_of(b).kind;
+  if (kind_a == Kind::kComplex || kind_b == Kind::kComplex) return Numbers::kComplex;
+  if (kind_a == Kind::kInteger && kind_b == Kind::kInteger) return Numbers::kIntegers;
   return fits_float(a) && fits_float(b) ? Numbers::kFloats : Numbers::kDoubles;
-}
-
-// The grid of a format; for whole numbers beside floats, the finest.
-Grid grid_of(Element element) {
-  switch (element) {
-    case Element::kFloat32:
-    case Element::kComplex64:
-      return {23, -126};
-    case Element::kFloat16:
-    case Element::kComplex32:
-      return {10, -14};
-    case Element::kBFloat16:
-      return {7, -126};
-    case Element::kFloat8E4M3:
-      return {3, -6};
-    case Element::kFloat8E4M3Uz:
-      return {3, -7};
-    case Element::kFloat8E5M2:
-      return {2, -14};
-    case Element::kFloat8E5M2Uz:
-      return {2, -15};
-    case Element::kFloat8E8M0:
-      return {0, -126};
-    case Element::kFloat4E2M1Pair:
-      return {1, 0};
-    default:
-      return {52, -1022};
-  }
 }
 
 // The coarser of two grids: the grid with fewer bits of mantissa.
@@ -233,48 +185,6 @@ void add_values(Difference& to, std::size_t begin, std::size_t n, const Differs&
 
 // ----------------------------------------------------------------------------------- real numbers
 
-Distances distances_of(const float* a, const float* b, std::size_t n, const Tolerance& tolerance,
-                       double ratio) {
-  return distances_kernel().of_floats(a, b, n, tolerance, ratio);
-}
-Distances distances_of(const double* a, const double* b, std::size_t n, const Tolerance& tolerance,
-                       double ratio) {
-  return distances_kernel().of_doubles(a, b, n, tolerance, ratio);
-}
-double largest_ratio(const float* a, const float* b, std::size_t n) {
-  return distances_kernel().largest_ratio_of_floats(a, b, n);
-}
-double largest_ratio(const double* a, const double* b, std::size_t n) {
-  return distances_kernel().largest_ratio_of_doubles(a, b, n);
-}
-double squares_of(const float* data, std::size_t n) {
-  return distances_kernel().squares_of_floats(data, n);
-}
-double squares_of(const double* data, std::size_t n) {
-  return distances_kernel().squares_of_doubles(data, n);
-}
-void ulps_of(const float* a, const float* b, std::size_t n, Grid grid, std::uint8_t* result) {
-  distances_kernel().ulps_of_floats(a, b, n, grid, result);
-}
-void ulps_of(const double* a, const double* b, std::size_t n, Grid grid, std::uint8_t* result) {
-  distances_kernel().ulps_of_doubles(a, b, n, grid, result);
-}
-void ulps_of_integers(const float* a, const float* b, std::size_t n, std::uint8_t* result) {
-  distances_kernel().ulps_of_integers_in_floats(a, b, n, result);
-}
-void ulps_of_integers(const double* a, const double* b, std::size_t n, std::uint8_t* result) {
-  distances_kernel().ulps_of_integers_in_doubles(a, b, n, result);
-}
-PairKinds kinds_of(const float* a, const float* b, std::size_t n) {
-  return distances_kernel().kinds_of_floats(a, b, n);
-}
-PairKinds kinds_of(const double* a, const double* b, std::size_t n) {
-  return distances_kernel().kinds_of_doubles(a, b, n);
-}
-void count_ulps(Difference& to, const std::uint8_t* ulps, std::size_t n) {
-  distances_kernel().count_ulps(ulps, n, to.ulps.data());
-}
-
 // The scale for numbers with this unscaled sum of squares.  With it, the numbers that matter beside
 // the largest have squares that neither become infinite nor lose digits, even summed over many
 // blocks.
@@ -316,7 +226,7 @@ Products scaled_products_of(const double* a, const double* b, std::size_t n, int
   std::array<double, 2 * kPairsLength> y;
   copy_scaled(a, n, scale_a, x.data());
   copy_scaled(b, n, scale_b, y.data());
-  const Distances found = distances_of(x.data(), y.data(), n, {}, 0);
+  const Distances found = distances_loops<double>().distances(x.data(), y.data(), n, {}, 0);
   return {found.product, found.squares_a, found.squares_b, scale_a, scale_b};
 }
 
@@ -332,13 +242,13 @@ Products products_of(const Distances& found, const Number* a, const Number* b, s
 }
 
 Products products_of(const double* a, const double* b, std::size_t n) {
-  return products_of(distances_of(a, b, n, {}, 0), a, b, n);
+  return products_of(distances_loops<double>().distances(a, b, n, {}, 0), a, b, n);
 }
 
 // The products of numbers that are the same on both sides.
 template <typename Number>
 Products squares_of_same(const Number* data, std::size_t n) {
-  const double squares = squares_of(data, n);
+  const double squares = distances_loops<Number>().squares(data, n);
   if constexpr (std::is_same_v<Number, double>) {
     if (scale_of(squares) != 0) return products_of(data, data, n);
   }
@@ -370,7 +280,8 @@ void add_far(Difference& to, const Tolerance& tolerance, const double* a, const 
 template <typename Number>
 void add_distances(Difference& to, const Tolerance& tolerance, const Number* a, const Number* b,
                    std::size_t n) {
-  const Distances found = distances_of(a, b, n, tolerance, to.max_rel);
+  const DistancesLoops<Number>& loops = distances_loops<Number>();
+  const Distances found = loops.distances(a, b, n, tolerance, to.max_rel);
   const Products products = products_of(found, a, b, n);
   add(to.products, products);
   to.max_abs = std::max(to.max_abs, found.max_abs);
@@ -384,7 +295,7 @@ void add_distances(Difference& to, const Tolerance& tolerance, const Number* a, 
   // The product of a ratio and a tiny number is rounded to few digits.
   const bool may_be_larger = found.has_larger_ratio || products.scale_b < 0;
   if (may_be_larger && to.max_rel < kInfinity) {
-    to.max_rel = std::max(to.max_rel, largest_ratio(a, b, n));
+    to.max_rel = std::max(to.max_rel, loops.largest_ratio(a, b, n));
   }
 }
 
@@ -393,8 +304,8 @@ void add_finite(Difference& to, const Rows& rows, const Number* a, const Number*
   if (n == 0) return;
   add_distances(to, rows.tolerance, a, b, n);
   std::array<std::uint8_t, kPairsLength> ulps;
-  ulps_of(a, b, n, rows.grid, ulps.data());
-  count_ulps(to, ulps.data(), n);
+  distances_loops<Number>().ulps(a, b, n, rows.grid, ulps.data());
+  distances_kernel().count_ulps(ulps.data(), n, to.ulps.data());
 }
 
 // Whether one side is NaN or infinite.
@@ -443,7 +354,7 @@ bool values_differ(Number a, Number b) {
 template <typename Number>
 void add_reals(Difference& to, const Rows& rows, std::size_t begin, const Number* a,
                const Number* b, std::size_t n) {
-  const PairKinds kinds = kinds_of(a, b, n);
+  const PairKinds kinds = distances_loops<Number>().kinds(a, b, n);
   const bool are_finite = kinds.n_not_finite == 0;
   if (rows.element_a != rows.element_b && (kinds.n_different != 0 || !are_finite)) {
     const auto differs = [&](std::size_t i) { return values_differ(a[i], b[i]); };
@@ -480,7 +391,7 @@ void add_squares(Difference& to, const Number* data, std::size_t n) {
 template <typename Number>
 void add_same(Difference& to, const Number* data, std::size_t n) {
   to.ulps[0] += n;
-  const NonFinite others = non_finite_in(data, n);
+  const NonFinite others = moments_loops<Number>().non_finite(data, n);
   if (others.n_nan + others.n_inf == 0) {
     add_squares(to, data, n);
     return;
@@ -574,8 +485,8 @@ void add_whole(Difference& to, const Rows& rows, std::size_t begin, const Number
   const WholeDistance largest{false, static_cast<std::uint64_t>(found.max_abs)};
   to.max_abs_integer = std::max(to.max_abs_integer, largest);
   std::array<std::uint8_t, kPairsLength> ulps;
-  ulps_of_integers(a, b, n, ulps.data());
-  count_ulps(to, ulps.data(), n);
+  distances_loops<Number>().ulps_of_integers(a, b, n, ulps.data());
+  distances_kernel().count_ulps(ulps.data(), n, to.ulps.data());
   if (rows.element_a == rows.element_b) return;
   add_values(to, begin, n, [&](std::size_t i) { return ulps[i] != 0; });
 }
@@ -657,21 +568,6 @@ Special special(Complex x) {
 
 bool are_same(Complex a, Complex b) { return a.real == b.real && a.imaginary == b.imaginary; }
 
-// Both parts of a block's finite complex numbers.
-class ComplexRow {
- public:
-  void push(Complex x) {
-    numbers_[size_++] = x.real;
-    numbers_[size_++] = x.imaginary;
-  }
-  const double* numbers() const { return numbers_.data(); }
-  std::size_t size() const { return size_; }  // counts both parts
-
- private:
-  std::array<double, 2 * kPairsLength> numbers_;
-  std::size_t size_ = 0;
-};
-
 // The complex numbers of a block; real ones get a zero imaginary part.
 class ComplexBlock {
  public:
@@ -730,22 +626,26 @@ void add_complex_block(Difference& to, const Rows& rows, const Span& span, bool 
   const ComplexBlock a(rows.element_a, span.a, span.n);
   const ComplexBlock b(same ? rows.element_a : rows.element_b, same ? span.a : span.b, span.n);
   std::array<std::uint8_t, 2 * kPairsLength> ulps;
-  ulps_of(a.numbers(), b.numbers(), 2 * span.n, rows.grid, ulps.data());
-  ComplexRow x;
-  ComplexRow y;
+  distances_loops<double>().ulps(a.numbers(), b.numbers(), 2 * span.n, rows.grid, ulps.data());
+  // Both parts of the finite numbers.
+  std::array<double, 2 * kPairsLength> x;
+  std::array<double, 2 * kPairsLength> y;
+  std::size_t n_parts = 0;
   for (std::size_t i = 0; i < span.n; ++i) {
     if (is_finite(a[i]) && is_finite(b[i])) {
       add_distance(to, rows, a[i], b[i]);
       ++to.ulps[std::max(ulps[2 * i], ulps[2 * i + 1])];
-      x.push(a[i]);
-      y.push(b[i]);
+      for (const auto part : {&Complex::real, &Complex::imaginary}) {
+        x[n_parts] = a[i].*part;
+        y[n_parts++] = b[i].*part;
+      }
     } else {
       const double distance = std::hypot(part_distance(a[i].real, b[i].real),
                                          part_distance(a[i].imaginary, b[i].imaginary));
       add_special(to, special(a[i]), special(b[i]), are_same(a[i], b[i]), distance);
     }
   }
-  add(to.products, products_of(x.numbers(), y.numbers(), x.size()));
+  add(to.products, products_of(x.data(), y.data(), n_parts));
   if (rows.element_a == rows.element_b) return;
   add_values(to, span.begin, span.n, [&](std::size_t i) {
     return !are_same(a[i], b[i]) && !(special(a[i]).is_nan && special(b[i]).is_nan);
@@ -813,7 +713,7 @@ Rows rows_of(Element element_a, const void* a, Element element_b, const void* b,
           static_cast<const std::byte*>(b),
           tolerance,
           numbers_of(element_a, element_b),
-          coarser(grid_of(element_a), grid_of(element_b))};
+          coarser(format_of(element_a).grid, format_of(element_b).grid)};
 }
 
 }  // namespace
@@ -832,9 +732,7 @@ Difference difference_of(Element element_a, const void* a, Element element_b, co
   if (n_threads < 2 || length < kLengthOfThreads) {
     for (std::size_t i = 0; i < n_chunks; ++i) do_chunk(i);
   } else {
-    ChunkPipeline pipeline(n_chunks, std::min(n_threads, n_chunks),
-                           [&](ChunkPipeline&, std::size_t i) { do_chunk(i); });
-    pipeline.finish(poll);
+    run_chunks(n_chunks, std::min(n_threads, n_chunks), do_chunk, poll);
   }
   Difference result;
   for (const Difference& part : parts) merge(result, part);

@@ -4,7 +4,6 @@
 // sums need, and assume that all numbers are finite.
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <iterator>
 #include <limits>
 #include <type_traits>
@@ -70,9 +69,6 @@ PTSAVE_INLINE double largest_ratio(const Number* a, const Number* b, std::size_t
   }
   return largest;
 }
-
-template <typename Number>
-using BitsOf = std::conditional_t<std::is_same_v<Number, float>, std::uint32_t, std::uint64_t>;
 
 // Rounds numbers to the nearest position of a grid, and ties to even.
 template <typename Number>
@@ -219,8 +215,7 @@ PTSAVE_INLINE void count_ulps(const std::uint8_t* ulps, std::size_t n, std::uint
   for (std::size_t i = 0; i < kNUlpBuckets; ++i) counts[i] += found[i];
 }
 
-// Infinity: the bits of infinity.
-template <typename Number, BitsOf<Number> Infinity>
+template <typename Number>
 PTSAVE_INLINE PairKinds kinds_of(const Number* a, const Number* b, std::size_t n) {
   using Bits = BitsOf<Number>;
   constexpr Bits kWithoutSign = static_cast<Bits>(~Bits{0}) >> 1;
@@ -233,75 +228,48 @@ PTSAVE_INLINE PairKinds kinds_of(const Number* a, const Number* b, std::size_t n
     const Bits size_y = y & kWithoutSign;
     const Bits other_bits = x != y ? 1U : 0U;
     n_different += (size_x | size_y) != 0 ? other_bits : 0U;
-    const Bits other_x = size_x >= Infinity ? 1U : 0U;
-    n_not_finite += size_y >= Infinity ? 1U : other_x;
+    const Bits other_x = size_x >= kInfinityBits<Number> ? 1U : 0U;
+    n_not_finite += size_y >= kInfinityBits<Number> ? 1U : other_x;
   }
   return {n_different, n_not_finite};
 }
 
 #define PTSAVE_KERNEL(NAME, TARGET)                                                               \
-  TARGET Distances of_floats_##NAME(const float* a, const float* b, std::size_t n,                \
+  template <typename Number>                                                                      \
+  TARGET Distances distances_##NAME(const Number* a, const Number* b, std::size_t n,              \
                                     const Tolerance& tolerance, double ratio) {                   \
     return distances_of(a, b, n, tolerance, ratio);                                               \
   }                                                                                               \
-  TARGET Distances of_doubles_##NAME(const double* a, const double* b, std::size_t n,             \
-                                     const Tolerance& tolerance, double ratio) {                  \
-    return distances_of(a, b, n, tolerance, ratio);                                               \
-  }                                                                                               \
-  double TARGET ratio_of_floats_##NAME(const float* a, const float* b, std::size_t n) {           \
+  template <typename Number>                                                                      \
+  TARGET double ratio_##NAME(const Number* a, const Number* b, std::size_t n) {                   \
     return largest_ratio(a, b, n);                                                                \
   }                                                                                               \
-  double TARGET ratio_of_doubles_##NAME(const double* a, const double* b, std::size_t n) {        \
-    return largest_ratio(a, b, n);                                                                \
-  }                                                                                               \
-  double TARGET squares_of_floats_##NAME(const float* data, std::size_t n) {                      \
+  template <typename Number>                                                                      \
+  TARGET double squares_##NAME(const Number* data, std::size_t n) {                               \
     return squares_of(data, n);                                                                   \
   }                                                                                               \
-  double TARGET squares_of_doubles_##NAME(const double* data, std::size_t n) {                    \
-    return squares_of(data, n);                                                                   \
+  template <typename Number>                                                                      \
+  TARGET void ulps_##NAME(const Number* a, const Number* b, std::size_t n, Grid grid,             \
+                          std::uint8_t* result) {                                                 \
+    return ulps_of(a, b, n, grid, result);                                                        \
   }                                                                                               \
-  void TARGET ulps_of_floats_##NAME(const float* a, const float* b, std::size_t n, Grid grid,     \
-                                    std::uint8_t* result) {                                       \
-    ulps_of(a, b, n, grid, result);                                                               \
+  template <typename Number>                                                                      \
+  TARGET void integers_##NAME(const Number* a, const Number* b, std::size_t n,                    \
+                              std::uint8_t* result) {                                             \
+    return ulps_of_integers(a, b, n, result);                                                     \
   }                                                                                               \
-  void TARGET ulps_of_doubles_##NAME(const double* a, const double* b, std::size_t n, Grid grid,  \
-                                     std::uint8_t* result) {                                      \
-    ulps_of(a, b, n, grid, result);                                                               \
-  }                                                                                               \
-  void TARGET integers_in_floats_##NAME(const float* a, const float* b, std::size_t n,            \
-                                        std::uint8_t* result) {                                   \
-    ulps_of_integers(a, b, n, result);                                                            \
-  }                                                                                               \
-  void TARGET integers_in_doubles_##NAME(const double* a, const double* b, std::size_t n,         \
-                                         std::uint8_t* result) {                                  \
-    ulps_of_integers(a, b, n, result);                                                            \
+  template <typename Number>                                                                      \
+  TARGET PairKinds kinds_##NAME(const Number* a, const Number* b, std::size_t n) {                \
+    return kinds_of(a, b, n);                                                                     \
   }                                                                                               \
   void TARGET count_ulps_##NAME(const std::uint8_t* ulps, std::size_t n, std::uint64_t* counts) { \
     count_ulps(ulps, n, counts);                                                                  \
-  }                                                                                               \
-  TARGET PairKinds kinds_of_floats_##NAME(const float* a, const float* b, std::size_t n) {        \
-    return kinds_of<float, 0x7F80'0000>(a, b, n);                                                 \
-  }                                                                                               \
-  TARGET PairKinds kinds_of_doubles_##NAME(const double* a, const double* b, std::size_t n) {     \
-    return kinds_of<double, 0x7FF0'0000'0000'0000>(a, b, n);                                      \
   }
-
+#define PTSAVE_LOOPS(NAME, NUMBER)                                            \
+  {distances_##NAME<NUMBER>, ratio_##NAME<NUMBER>,    squares_##NAME<NUMBER>, \
+   ulps_##NAME<NUMBER>,      integers_##NAME<NUMBER>, kinds_##NAME<NUMBER>}
 #define PTSAVE_KERNEL_ENTRY(NAME, SUPPORTED) \
-  {#NAME,                                    \
-   (SUPPORTED),                              \
-   of_floats_##NAME,                         \
-   of_doubles_##NAME,                        \
-   ratio_of_floats_##NAME,                   \
-   ratio_of_doubles_##NAME,                  \
-   squares_of_floats_##NAME,                 \
-   squares_of_doubles_##NAME,                \
-   ulps_of_floats_##NAME,                    \
-   ulps_of_doubles_##NAME,                   \
-   integers_in_floats_##NAME,                \
-   integers_in_doubles_##NAME,               \
-   count_ulps_##NAME,                        \
-   kinds_of_floats_##NAME,                   \
-   kinds_of_doubles_##NAME}
+  {#NAME, (SUPPORTED), PTSAVE_LOOPS(NAME, float), PTSAVE_LOOPS(NAME, double), count_ulps_##NAME}
 
 PTSAVE_KERNEL(portable, )
 #if defined(__x86_64__)

@@ -14,6 +14,17 @@
 
 namespace ptsave::statistics_internal {
 
+// What the numbers of a format are.
+enum class Kind : std::uint8_t { kReal, kComplex, kInteger };
+
+struct Format {
+  std::uint8_t nbytes;  // of an element
+  Kind kind;
+  Grid grid;  // for whole numbers beside floats, the finest
+};
+
+const Format& format_of(Element element);
+
 using ByteValues = std::array<double, 256>;
 
 // The bit patterns of a small float that are no numbers.
@@ -102,12 +113,5 @@ void read(Element element, const std::byte* data, std::size_t n, float* result);
 void read(Element element, const std::byte* data, std::size_t n, double* result);
 // Reads the bits of unsigned 64-bit integers, and the values of all others.
 void read(Element element, const std::byte* data, std::size_t n, std::int64_t* result);
-
-inline NonFinite non_finite_in(const float* data, std::size_t n) {
-  return moments_kernel().non_finite_floats(data, n);
-}
-inline NonFinite non_finite_in(const double* data, std::size_t n) {
-  return moments_kernel().non_finite_doubles(data, n);
-}
 
 }  // namespace ptsave::statistics_internal

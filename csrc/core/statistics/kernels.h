@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/statistics/difference.h"
 
@@ -39,6 +40,22 @@ const Kernel& best_of(const Kernel* kernels, std::size_t n) {
   return kernels[i];
 }
 
+template <typename Number, typename Kernel>
+const auto& loops_of(const Kernel& kernel) {
+  if constexpr (std::is_same_v<Number, float>) {
+    return kernel.floats;
+  } else {
+    return kernel.doubles;
+  }
+}
+
+// An unsigned integer as wide as the number, and the bits of infinity.
+template <typename Number>
+using BitsOf = std::conditional_t<std::is_same_v<Number, float>, std::uint32_t, std::uint64_t>;
+template <typename Number>
+inline constexpr BitsOf<Number> kInfinityBits =
+    static_cast<BitsOf<Number>>(sizeof(Number) == 4 ? 0x7F80'0000 : 0x7FF0'0000'0000'0000);
+
 // The maximum length of a block.
 inline constexpr std::size_t kBlockLength = 4096;
 
@@ -56,15 +73,20 @@ struct NonFinite {
   std::size_t n_inf = 0;
 };
 
-// The loops over a block, compiled for each kind of CPU.
+// The loops over a block of floats or doubles.
+template <typename Number>
+struct MomentsLoops {
+  // Takes at least one number, all finite.
+  Moments (*moments)(const Number* data, std::size_t n);
+  NonFinite (*non_finite)(const Number* data, std::size_t n);
+};
+
+// The loops, compiled for each kind of CPU.
 struct MomentsKernel {
   const char* name;
   bool (*supported)();
-  // Take at least one number, all finite.
-  Moments (*of_floats)(const float* data, std::size_t n);
-  Moments (*of_doubles)(const double* data, std::size_t n);
-  NonFinite (*non_finite_floats)(const float* data, std::size_t n);
-  NonFinite (*non_finite_doubles)(const double* data, std::size_t n);
+  MomentsLoops<float> floats;
+  MomentsLoops<double> doubles;
   void (*from_half)(const std::uint16_t* data, std::size_t n, float* result);
 };
 
@@ -72,6 +94,10 @@ extern const MomentsKernel kMomentsKernels[];
 extern const std::size_t kNMomentsKernels;
 
 const MomentsKernel& moments_kernel();
+template <typename Number>
+const MomentsLoops<Number>& moments_loops() {
+  return loops_of<Number>(moments_kernel());
+}
 
 // The maximum length of a block of pairs.
 inline constexpr std::size_t kPairsLength = 2048;
@@ -100,39 +126,39 @@ struct PairKinds {
   std::size_t n_not_finite = 0;  // on one side or both
 };
 
-// The loops over a block, compiled for each kind of CPU.
+// The loops over a block of pairs of floats or doubles.
+template <typename Number>
+struct DistancesLoops {
+  // Takes only finite numbers.  Checks for a pair whose distance exceeds `ratio` times its second
+  // number, because a multiplication takes less time than largest_ratio's division.
+  Distances (*distances)(const Number* a, const Number* b, std::size_t n,
+                         const Tolerance& tolerance, double ratio);
+  double (*largest_ratio)(const Number* a, const Number* b, std::size_t n);
+  double (*squares)(const Number* data, std::size_t n);
+  // Finds each pair's index in Difference::ulps.
+  void (*ulps)(const Number* a, const Number* b, std::size_t n, Grid grid, std::uint8_t* result);
+  // The same for whole numbers.
+  void (*ulps_of_integers)(const Number* a, const Number* b, std::size_t n, std::uint8_t* result);
+  PairKinds (*kinds)(const Number* a, const Number* b, std::size_t n);
+};
+
+// The loops, compiled for each kind of CPU.
 struct DistancesKernel {
   const char* name;
   bool (*supported)();
-  // Takes only finite numbers.  Checks for a pair whose distance exceeds `ratio` times its second
-  // number, because a multiplication takes less time than largest_ratio's division.
-  Distances (*of_floats)(const float* a, const float* b, std::size_t n, const Tolerance& tolerance,
-                         double ratio);
-  Distances (*of_doubles)(const double* a, const double* b, std::size_t n,
-                          const Tolerance& tolerance, double ratio);
-  double (*largest_ratio_of_floats)(const float* a, const float* b, std::size_t n);
-  double (*largest_ratio_of_doubles)(const double* a, const double* b, std::size_t n);
-  double (*squares_of_floats)(const float* data, std::size_t n);
-  double (*squares_of_doubles)(const double* data, std::size_t n);
-  // Finds each pair's index in Difference::ulps.
-  void (*ulps_of_floats)(const float* a, const float* b, std::size_t n, Grid grid,
-                         std::uint8_t* result);
-  void (*ulps_of_doubles)(const double* a, const double* b, std::size_t n, Grid grid,
-                          std::uint8_t* result);
-  // The same for whole numbers.
-  void (*ulps_of_integers_in_floats)(const float* a, const float* b, std::size_t n,
-                                     std::uint8_t* result);
-  void (*ulps_of_integers_in_doubles)(const double* a, const double* b, std::size_t n,
-                                      std::uint8_t* result);
+  DistancesLoops<float> floats;
+  DistancesLoops<double> doubles;
   // Adds the count of each index to `counts`.
   void (*count_ulps)(const std::uint8_t* ulps, std::size_t n, std::uint64_t* counts);
-  PairKinds (*kinds_of_floats)(const float* a, const float* b, std::size_t n);
-  PairKinds (*kinds_of_doubles)(const double* a, const double* b, std::size_t n);
 };
 
 extern const DistancesKernel kDistancesKernels[];
 extern const std::size_t kNDistancesKernels;
 
 const DistancesKernel& distances_kernel();
+template <typename Number>
+const DistancesLoops<Number>& distances_loops() {
+  return loops_of<Number>(distances_kernel());
+}
 
 }  // namespace ptsave::statistics_internal

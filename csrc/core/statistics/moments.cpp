@@ -3,7 +3,6 @@
 // In this file CMakeLists.txt lets the compiler change the order of additions, which vectorized
 // sums need, and assume that all numbers are finite.  Therefore NaN and infinity are found by their
 // bits.
-#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -63,16 +62,16 @@ PTSAVE_INLINE Moments moments_of(const Number* data, std::size_t n) {
   return {n_zero, mean, squares, static_cast<double>(low), static_cast<double>(high)};
 }
 
-// Bits: an unsigned integer as wide as the number; Infinity: the bits of infinity.
-template <typename Bits, Bits Infinity, typename Number>
+template <typename Number>
 PTSAVE_INLINE NonFinite non_finite(const Number* data, std::size_t n) {
+  using Bits = BitsOf<Number>;
   constexpr Bits kWithoutSign = static_cast<Bits>(~Bits{0}) >> 1;
   Bits n_nan = 0;
   Bits n_both = 0;
   for (std::size_t i = 0; i < n; ++i) {
     const Bits magnitude = std::bit_cast<Bits>(data[i]) & kWithoutSign;
-    n_nan += magnitude > Infinity ? 1U : 0U;
-    n_both += magnitude >= Infinity ? 1U : 0U;
+    n_nan += magnitude > kInfinityBits<Number> ? 1U : 0U;
+    n_both += magnitude >= kInfinityBits<Number> ? 1U : 0U;
   }
   return {n_nan, n_both - n_nan};
 }
@@ -93,32 +92,22 @@ PTSAVE_INLINE void from_half(const std::uint16_t* data, std::size_t n, float* re
   }
 }
 
-// The five loops, each inlined into a function that names the CPU's features.
+// The loops, each inlined into a function that names the CPU's features.
 #define PTSAVE_KERNEL(NAME, TARGET)                                                       \
-  TARGET Moments of_floats_##NAME(const float* data, std::size_t n) {                     \
+  template <typename Number>                                                              \
+  TARGET Moments moments_##NAME(const Number* data, std::size_t n) {                      \
     return moments_of(data, n);                                                           \
   }                                                                                       \
-  TARGET Moments of_doubles_##NAME(const double* data, std::size_t n) {                   \
-    return moments_of(data, n);                                                           \
-  }                                                                                       \
-  TARGET NonFinite non_finite_floats_##NAME(const float* data, std::size_t n) {           \
-    return non_finite<std::uint32_t, 0x7F80'0000>(data, n);                               \
-  }                                                                                       \
-  TARGET NonFinite non_finite_doubles_##NAME(const double* data, std::size_t n) {         \
-    return non_finite<std::uint64_t, 0x7FF0'0000'0000'0000>(data, n);                     \
+  template <typename Number>                                                              \
+  TARGET NonFinite non_finite_##NAME(const Number* data, std::size_t n) {                 \
+    return non_finite(data, n);                                                           \
   }                                                                                       \
   void TARGET from_half_##NAME(const std::uint16_t* data, std::size_t n, float* result) { \
     from_half(data, n, result);                                                           \
   }
-
+#define PTSAVE_LOOPS(NAME, NUMBER) {moments_##NAME<NUMBER>, non_finite_##NAME<NUMBER>}
 #define PTSAVE_KERNEL_ENTRY(NAME, SUPPORTED) \
-  {#NAME,                                    \
-   (SUPPORTED),                              \
-   of_floats_##NAME,                         \
-   of_doubles_##NAME,                        \
-   non_finite_floats_##NAME,                 \
-   non_finite_doubles_##NAME,                \
-   from_half_##NAME}
+  {#NAME, (SUPPORTED), PTSAVE_LOOPS(NAME, float), PTSAVE_LOOPS(NAME, double), from_half_##NAME}
 
 PTSAVE_KERNEL(portable, )
 #if defined(__x86_64__)

@@ -13,6 +13,139 @@
 #include "core/statistics/elements.h"
 #include "core/statistics/kernels.h"
 
+namespace ptsave::statistics_internal {
+namespace {
+
+template <typename To>
+void read_table(Element element, const std::byte* data, std::size_t n, To* result) {
+  const ByteValues& values = values_of(element);
+  for (std::size_t i = 0; i < n; ++i) {
+    result[i] = static_cast<To>(values[std::to_integer<std::size_t>(data[i])]);
+  }
+}
+
+void read_pairs_of_nibbles(const std::byte* data, std::size_t n, float* result) {
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto byte = std::to_integer<unsigned>(data[i / 2]);
+    result[i] = static_cast<float>(kFloat4E2M1(i % 2 == 0 ? byte & 0xF : byte >> 4));
+  }
+}
+
+constexpr Grid kFinest{52, -1022};
+constexpr Grid kOfHalf{10, -14};
+constexpr Grid kOfFloat{23, -126};
+
+// In the order of Element.
+constexpr std::array kFormats = {
+    Format{8, Kind::kReal, kFinest},      // kFloat64
+    Format{4, Kind::kReal, kOfFloat},     // kFloat32
+    Format{2, Kind::kReal, kOfHalf},      // kFloat16
+    Format{2, Kind::kReal, {7, -126}},    // kBFloat16
+    Format{16, Kind::kComplex, kFinest},  // kComplex128
+    Format{8, Kind::kComplex, kOfFloat},  // kComplex64
+    Format{4, Kind::kComplex, kOfHalf},   // kComplex32
+    Format{8, Kind::kInteger, kFinest},   // kInt64
+    Format{8, Kind::kInteger, kFinest},   // kUInt64
+    Format{4, Kind::kInteger, kFinest},   // kInt32
+    Format{4, Kind::kInteger, kFinest},   // kUInt32
+    Format{2, Kind::kInteger, kFinest},   // kInt16
+    Format{2, Kind::kInteger, kFinest},   // kUInt16
+    Format{1, Kind::kInteger, kFinest},   // kInt8
+    Format{1, Kind::kInteger, kFinest},   // kUInt8
+    Format{1, Kind::kInteger, kFinest},   // kBool
+    Format{1, Kind::kReal, {3, -6}},      // kFloat8E4M3
+    Format{1, Kind::kReal, {3, -7}},      // kFloat8E4M3Uz
+    Format{1, Kind::kReal, {2, -14}},     // kFloat8E5M2
+    Format{1, Kind::kReal, {2, -15}},     // kFloat8E5M2Uz
+    Format{1, Kind::kReal, {0, -126}},    // kFloat8E8M0
+    Format{1, Kind::kReal, {1, 0}},       // kFloat4E2M1Pair
+};
+static_assert(kFormats.size() == static_cast<std::size_t>(Element::kFloat4E2M1Pair) + 1);
+
+}  // namespace
+
+const Format& format_of(Element element) { return kFormats[static_cast<std::size_t>(element)]; }
+
+const ByteValues& values_of(Element element) {
+  // In the order of Element, from kInt8 on.
+  static const std::array kValues = {
+      tabulate([](unsigned byte) { return static_cast<double>(static_cast<std::int8_t>(byte)); }),
+      tabulate([](unsigned byte) { return double{1} * byte; }),
+      tabulate([](unsigned byte) { return byte != 0 ? 1.0 : 0.0; }),
+      tabulate(SmallFloat{4, 3, 7, Specials::kLargest}),
+      tabulate(SmallFloat{4, 3, 8, Specials::kMinusZero}),
+      tabulate(SmallFloat{5, 2, 15, Specials::kIeee}),
+      tabulate(SmallFloat{5, 2, 16, Specials::kMinusZero}),
+      tabulate([](unsigned byte) {
+        return byte == 0xFF ? std::numeric_limits<double>::quiet_NaN()
+                            : std::ldexp(1.0, static_cast<int>(byte) - 127);
+      })};
+  return kValues.at(static_cast<std::size_t>(element) - static_cast<std::size_t>(Element::kInt8));
+}
+
+void read(Element element, const std::byte* data, std::size_t n, float* result) {
+  switch (element) {
+    case Element::kFloat32:
+      return convert<float>(data, n, result);
+    case Element::kFloat16:
+      return convert<Half>(data, n, result);
+    case Element::kBFloat16:
+      return convert<BFloat16>(data, n, result);
+    case Element::kInt16:
+      return convert<std::int16_t>(data, n, result);
+    case Element::kUInt16:
+      return convert<std::uint16_t>(data, n, result);
+    case Element::kInt8:
+      return convert<std::int8_t>(data, n, result);
+    case Element::kUInt8:
+      return convert<std::uint8_t>(data, n, result);
+    case Element::kFloat4E2M1Pair:
+      return read_pairs_of_nibbles(data, n, result);
+    default:
+      return read_table(element, data, n, result);
+  }
+}
+
+void read(Element element, const std::byte* data, std::size_t n, double* result) {
+  switch (element) {
+    case Element::kFloat64:
+      return convert<double>(data, n, result);
+    case Element::kInt64:
+      return convert<std::int64_t>(data, n, result);
+    case Element::kUInt64:
+      return convert<std::uint64_t>(data, n, result);
+    case Element::kInt32:
+      return convert<std::int32_t>(data, n, result);
+    case Element::kUInt32:
+      return convert<std::uint32_t>(data, n, result);
+    default: {
+      std::array<float, kBlockLength> floats;
+      read(element, data, n, floats.data());
+      std::copy_n(floats.begin(), n, result);
+    }
+  }
+}
+
+void read(Element element, const std::byte* data, std::size_t n, std::int64_t* result) {
+  switch (element) {
+    case Element::kInt64:
+    case Element::kUInt64:
+      return convert<std::int64_t>(data, n, result);
+    case Element::kInt32:
+      return convert<std::int32_t>(data, n, result);
+    case Element::kUInt32:
+      return convert<std::uint32_t>(data, n, result);
+    case Element::kInt16:
+      return convert<std::int16_t>(data, n, result);
+    case Element::kUInt16:
+      return convert<std::uint16_t>(data, n, result);
+    default:
+      return read_table(element, data, n, result);
+  }
+}
+
+}  // namespace ptsave::statistics_internal
+
 namespace ptsave {
 namespace {
 
@@ -104,11 +237,6 @@ void merge(Statistics& to, const Statistics& from, std::uint64_t from_nbytes) {
 
 // ------------------------------------------------------------- numbers of at least two bytes
 
-Moments moments_of(const float* data, std::size_t n) { return moments_kernel().of_floats(data, n); }
-Moments moments_of(const double* data, std::size_t n) {
-  return moments_kernel().of_doubles(data, n);
-}
-
 double largest_of(const Moments& moments) {
   return std::max(std::abs(moments.min), std::abs(moments.max));
 }
@@ -119,7 +247,7 @@ Center scaled_center_of(const Moments& moments, const double* data, std::size_t 
   const double factor = std::ldexp(1, -scale);
   std::array<double, kBlockLength> numbers;
   for (std::size_t i = 0; i < n; ++i) numbers[i] = data[i] * factor;
-  const Moments found = moments_of(numbers.data(), n);
+  const Moments found = moments_loops<double>().moments(numbers.data(), n);
   const double mean = std::ldexp(between(found.min, found.max, found.mean), scale);
   return {between(moments.min, moments.max, mean), 0, found.squares, scale};
 }
@@ -136,7 +264,7 @@ Center center_of(const Moments& moments, const Number* data, std::size_t n) {
 template <typename Number>
 void add_finite(Statistics& to, const Number* data, std::size_t n) {
   if (n == 0) return;
-  const Moments moments = moments_of(data, n);
+  const Moments moments = moments_loops<Number>().moments(data, n);
   add_center(to, n, center_of(moments, data, n));
   to.n += n;
   to.n_zero += moments.n_zero;
@@ -146,7 +274,7 @@ void add_finite(Statistics& to, const Number* data, std::size_t n) {
 
 template <typename Number>
 void add_numbers(Statistics& to, const Number* data, std::size_t n) {
-  const NonFinite others = non_finite_in(data, n);
+  const NonFinite others = moments_loops<Number>().non_finite(data, n);
   if (others.n_nan + others.n_inf == 0) {
     add_finite(to, data, n);
     return;
@@ -241,8 +369,8 @@ void add_complex_block(Statistics& to, const Number* data, std::size_t n) {
     to.min = std::min(to.min, magnitude);
     to.max = std::max(to.max, magnitude);
   }
-  const Moments x = moments_of(real.data(), n_finite);
-  const Moments y = moments_of(imaginary.data(), n_finite);
+  const Moments x = moments_loops<double>().moments(real.data(), n_finite);
+  const Moments y = moments_loops<double>().moments(imaginary.data(), n_finite);
   const int scale = scale_of(std::max(largest_of(x), largest_of(y)));
   if (scale == 0) {
     add_center(to, n_finite, {x.mean, y.mean, x.squares + y.squares, 0});
@@ -364,35 +492,9 @@ Statistics statistics_of_chunk(Element element, const std::byte* data, std::size
   return result;
 }
 
-void check_whole(Element element, std::size_t nbytes) {
-  if (nbytes % nbytes_of(element) != 0) throw std::invalid_argument("not a number of elements");
-}
-
 }  // namespace
 
-std::size_t nbytes_of(Element element) {
-  switch (element) {
-    case Element::kComplex128:
-      return 16;
-    case Element::kFloat64:
-    case Element::kComplex64:
-    case Element::kInt64:
-    case Element::kUInt64:
-      return 8;
-    case Element::kFloat32:
-    case Element::kComplex32:
-    case Element::kInt32:
-    case Element::kUInt32:
-      return 4;
-    case Element::kFloat16:
-    case Element::kBFloat16:
-    case Element::kInt16:
-    case Element::kUInt16:
-      return 2;
-    default:
-      return 1;
-  }
-}
+std::size_t nbytes_of(Element element) { return format_of(element).nbytes; }
 
 double Statistics::standard_deviation() const {
   if (n_finite() < 2) return kNan;
@@ -410,14 +512,9 @@ double Statistics::norm() const {
 }
 
 Statistics statistics_of(Element element, const void* data, std::size_t nbytes) {
-  check_whole(element, nbytes);
-  const auto* const bytes = static_cast<const std::byte*>(data);
-  Statistics result = nothing();
-  for (std::size_t begin = 0; begin < nbytes; begin += kChunkNbytes) {
-    const std::size_t length = std::min(kChunkNbytes, nbytes - begin);
-    merge(result, statistics_of_chunk(element, bytes + begin, length), length);
-  }
-  return result;
+  ChunkedStatistics chunks(element, static_cast<const std::byte*>(data), nbytes);
+  for (std::size_t i = 0; i < chunks.n_chunks(); ++i) chunks.take(i);
+  return chunks.result();
 }
 
 ChunkedStatistics::ChunkedStatistics(Element element, const std::byte* data, std::size_t nbytes,
@@ -427,7 +524,7 @@ ChunkedStatistics::ChunkedStatistics(Element element, const std::byte* data, std
       nbytes_(nbytes),
       copy_(copy),
       parts_((nbytes + kChunkNbytes - 1) / kChunkNbytes) {
-  check_whole(element, nbytes);
+  if (nbytes % nbytes_of(element) != 0) throw std::invalid_argument("not a number of elements");
 }
 
 void ChunkedStatistics::take(std::size_t chunk) {

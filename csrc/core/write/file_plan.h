@@ -2,29 +2,36 @@
 // payloads, and pieces with checksums of blocks.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "core/base/error.h"
+#include "core/base/owner.h"
 #include "core/crc/crc32.h"
 #include "core/format/archive.h"
 #include "core/io/file.h"
+#include "core/memory/pages.h"
 #include "core/pipeline/stager.h"
-#include "core/write/archive_body.h"
+#include "core/write/file_body.h"
 #include "core/write/payloads.h"
 #include "core/write/writer.h"
 
 namespace ptsave {
 
 // Each write produces the whole file, so it may be retried elsewhere.  One write at a time.
-class FilePlan {
+class FilePlan : public Interface {
  public:
   // A file that appears complete or not at all; `display` is its name in errors.
   struct Replacement {
@@ -32,11 +39,6 @@ class FilePlan {
     std::string display;
     bool durable = false;
   };
-
-  FilePlan() = default;
-  FilePlan(const FilePlan&) = delete;
-  FilePlan& operator=(const FilePlan&) = delete;
-  virtual ~FilePlan() = default;
 
   virtual std::uint64_t nbytes() const = 0;
   // Whether payloads are left out as holes.
@@ -49,15 +51,48 @@ class FilePlan {
   virtual std::vector<DamagedPayload> damaged() const = 0;
 
   // Replaces or creates a file.  Throws IoError, FormatError.
-  void write_file(const Replacement& target, const WriteOptions& options, const Poll& poll);
+  void write_file(const Replacement& target, const WriteOptions& options, const Poll& poll) {
+    run(options, [&](const WriteOptions& write) {
+      AtomicFile replacement(target.path, target.display);
+      File& file = replacement.file();
+      write_to(file, write, poll);
+      try {
+        replacement.commit(target.durable);
+      } catch (const IoError&) {
+        if (arriving_ != nullptr) complete_ = File::duplicate(file.fd(), target.display);
+        throw;
+      }
+    });
+  }
+
   // Lets the next write_file() read payloads while they are being copied.
   void follow(ArrivingPayloads& payloads) { arriving_ = &payloads; }
+
   // Overwrites a file in place, or creates it.  If payloads come from that same file, the bytes go
   // through `scratch`, the descriptor of an empty file.
   void write_in_place(const std::string& path, std::optional<int> scratch, bool durable,
-                      const WriteOptions& options, const Poll& poll);
+                      const WriteOptions& options, const Poll& poll) {
+    run(options, [&](const WriteOptions& write) {
+      const auto write_it = [&](File& file) { write_to(file, write, poll); };
+      std::optional<File> first;
+      if (scratch) first = File::duplicate(*scratch, path);
+      if (complete_) {
+        overwrite(path, &*complete_, nbytes(), durable, [](File& /*complete*/) {}, poll);
+        progress_ = nbytes();
+        return;
+      }
+      overwrite(path, first ? &*first : nullptr, has_holes() ? 0 : nbytes(), durable, write_it,
+                poll);
+    });
+  }
+
   // Passes the file to `sink` piece by piece, on this thread.
-  void write_stream(const StreamSink& sink, const WriteOptions& options);
+  void write_stream(const StreamSink& sink, const WriteOptions& options) {
+    run(options, [&](const WriteOptions& write) {
+      const auto body = make_body(write, write.chunk_nbytes);
+      write_to_stream(*body, sink, write, progress_);
+    });
+  }
   // Bytes that the last write has written so far.  Safe for concurrent use.
   std::uint64_t nbytes_written() const { return progress_.load(); }
 
@@ -82,12 +117,16 @@ class FilePlan {
     const std::unique_ptr<Stager> stager = begin_write(options);
     write(std::as_const(options));
   }
-  Progress& progress() { return progress_; }
-
- private:
-  void write_to(File& file, const WriteOptions& options, const Poll& poll);
 
   Progress progress_{0};
+
+ private:
+  void write_to(File& file, const WriteOptions& options, const Poll& poll) {
+    if (!has_holes()) file.preallocate(nbytes());
+    const auto body = make_body(options, direct_chunk_nbytes(file, options));
+    write_to_file(*body, file, 0, options, progress_, poll);
+  }
+
   ArrivingPayloads* arriving_ = nullptr;
   // A complete file of arriving payloads whose rename failed: these payloads cannot be read again.
   std::optional<File> complete_;
@@ -106,14 +145,23 @@ class PlannedRecords {
     specs_.push_back({std::move(name), nbytes});
     addresses_.push_back(data);
   }
-  void add_made(std::string&& name, std::uint64_t nbytes, Maker make);
+  void add_made(std::string&& name, std::uint64_t nbytes, Maker make) {
+    makers_.emplace(specs_.size(), std::move(make));
+    add_staged(std::move(name), nbytes);
+  }
   // Adds a payload that the plan's PayloadStaging brings.
-  void add_staged(std::string&& name, std::uint64_t nbytes);
+  void add_staged(std::string&& name, std::uint64_t nbytes) {
+    specs_.push_back({std::move(name), nbytes});
+    addresses_.push_back(nullptr);
+  }
   // Keeps `owner` alive until the plan is released.
   void keep(std::shared_ptr<const void> owner) { owners_.push_back(std::move(owner)); }
 
   std::size_t size() const { return specs_.size(); }
-  void reserve(std::size_t n_records);
+  void reserve(std::size_t n_records) {
+    specs_.reserve(n_records);
+    addresses_.reserve(n_records);
+  }
 
  private:
   friend class ArchivePlan;
@@ -136,7 +184,13 @@ class ArchivePlan final : public FilePlan {
 
   // `staging` brings staged records; null if there are none.
   ArchivePlan(const std::string& root, PlannedRecords records, std::uint64_t alignment,
-              std::unique_ptr<PayloadStaging> staging = nullptr);
+              std::unique_ptr<PayloadStaging> staging = nullptr)
+      : records_(std::move(records)),
+        layout_(plan(root, records_.specs_, alignment)),
+        staging_(std::move(staging)),
+        payloads_([this](std::size_t record) { return payload(record); }) {
+    records_.specs_ = {};  // the layout has all of them
+  }
 
   std::uint64_t nbytes() const override { return layout_.nbytes(); }
   std::string record_name(std::size_t record) const { return std::string(layout_.name(record)); }
@@ -145,38 +199,111 @@ class ArchivePlan final : public FilePlan {
   bool is_pinned() const override {
     return staged_ahead_ != nullptr || (staging_ != nullptr && staging_->is_pinned());
   }
-  std::vector<DamagedPayload> damaged() const override;
+  std::vector<DamagedPayload> damaged() const override {
+    return staging_ ? staging_->damaged() : std::vector<DamagedPayload>{};
+  }
 
   // Takes these records' payloads from sources.  Throws std::invalid_argument if payloads are
   // already staged, or for an unknown record.
-  void read_from(SharedSources sources, std::span<const NamedSource> payloads);
+  void read_from(SharedSources sources, std::span<const NamedSource> payloads) {
+    if (staging_ != nullptr || staged_ahead_ != nullptr) {
+      throw std::invalid_argument("the payloads come from somewhere else");
+    }
+    std::unordered_map<std::string_view, std::size_t> numbers;
+    for (std::size_t i = 0; i < layout_.size(); ++i) numbers.emplace(layout_.name(i), i);
+    std::vector<SourcePayload> by_record(layout_.size());
+    for (const NamedSource& each : payloads) {
+      const auto found = numbers.find(each.record);
+      if (found == numbers.end()) throw std::invalid_argument("no such record: " + each.record);
+      by_record[found->second] = each.payload;
+    }
+    staging_ = std::make_unique<SourcedPayloads>(std::move(sources), std::move(by_record));
+  }
+
   // Fixes the accelerators' payloads to their values after the work now on this thread's current
   // streams; they are staged in chunks of this size.
-  void begin_staging(std::size_t chunk_nbytes);
+  void begin_staging(std::size_t chunk_nbytes) {
+    if (staging_ == nullptr) return;
+    std::unique_ptr<Stager> stager = staging_->hand_over();
+    if (stager == nullptr) return;
+    staging_.reset();
+    staged_ahead_ = std::make_unique<StagedAhead>(layout_, std::move(stager), chunk_nbytes);
+  }
   // Copies these payloads to the host; afterwards the plan does not need the accelerators' memory.
-  void stage(std::size_t n_threads, const Poll& poll);
+  void stage(std::size_t n_threads, const Poll& poll) {
+    if (staged_ahead_ != nullptr) staged_ahead_->run(n_threads, poll);
+  }
 
   // Releases all payloads; a later write throws std::invalid_argument.
-  void release();
+  void release() {
+    is_released_ = true;
+    staging_.reset();
+    staged_ahead_.reset();
+    records_.makers_.clear();
+    records_.owners_.clear();
+    release_arriving();
+  }
   // The same in a forked child, which leaks its copies of accelerators' objects, because freeing
   // page-locked memory would call the parent's driver.
-  void abandon();
+  void abandon() {
+    if (staging_ != nullptr) staging_->abandon();
+    keep_for_ever(std::move(staged_ahead_));
+    release();
+  }
 
   // Writes into an open file, which stays the caller's, from `offset` on.
   void write_descriptor(int fd, std::uint64_t offset, const std::string& name, bool durable,
-                        const WriteOptions& options, const Poll& poll);
+                        const WriteOptions& options, const Poll& poll) {
+    run(options, [&](const WriteOptions& write) {
+      File file = File::duplicate(fd, name);
+      WriteOptions buffered = write;
+      buffered.direct_nbytes.reset();
+      const auto body = make_body(buffered, buffered.chunk_nbytes);
+      write_to_file(*body, file, offset, buffered, progress_, poll);
+      if (durable) file.sync();
+    });
+  }
+
   // Throws std::invalid_argument if the target's size is not nbytes().
-  void write_memory(std::span<std::byte> target, const WriteOptions& options, const Poll& poll);
+  void write_memory(std::span<std::byte> target, const WriteOptions& options, const Poll& poll) {
+    if (target.size() != nbytes()) {
+      throw std::invalid_argument("the buffer's size is not the archive's");
+    }
+    run(options, [&](const WriteOptions& write) {
+      const auto body = make_body(write, write.chunk_nbytes);
+      write_to_memory(*body, target.data(), write, progress_, poll);
+    });
+  }
 
  protected:
-  std::unique_ptr<Stager> begin_write(WriteOptions& options) override;
+  std::unique_ptr<Stager> begin_write(WriteOptions& options) override {
+    if (is_released_) throw std::invalid_argument("the plan was released");
+    made_ = kNone;
+    if (is_sequential()) options.n_threads = options.n_direct_threads = 0;
+    if (staging_ != nullptr) return staging_->begin_write(options);
+    options.stager = staged_ahead_.get();
+    return nullptr;
+  }
   std::unique_ptr<FileBody> make_body(const WriteOptions& options,
-                                      std::size_t chunk_nbytes) const override;
+                                      std::size_t chunk_nbytes) const override {
+    auto body = std::make_unique<ArchiveBody>(layout_, payloads_, options.stager,
+                                              options.compute_crcs, chunk_nbytes);
+    body->follow(options.arriving);
+    return body;
+  }
 
  private:
   static constexpr std::size_t kNone = ~std::size_t{0};
 
-  const std::byte* payload(std::size_t record);
+  const std::byte* payload(std::size_t record) {
+    const std::byte*& address = records_.addresses_[record];
+    if (records_.makers_.empty() || record == made_) return address;
+    if (const auto make = records_.makers_.find(record); make != records_.makers_.end()) {
+      address = make->second();
+      made_ = record;
+    }
+    return address;
+  }
 
   PlannedRecords records_;
   ArchiveLayout layout_;
@@ -187,52 +314,33 @@ class ArchivePlan final : public FilePlan {
   Payloads payloads_;
 };
 
-// A header and payloads, one directly behind the other, like a safetensors file.
-class PackedBody final : public FileBody {
- public:
-  // `stager` brings all payloads, of these sizes.  Header, sizes and stager must outlive the body.
-  PackedBody(const std::string& header, std::span<const std::uint64_t> payload_nbytes,
-             Stager& stager, bool compute_crcs, std::size_t chunk_nbytes);
-
-  void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) override;
-  std::string tail() override;
-  std::span<const std::uint32_t> crcs() override { return crcs_; }
-  // Reads all payloads, which must be in host memory, through `arriving`.
-  void follow(ArrivingPayloads* arriving) { arriving_ = arriving; }
-
- private:
-  // The CRC of a payload's part in a chunk.
-  struct PieceCrc {
-    std::size_t payload;
-    std::uint64_t nbytes;
-    std::uint32_t crc;
-  };
-
-  std::vector<PayloadPiece> pieces_of(std::size_t chunk) const;
-
-  const std::string& header_;
-  Stager& stager_;
-  ArrivingPayloads* arriving_ = nullptr;
-  const bool compute_crcs_;
-  std::vector<std::uint64_t> ends_;            // of the payloads, in the file
-  std::vector<std::vector<PieceCrc>> pieces_;  // by chunk
-  std::vector<std::uint32_t> crcs_;
-};
-
 class PackedPlan final : public FilePlan {
  public:
   // `payloads` brings all payloads, of these sizes.
   PackedPlan(std::string header, std::vector<std::uint64_t> payload_nbytes,
-             std::unique_ptr<PayloadStaging> payloads);
+             std::unique_ptr<PayloadStaging> payloads)
+      : header_(std::move(header)),
+        payload_nbytes_(std::move(payload_nbytes)),
+        payloads_(std::move(payloads)) {}
 
-  std::uint64_t nbytes() const override;
+  std::uint64_t nbytes() const override {
+    return std::accumulate(payload_nbytes_.begin(), payload_nbytes_.end(),
+                           std::uint64_t{header_.size()});
+  }
   bool is_pinned() const override { return payloads_->is_pinned(); }
   std::vector<DamagedPayload> damaged() const override { return payloads_->damaged(); }
 
  protected:
-  std::unique_ptr<Stager> begin_write(WriteOptions& options) override;
+  std::unique_ptr<Stager> begin_write(WriteOptions& options) override {
+    return payloads_->begin_write(options);
+  }
   std::unique_ptr<FileBody> make_body(const WriteOptions& options,
-                                      std::size_t chunk_nbytes) const override;
+                                      std::size_t chunk_nbytes) const override {
+    auto body = std::make_unique<PackedBody>(header_, payload_nbytes_, *options.stager,
+                                             options.compute_crcs, chunk_nbytes);
+    body->follow(options.arriving);
+    return body;
+  }
 
  private:
   std::string header_;
@@ -240,56 +348,46 @@ class PackedPlan final : public FilePlan {
   std::unique_ptr<PayloadStaging> payloads_;
 };
 
-// Bytes at a position in the file; without `data`, the stager brings them by the piece's number.
-struct PlacedPiece {
-  std::uint64_t offset = 0;
-  std::uint64_t nbytes = 0;
-  const std::byte* data = nullptr;
-
-  std::uint64_t end() const { return offset + nbytes; }
-};
-
-// The blocks of a file, with zeros between its pieces.  The tail is the table of the blocks'
-// checksums, so that any part can be read and checked alone.
-class CheckedBody final : public FileBody {
- public:
-  // Pieces are in the order of their offsets, without overlaps; chunks are whole blocks.  Pieces
-  // and stager, which may be null, must outlive the body.
-  CheckedBody(std::span<const PlacedPiece> pieces, Stager* stager, std::size_t chunk_nbytes);
-
-  // Size of the blocks that hold all pieces.
-  static std::uint64_t nbytes_of(std::span<const PlacedPiece> pieces);
-
-  void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) override;
-  std::string tail() override;
-  // The CRCs of the blocks.
-  std::span<const std::uint32_t> crcs() override { return crcs_; }
-
- private:
-  std::vector<std::size_t> pieces_of(ByteRange range) const;
-
-  const std::span<const PlacedPiece> pieces_;
-  Stager* const stager_;
-  std::vector<std::uint32_t> crcs_;
-};
-
 // One rank's file in a distributed checkpoint.
 class CheckedPlan final : public FilePlan {
  public:
   // `staging`, which may be null, brings the pieces without data; all other pieces must outlive the
   // plan.  Throws std::invalid_argument for pieces out of order.
-  CheckedPlan(std::vector<PlacedPiece> pieces, std::unique_ptr<PayloadStaging> staging);
+  CheckedPlan(std::vector<PlacedPiece> pieces, std::unique_ptr<PayloadStaging> staging)
+      : pieces_(std::move(pieces)), staging_(std::move(staging)) {
+    for (std::size_t i = 1; i < pieces_.size(); ++i) {
+      if (pieces_[i].offset < pieces_[i - 1].end()) {
+        throw std::invalid_argument("pieces of a file overlap, or are not in its order");
+      }
+    }
+  }
 
-  std::uint64_t nbytes() const override;
+  std::uint64_t nbytes() const override {
+    const std::uint64_t nbytes = CheckedBody::nbytes_of(pieces_);
+    return nbytes + nbytes / kCheckedBlockNbytes * sizeof(std::uint32_t);
+  }
   bool is_pinned() const override { return staging_ != nullptr && staging_->is_pinned(); }
   std::vector<DamagedPayload> damaged() const override { return {}; }
   // The CRCs of the last write's blocks, in order.
   std::span<const std::uint32_t> block_crcs() const { return block_crcs_; }
 
  protected:
-  std::unique_ptr<Stager> begin_write(WriteOptions& options) override;
+  std::unique_ptr<Stager> begin_write(WriteOptions& options) override {
+    options.chunk_nbytes =
+        std::max(align_down(options.chunk_nbytes, kCheckedBlockNbytes), kCheckedBlockNbytes);
+    std::unique_ptr<Stager> stager = staging_ ? staging_->begin_write(options) : nullptr;
+    options.compute_crcs = true;
+    // Replaces the staging's comparison, because these are checksums of blocks, not of pieces.
+    options.check_crcs = [this](std::span<const std::uint32_t> crcs) {
+      block_crcs_.assign(crcs.begin(), crcs.end());
+    };
+    return stager;
+  }
+
   std::unique_ptr<FileBody> make_body(const WriteOptions& options,
-                                      std::size_t chunk_nbytes) const override;
+                                      std::size_t chunk_nbytes) const override {
+    return std::make_unique<CheckedBody>(pieces_, options.stager, chunk_nbytes);
+  }
 
  private:
   std::vector<PlacedPiece> pieces_;

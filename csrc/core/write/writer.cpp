@@ -1,15 +1,10 @@
 #include "core/write/writer.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <functional>
 #include <mutex>
 #include <new>
-#include <optional>
-#include <span>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -305,8 +300,8 @@ class DirectWriter {
 };
 
 // Runs `write_chunk` over the body's chunks, without threads for a single chunk.
-void run_chunks(FileBody& body, std::size_t n_threads, Priority priority, Progress& progress,
-                const Poll& poll, const ChunkPipeline::Work& write_chunk) {
+void run_body(FileBody& body, std::size_t n_threads, Priority priority, Progress& progress,
+              const Poll& poll, const ChunkPipeline::Work& write_chunk) {
   const auto work = [&](ChunkPipeline& self, std::size_t chunk) {
     write_chunk(self, chunk);
     progress.fetch_add(body.chunk_range(chunk).nbytes(), std::memory_order_relaxed);
@@ -350,21 +345,6 @@ std::size_t direct_chunk_nbytes(const File& file, const WriteOptions& options) {
   return align_up(options.chunk_nbytes, file.direct_io_alignment().block_nbytes());
 }
 
-void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File& file,
-                    std::uint64_t base_offset, WriteOptions options, Progress& progress,
-                    const Poll& poll) {
-  options.direct_nbytes.reset();
-  ArchiveBody body(layout, payloads, options.stager, options.compute_crcs, options.chunk_nbytes);
-  write_to_file(body, file, base_offset, options, progress, poll);
-}
-
-void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
-                  const WriteOptions& options, Progress& progress, const Poll& poll) {
-  ArchiveBody body(layout, payloads, options.stager, options.compute_crcs,
-                   direct_chunk_nbytes(file, options));
-  write_direct(body, file, 0, options, progress, poll);
-}
-
 void write_direct(FileBody& body, File& file, std::uint64_t base_offset, WriteOptions options,
                   Progress& progress, const Poll& poll) {
   options.n_direct_threads = options.n_threads;
@@ -386,20 +366,20 @@ void write_to_file(FileBody& body, File& file, std::uint64_t base_offset,
   DirectWriter direct(body, file, base_offset, options, gathered.count());
   MemoryGauge gauge;
   std::once_flag turned;
-  run_chunks(body, n_threads, options.priority, progress, poll,
-             [&](ChunkPipeline& pipeline, std::size_t i) {
-               const bool is_first = body.chunk_range(i).begin < n_first;
-               if (direct.is_possible() && (is_first || !gauge.is_cheap())) {
-                 std::call_once(turned, [&] {
-                   direct.take_buffers();
-                   pipeline.add_workers(n_more);
-                 });
-                 if (direct.is_possible()) return direct.write(pipeline, i);
-               }
-               const BufferPool::Lease buffer(gathered);
-               write_cached(body, pipeline, i, file, base_offset, options.compute_crcs, gather,
-                            buffer.data(), gauge);
-             });
+  run_body(body, n_threads, options.priority, progress, poll,
+           [&](ChunkPipeline& pipeline, std::size_t i) {
+             const bool is_first = body.chunk_range(i).begin < n_first;
+             if (direct.is_possible() && (is_first || !gauge.is_cheap())) {
+               std::call_once(turned, [&] {
+                 direct.take_buffers();
+                 pipeline.add_workers(n_more);
+               });
+               if (direct.is_possible()) return direct.write(pipeline, i);
+             }
+             const BufferPool::Lease buffer(gathered);
+             write_cached(body, pipeline, i, file, base_offset, options.compute_crcs, gather,
+                          buffer.data(), gauge);
+           });
   const std::uint64_t end = body.nbytes() - direct.rest().size();
   const std::string tail = direct.rest() + checked_tail(body, options);
   file.write_at(base_offset + end, tail.data(), tail.size());
@@ -420,29 +400,22 @@ void overwrite(const std::string& path, File* scratch, std::uint64_t nbytes, boo
   target.commit(durable);
 }
 
-void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std::byte* out,
-                     const WriteOptions& options, Progress& progress, const Poll& poll) {
-  ArchiveBody body(layout, payloads, options.stager, options.compute_crcs, options.chunk_nbytes);
-  run_chunks(body, options.n_threads, options.priority, progress, poll,
-             [&](ChunkPipeline& pipeline, std::size_t i) {
-               MemoryChunk chunk(out + body.chunk_range(i).begin, options.compute_crcs);
-               body.produce(pipeline, i, chunk);
-             });
+void write_to_memory(FileBody& body, std::byte* out, const WriteOptions& options,
+                     Progress& progress, const Poll& poll) {
+  run_body(body, options.n_threads, options.priority, progress, poll,
+           [&](ChunkPipeline& pipeline, std::size_t i) {
+             MemoryChunk chunk(out + body.chunk_range(i).begin, options.compute_crcs);
+             body.produce(pipeline, i, chunk);
+           });
   const std::string tail = checked_tail(body, options);
   std::memcpy(out + body.nbytes(), tail.data(), tail.size());
-  progress.store(layout.nbytes(), std::memory_order_relaxed);
-}
-
-void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads, const StreamSink& sink,
-                     const WriteOptions& options, Progress& progress) {
-  ArchiveBody body(layout, payloads, options.stager, options.compute_crcs, options.chunk_nbytes);
-  write_to_stream(body, sink, options, progress);
+  progress.store(body.nbytes() + tail.size(), std::memory_order_relaxed);
 }
 
 void write_to_stream(FileBody& body, const StreamSink& sink, const WriteOptions& options,
                      Progress& progress) {
   const Mapping buffer(gathered_nbytes(body));
-  run_chunks(
+  run_body(
       body, 0, Priority::kOfCaller, progress, [] {},
       [&](ChunkPipeline& pipeline, std::size_t i) {
         GatheringChunk chunk(sink, options.compute_crcs, Gather::kWhatNeedsIt,

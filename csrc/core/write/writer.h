@@ -14,7 +14,7 @@
 #include "core/io/file.h"
 #include "core/memory/buffer.h"
 #include "core/pipeline/pipeline.h"
-#include "core/write/archive_body.h"
+#include "core/write/file_body.h"
 
 namespace ptsave {
 
@@ -69,14 +69,7 @@ void write_to_file(FileBody& body, File& file, std::uint64_t base_offset,
 // The chunk size for direct writes: options.chunk_nbytes, rounded up to whole blocks.
 std::size_t direct_chunk_nbytes(const File& file, const WriteOptions& options);
 
-// Writes an archive through the page cache.
-void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File& file,
-                    std::uint64_t base_offset, WriteOptions options, Progress& progress,
-                    const Poll& poll);
-
-// Writes an archive or any other body past the page cache, on n_threads threads.
-void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
-                  const WriteOptions& options, Progress& progress, const Poll& poll);
+// Writes past the page cache, on n_threads threads.
 void write_direct(FileBody& body, File& file, std::uint64_t base_offset, WriteOptions options,
                   Progress& progress, const Poll& poll);
 // Overwrites `path` in place with the `nbytes` bytes that `write` writes (0 if it leaves holes).
@@ -85,18 +78,14 @@ void write_direct(FileBody& body, File& file, std::uint64_t base_offset, WriteOp
 void overwrite(const std::string& path, File* scratch, std::uint64_t nbytes, bool durable,
                const std::function<void(File&)>& write, const Poll& poll);
 
-// Writes layout.nbytes() bytes to `out`; holes become zeros.
-void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std::byte* out,
-                     const WriteOptions& options, Progress& progress, const Poll& poll);
+// Writes all bytes to `out`; holes become zeros.
+void write_to_memory(FileBody& body, std::byte* out, const WriteOptions& options,
+                     Progress& progress, const Poll& poll);
 
 // Receives a file by pieces, on the calling thread; `data` is null for a hole to skip.  May throw.
 using StreamSink = std::function<void(const std::byte* data, std::uint64_t nbytes)>;
 
 // Passes the file to `sink`; each piece is valid only during the call.
-void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads, const StreamSink& sink,
-                     const WriteOptions& options, Progress& progress);
-
-// The same for any body.
 void write_to_stream(FileBody& body, const StreamSink& sink, const WriteOptions& options,
                      Progress& progress);
 

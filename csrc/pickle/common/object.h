@@ -3,6 +3,7 @@
 
 #include <Python.h>
 
+#include <string_view>
 #include <utility>
 
 namespace ptsave {
@@ -45,6 +46,21 @@ class Object {
 inline int checked(int result) {
   if (result < 0) throw PythonError{};
   return result;
+}
+
+[[noreturn]] inline void fail(PyObject* type, const char* message) {
+  PyErr_SetString(type, message);
+  throw PythonError{};
+}
+
+// A str of UTF-8, without or with surrogates.
+inline Object new_text(std::string_view utf8) {
+  return Object::checked(
+      PyUnicode_FromStringAndSize(utf8.data(), static_cast<Py_ssize_t>(utf8.size())));
+}
+inline Object decoded_text(std::string_view utf8) {
+  return Object::checked(
+      PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "surrogatepass"));
 }
 
 // Imports modules and looks up attributes.  Names are the interned str objects that Python's own

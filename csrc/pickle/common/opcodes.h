@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
@@ -64,6 +65,18 @@ inline std::uint64_t little_endian(std::string_view bytes) {
     value = value << 8 | static_cast<unsigned char>(bytes[i]);
   }
   return value;
+}
+
+// An integer in at most eight bytes of two's complement, and a float in eight bytes, big-endian.
+inline std::int64_t signed_integer(std::string_view bytes) {
+  if (bytes.empty()) return 0;
+  const std::size_t n_unused = 8 * (sizeof(std::int64_t) - bytes.size());
+  return static_cast<std::int64_t>(little_endian(bytes) << n_unused) >> n_unused;
+}
+inline double big_endian_real(std::string_view bytes) {
+  std::uint64_t bits = 0;
+  for (const char byte : bytes) bits = bits << 8 | static_cast<unsigned char>(byte);
+  return std::bit_cast<double>(bits);
 }
 
 // A position in a pickle.  Like a Python file, it returns fewer bytes at the end.

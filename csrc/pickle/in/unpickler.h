@@ -6,18 +6,14 @@
 #include <cstdint>
 #include <string_view>
 
+#include "core/base/owner.h"
 #include "pickle/common/object.h"
 
 namespace ptsave {
 
 // Finds the storages behind tensors, for the machine.
-class StorageSource {
+class StorageSource : public Interface {
  public:
-  StorageSource() = default;
-  StorageSource(const StorageSource&) = delete;
-  StorageSource& operator=(const StorageSource&) = delete;
-  virtual ~StorageSource() = default;
-
   // The storage of the record data/<key>, if the record has exactly `nbytes` bytes and the place of
   // `location` is known.  Otherwise null: torch's own rule then finds the place, or raises the
   // error.  The same key always gives the same storage, which may still be filling.  The source

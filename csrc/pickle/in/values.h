@@ -4,6 +4,7 @@
 
 #include <Python.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "pickle/common/object.h"
+#include "pickle/common/opcodes.h"
 
 namespace ptsave {
 
@@ -53,12 +55,82 @@ class Value {
   std::uintptr_t bits_ = 0;
 };
 
+// Skips an opcode's operand.  False for STOP and for an opcode that torch's machine does not know,
+// because nothing after it is run.
+//
+// Each case has its own constant, so that the processor can predict the place of the next opcode.
+// With a table, the place would be known only after two loads.
+inline bool skip_operand(PickleCursor& cursor, unsigned char op) {
+  switch (op) {
+    case opcode::kMark:
+    case opcode::kNone:
+    case opcode::kBinPersId:
+    case opcode::kReduce:
+    case opcode::kAppend:
+    case opcode::kBuild:
+    case opcode::kEmptyDict:
+    case opcode::kAppends:
+    case opcode::kEmptyList:
+    case opcode::kSetItem:
+    case opcode::kTuple:
+    case opcode::kEmptyTuple:
+    case opcode::kSetItems:
+    case opcode::kNewObj:
+    case opcode::kTuple1:
+    case opcode::kTuple2:
+    case opcode::kTuple3:
+    case opcode::kNewTrue:
+    case opcode::kNewFalse:
+    case opcode::kEmptySet:
+      return true;
+    case opcode::kBinInt1:
+    case opcode::kProto:
+    case opcode::kBinPut:
+      cursor.skip(1);
+      return true;
+    case opcode::kBinInt2:
+      cursor.skip(2);
+      return true;
+    case opcode::kBinInt:
+    case opcode::kLongBinPut:
+      cursor.skip(4);
+      return true;
+    case opcode::kBinFloat:
+      cursor.skip(8);
+      return true;
+    case opcode::kGlobal:
+      cursor.line();
+      cursor.line();
+      return true;
+    case opcode::kShortBinString:
+    case opcode::kLong1:
+      cursor.skip(little_endian(cursor.take(1)));
+      return true;
+    case opcode::kBinUnicode:
+      cursor.skip(little_endian(cursor.take(4)));
+      return true;
+    default:
+      return false;
+  }
+}
+
 // The memo of one pickle.  It keeps only entries that the pickle reads, because picklers write an
 // entry for nearly every object and read few.
 class Memo {
  public:
   // Finds the entries that the pickle reads.
-  explicit Memo(std::string_view pickle);
+  explicit Memo(std::string_view pickle) : n_near_(pickle.size()) {
+    PickleCursor cursor(pickle);
+    while (!cursor.at_end()) {
+      const unsigned char op = cursor.byte();
+      if (op == opcode::kBinGet || op == opcode::kLongBinGet) {
+        const std::size_t nbytes = op == opcode::kBinGet ? 1 : 4;
+        note_read(static_cast<std::uint32_t>(little_endian(cursor.take(nbytes))));
+      } else if (!skip_operand(cursor, op)) {
+        return;
+      }
+    }
+  }
 
   // Whether the pickle reads entry `i`, so that it must be kept.
   bool is_read(std::uint32_t i) const {
@@ -66,7 +138,14 @@ class Memo {
   }
 
   // Only for entries that are read.
-  void put(std::uint32_t i, const Value& value);
+  void put(std::uint32_t i, const Value& value) {
+    if (i >= n_near_) {
+      far_.insert_or_assign(i, value);
+      return;
+    }
+    if (i >= near_.size()) near_.resize(std::size_t{i} + 1);
+    near_[i] = value;
+  }
 
   // The value of an entry; null if nothing was put there.
   const Value* get(std::uint32_t i) const {
@@ -75,8 +154,18 @@ class Memo {
   }
 
  private:
-  void note_read(std::uint32_t i);
-  const Value* get_far(std::uint32_t i) const;
+  void note_read(std::uint32_t i) {
+    if (i >= n_near_) {
+      far_read_.insert(i);
+      return;
+    }
+    if (i >= read_.size()) read_.resize(std::min(n_near_, std::size_t{i} * 2 + 64));
+    read_[i] = true;
+  }
+  const Value* get_far(std::uint32_t i) const {
+    const auto found = far_.find(i);
+    return found == far_.end() ? nullptr : &found->second;
+  }
 
   // Indices below the pickle's size are near: their memory is in proportion to the pickle.
   std::size_t n_near_;
@@ -85,11 +174,6 @@ class Memo {
   std::vector<Value> near_;
   std::unordered_map<std::uint32_t, Value> far_;
 };
-
-[[noreturn]] inline void fail(PyObject* type, const char* message) {
-  PyErr_SetString(type, message);
-  throw PythonError{};
-}
 
 // torch's machine has one Python list for each mark and only uses the last list.  So no access
 // reaches below the topmost mark, and a missing value raises a list's error.  Needs the GIL.
@@ -137,27 +221,59 @@ class ValueStack {
   std::size_t base_ = 0;            // the number of values below the topmost mark
 };
 
+// A thread's C stack of 8 MiB overflows at 60,000 to 100,000 levels.
+inline constexpr std::uint32_t kMaxTupleDepth = 10'000;
+inline constexpr std::uint32_t kMaxTuples =
+    10'000'000;  // a second; a few shared tuples can make 2^100
+
 // Tracks how deep tuples are nested.  Python hashes tuples recursively without checking the C
 // stack, and hashes a shared part as often as it occurs.  Needs the GIL.
 class TupleNesting {
  public:
   // Must be called for every new tuple.
-  void note(PyObject* tuple);
+  void note(PyObject* tuple) {
+    Nesting nesting;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+      PyObject* const part = PyTuple_GET_ITEM(tuple, i);
+      if (!PyTuple_CheckExact(part)) continue;
+      const Nesting inner = nesting_of(part);
+      nesting.depth = std::max(nesting.depth, inner.depth + 1);
+      nesting.n_tuples = std::min(nesting.n_tuples + inner.n_tuples, kMaxTuples + 1);
+    }
+    if (nesting.depth > 1) {
+      nestings_.insert_or_assign(tuple, nesting);
+      any_is_dangerous_ |= nesting.is_dangerous();
+    } else if (!nestings_.empty()) {
+      nestings_.erase(tuple);  // an earlier tuple at this address
+    }
+  }
 
   // Fails if hashing this key would be dangerous.
-  void check_key(PyObject* key) const;
+  void check_key(PyObject* key) const {
+    if (any_is_dangerous_ && PyTuple_CheckExact(key) && nesting_of(key).is_dangerous()) {
+      fail(PyExc_RecursionError, "a key is a tuple of too many levels");
+    }
+  }
 
   // Fails if any tuple is dangerous to hash; for calls that may hash anything.
-  void check_call() const;
+  void check_call() const {
+    if (any_is_dangerous_) {
+      fail(PyExc_RecursionError,
+           "there are tuples of too many levels for a call that may hash them");
+    }
+  }
 
  private:
   struct Nesting {
     std::uint32_t depth = 1;
     std::uint32_t n_tuples = 1;  // hashed with it, itself included
-    bool is_dangerous() const;
+    bool is_dangerous() const { return depth > kMaxTupleDepth || n_tuples > kMaxTuples; }
   };
 
-  Nesting nesting_of(PyObject* tuple) const;
+  Nesting nesting_of(PyObject* tuple) const {
+    const auto found = nestings_.find(tuple);
+    return found == nestings_.end() ? Nesting{} : found->second;
+  }
 
   std::unordered_map<PyObject*, Nesting> nestings_;  // for tuples that contain tuples
   bool any_is_dangerous_ = false;

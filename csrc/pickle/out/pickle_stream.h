@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -113,7 +114,10 @@ class PickleMemo {
 // Not thread-safe; needs the GIL.  Throws PythonError without memory.
 class PickleWriter {
  public:
-  PickleWriter();
+  PickleWriter()
+      : bytes_(Object::checked(PyBytes_FromStringAndSize(nullptr, kInitialNbytes))),
+        next_(PyBytes_AS_STRING(bytes_.get())),
+        end_(next_ + kInitialNbytes) {}
 
   void opcode(unsigned char op) {
     reserve(1);
@@ -128,8 +132,20 @@ class PickleWriter {
     }
   }
   // Writes an int outside int64, given as the fewest bytes of its two's complement, little-endian.
-  void long_integer(std::string_view bytes);
-  void real(double value);
+  void long_integer(std::string_view bytes) {
+    if (bytes.size() < 256) {
+      with_operand(opcode::kLong1, static_cast<std::uint8_t>(bytes.size()));
+    } else {
+      with_operand(opcode::kLong4, static_cast<std::uint32_t>(bytes.size()));
+    }
+    append(bytes);
+  }
+  void real(double value) {
+    auto bytes = std::bit_cast<std::array<char, sizeof value>>(value);
+    std::ranges::reverse(bytes);
+    opcode(opcode::kBinFloat);
+    append({bytes.data(), bytes.size()});
+  }
   void text(std::string_view utf8) {
     with_operand(opcode::kBinUnicode, static_cast<std::uint32_t>(utf8.size()));
     append(utf8);
@@ -145,10 +161,31 @@ class PickleWriter {
   }
 
   // Returns the bytes object; the writer must not be used afterwards.
-  Object finish();
+  Object finish() {
+    resize(static_cast<std::size_t>(next_ - PyBytes_AS_STRING(bytes_.get())));
+    return std::move(bytes_);
+  }
 
  private:
-  void large_integer(std::int64_t value);
+  static_assert(std::endian::native == std::endian::little);
+  static constexpr Py_ssize_t kInitialNbytes = 1024;
+
+  void large_integer(std::int64_t value) {
+    if (value >= 0 && value < 0x10000) {
+      with_operand(opcode::kBinInt2, static_cast<std::uint16_t>(value));
+    } else if (value >= std::numeric_limits<std::int32_t>::min() &&
+               value <= std::numeric_limits<std::int32_t>::max()) {
+      with_operand(opcode::kBinInt, static_cast<std::int32_t>(value));
+    } else {
+      // Leave out bytes that only repeat the sign.
+      std::size_t n = sizeof value;
+      const auto upper_bits = [&](std::size_t n_bits) { return value >> n_bits; };
+      while (upper_bits(8 * (n - 1) - 1) == 0 || upper_bits(8 * (n - 1) - 1) == -1) --n;
+      std::array<char, sizeof value> bytes{};
+      std::memcpy(bytes.data(), &value, sizeof value);
+      long_integer({bytes.data(), n});
+    }
+  }
 
   void memo(unsigned char short_form, unsigned char long_form, std::uint32_t number) {
     if (number < 256) {
@@ -158,7 +195,6 @@ class PickleWriter {
     }
   }
 
-  // Assumes a little-endian machine.
   template <typename Operand>
   void with_operand(unsigned char op, Operand operand) {
     reserve(1 + sizeof operand);
@@ -170,16 +206,23 @@ class PickleWriter {
   void reserve(std::size_t n) {
     if (std::cmp_less(end_ - next_, n)) grow(n);
   }
-  void grow(std::size_t n);
-  void resize(std::size_t nbytes);
+  void grow(std::size_t n) {
+    const auto capacity = static_cast<std::size_t>(end_ - PyBytes_AS_STRING(bytes_.get()));
+    resize(2 * capacity + n);
+  }
+  void resize(std::size_t nbytes) {
+    const std::ptrdiff_t used = next_ - PyBytes_AS_STRING(bytes_.get());
+    PyObject* bytes = bytes_.release();
+    checked(_PyBytes_Resize(&bytes, static_cast<Py_ssize_t>(nbytes)));
+    bytes_ = Object::steal(bytes);
+    next_ = PyBytes_AS_STRING(bytes) + used;
+    end_ = PyBytes_AS_STRING(bytes) + nbytes;
+  }
 
   Object bytes_;
   char* next_ = nullptr;
   char* end_ = nullptr;
 };
-
-// Thrown if only Python's pickler can write the object or raise the right error.
-struct HandOver {};
 
 // An object that one pickle refers to many times, with its number, which saves the memo's lookup.
 struct Recurring {
@@ -191,6 +234,37 @@ struct Recurring {
 // neither looked up in the memo nor put there: it only takes a number.
 enum class Reach : std::uint8_t { kOnce, kAgain };
 
+// A str attribute of a class, function or torch object.
+inline Object text_attribute(PyObject* object, const char* name) {
+  Object text = attribute_or_nothing(object, name);
+  if (!text || PyUnicode_CheckExact(text.get()) == 0) throw HandOver{};
+  return text;
+}
+
+inline std::string_view ascii(PyObject* text) {
+  if (PyUnicode_CheckExact(text) == 0 || PyUnicode_IS_COMPACT_ASCII(text) == 0) throw HandOver{};
+  return {static_cast<const char*>(PyUnicode_DATA(text)),
+          static_cast<std::size_t>(PyUnicode_GET_LENGTH(text))};
+}
+
+// Whether the object is the module's attribute of that name.
+inline bool is_found(PyObject* object, PyObject* module_name, PyObject* name) {
+  const Object module = Object::steal(PyImport_GetModule(module_name));
+  if (!module || PyModule_CheckExact(module.get()) == 0) {
+    if (PyErr_Occurred() != nullptr) throw PythonError{};
+    return false;
+  }
+  PyObject* const found = PyDict_GetItemWithError(PyModule_GetDict(module.get()), name);
+  if (found == nullptr && PyErr_Occurred() != nullptr) throw PythonError{};
+  return found == object;
+}
+
+inline PyObject* item_or_null(PyObject* dict, PyObject* key) {
+  PyObject* const item = PyDict_GetItemWithError(dict, key);
+  if (item == nullptr && PyErr_Occurred() != nullptr) throw PythonError{};
+  return item;
+}
+
 // The pickle being written: opcodes, memo, globals and reduced objects, for objects of any kind.
 // Lives for one save.  Not thread-safe; needs the GIL.
 class PickleStream {
@@ -201,7 +275,11 @@ class PickleStream {
 
   std::optional<std::uint32_t> find(PyObject* object) const { return memo_.find(object); }
   // Refers to the object if it has been written; otherwise returns false.
-  bool get(PyObject* object);
+  bool get(PyObject* object) {
+    const std::optional<std::uint32_t> number = memo_.find(object);
+    if (number) out_.get(*number);
+    return number.has_value();
+  }
   // Memoizes the object that has just been written.
   void put(PyObject* object, Reach reach = Reach::kAgain) {
     if (reach == Reach::kOnce) {
@@ -222,16 +300,37 @@ class PickleStream {
     characters(text);
     put(text, reach);
   }
+
   // Writes a str's characters without memoizing it.
-  void characters(PyObject* text);
-  void text(Recurring& text);
+  void characters(PyObject* text) {
+    if (PyUnicode_IS_COMPACT_ASCII(text) != 0) {
+      const auto size = static_cast<std::size_t>(PyUnicode_GET_LENGTH(text));
+      if (size > std::numeric_limits<std::uint32_t>::max()) throw HandOver{};
+      return out_.text({static_cast<const char*>(PyUnicode_DATA(text)), size});
+    }
+    const Object utf8 = Object::checked(PyUnicode_AsEncodedString(text, "utf-8", "surrogatepass"));
+    const auto size = static_cast<std::size_t>(PyBytes_GET_SIZE(utf8.get()));
+    if (size > std::numeric_limits<std::uint32_t>::max()) throw HandOver{};
+    out_.text({PyBytes_AS_STRING(utf8.get()), size});
+  }
+
+  void text(Recurring& text) {
+    recurring(text, [this](PyObject* object) { this->text(object, Reach::kAgain); });
+  }
 
   // Writes a class or a function by its name; it has not been written yet.
-  void global(PyObject* object);
-  void global(Recurring& object);
+  void global(PyObject* object) { global(object, text_attribute(object, "__qualname__")); }
+  void global(Recurring& object) {
+    recurring(object, [this](PyObject* found) { global(found); });
+  }
   // Writes an object of torch whose __reduce__ returns just a name.
-  void reduced_to_name(PyObject* object);
-  void reduced_to_name(Recurring& object);
+  void reduced_to_name(PyObject* object) {
+    const Object name = call_method(object, "__reduce__");
+    global(object, name);
+  }
+  void reduced_to_name(Recurring& object) {
+    recurring(object, [this](PyObject* found) { reduced_to_name(found); });
+  }
 
   // Writes an empty OrderedDict without memoizing it.
   void new_ordered_dict() {
@@ -259,8 +358,29 @@ class PickleStream {
     recurring.number = memo_.find(recurring.object.get());
   }
 
-  void global(PyObject* object, const Object& name);
-  std::pair<Object, Object> names_in_python_2(Object module, Object name) const;
+  void global(PyObject* object, const Object& global_name) {
+    const Object module_name = text_attribute(object, "__module__");
+    if (ascii(global_name.get()).find('.') != std::string_view::npos) throw HandOver{};
+    if (!is_found(object, module_name.get(), global_name.get())) throw HandOver{};
+    const auto [module_in_python_2, name_in_python_2] = names_in_python_2(module_name, global_name);
+    out_.opcode(opcode::kGlobal);
+    out_.append(ascii(module_in_python_2.get()));
+    out_.append("\n");
+    out_.append(ascii(name_in_python_2.get()));
+    out_.append("\n");
+    put(object);
+  }
+
+  std::pair<Object, Object> names_in_python_2(Object module, Object name) const {
+    const Object key = Object::checked(PyTuple_Pack(2, module.get(), name.get()));
+    PyObject* const both = item_or_null(environment_.global_names.get(), key.get());
+    if (both != nullptr) {
+      if (PyTuple_CheckExact(both) == 0 || PyTuple_GET_SIZE(both) != 2) throw HandOver{};
+      return {Object::borrow(PyTuple_GET_ITEM(both, 0)), Object::borrow(PyTuple_GET_ITEM(both, 1))};
+    }
+    PyObject* const renamed = item_or_null(environment_.module_names.get(), module.get());
+    return {renamed == nullptr ? std::move(module) : Object::borrow(renamed), std::move(name)};
+  }
 
   const PickleEnvironment& environment_;
   PickleMemo memo_;

@@ -6,18 +6,14 @@
 #include <optional>
 #include <string_view>
 
+#include "core/base/owner.h"
 #include "pickle/common/object.h"
 
 namespace ptsave {
 
 // Finds the records of storages, for outline().
-class StorageRecords {
+class StorageRecords : public Interface {
  public:
-  StorageRecords() = default;
-  StorageRecords(const StorageRecords&) = delete;
-  StorageRecords& operator=(const StorageRecords&) = delete;
-  virtual ~StorageRecords() = default;
-
   // The number of the record data/<key>, if it exists and has exactly `nbytes` bytes.
   virtual std::optional<std::size_t> find(std::string_view key, std::uint64_t nbytes) = 0;
   // The object that stands for a storage's place in the outline.
@@ -30,7 +26,7 @@ Object make_outlined_tensor_type();
 // The object that weights_only=True makes from a pickle, without torch.  Each tensor and parameter
 // is an instance of `tensor_type`, from make_outlined_tensor_type().  Its facts are (dtype, shape,
 // stride, offset in the storage, size, size of the storage), the last three in bytes.  They are as
-// in bindings/listing.cpp, except that the dtype is its name.  Its place is its storage's, or None
+// in bindings/columns.cpp, except that the dtype is its name.  Its place is its storage's, or None
 // if empty.
 //
 // Returns nothing if only torch can read the pickle.  It accepts torch.save's pickles of plain

@@ -7,9 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "pickle/common/opcodes.h"
@@ -155,7 +153,21 @@ class Machine final : public StackMachine<Machine, Value> {
     if (i >= max_memo_size_) throw Declined{};
     return true;
   }
-  void make_tuple(std::size_t n);
+
+  void make_tuple(std::size_t n) {
+    const std::span<const Value> parts = last(n);
+    Value result{n == 0 ? Kind::kEmptyTuple : Kind::kPlain, 0};
+    if (std::ranges::all_of(parts, is_apart)) {
+      if (!std::ranges::all_of(parts, is_plain)) result.kind = Kind::kArray;
+    } else {
+      result = {Kind::kTuple, static_cast<std::uint32_t>(tuples_.size())};
+      tuples_.push_back(
+          {static_cast<std::uint32_t>(elements_.size()), static_cast<std::uint32_t>(n)});
+      elements_.insert(elements_.end(), parts.begin(), parts.end());
+    }
+    drop(n);
+    push(result);
+  }
 
   void new_container(Kind kind) {
     containers_.emplace_back();
@@ -163,19 +175,115 @@ class Machine final : public StackMachine<Machine, Value> {
   }
   void new_list() { new_container(Kind::kList); }
   void new_dict() { new_container(Kind::kDict); }
-  void append(Value list, std::span<const Value> values);
-  void set_items(Value dict, std::span<const Value> items);
+  void append(Value list, std::span<const Value> values) {
+    if (list.kind == Kind::kOpaque) return;
+    // Accept only exact lists: any other object's `append` is called, which can be an attribute.
+    if (list.kind != Kind::kList) throw Declined{};
+    for (const Value value : values) store(list, value);
+  }
+  void set_items(Value dict, std::span<const Value> items) {
+    if (dict.kind == Kind::kOpaque) return;
+    if (dict.kind != Kind::kDict && dict.kind != Kind::kOrderedDict) throw Declined{};
+    for (std::size_t i = 0; i < items.size(); i += 2) {
+      // A tensor's hash is its address, but comparing it with another key of that hash reads
+      // values.
+      if (!is_plain(items[i])) throw Declined{};
+      store(dict, items[i + 1]);
+    }
+  }
   void store(Value container, Value value) {
     if (!is_plain(value)) containers_[container.index].holds_plain_only = false;
   }
 
-  void global(std::string_view module, std::string_view name);
-  void persistent_id();
-  void reduce();
-  void build();
-  void other_step(unsigned char code);
-  bool accepts(std::string_view signature, Value arguments) const;
-  bool accepts_one(char expected, Value argument) const;
+  void global(std::string_view module, std::string_view name) {
+    for (std::size_t i = 0; i < kFunctions.size(); ++i) {
+      if (kFunctions[i].name == name && kFunctions[i].module == module) {
+        return push_new(Kind::kFunction, i);
+      }
+    }
+    if (is_storage_type(module, name)) return push_new(Kind::kStorageType);
+    if (module == "numpy" && name == "ndarray") return push_new(Kind::kArray);
+    if (opaque_.contains(std::string(module) + '\n' + std::string(name))) {
+      return push_new(Kind::kOpaque);
+    }
+    if (module != "torch" || !dtypes_.contains(std::string(name))) throw Declined{};
+    push_new(Kind::kPlain);
+  }
+
+  void persistent_id() {
+    // ("storage", type, key, location, numel)
+    const std::span<const Value> id = elements(pop());
+    if (id.size() != 5 || id[1].kind != Kind::kStorageType) throw Declined{};
+    if (std::ranges::count_if(id, is_plain) != 4) throw Declined{};
+    push_new(Kind::kStorage);
+  }
+  void reduce() {
+    const Value arguments = pop();
+    const Value callable = pop();
+    if (callable.kind == Kind::kOpaque) return push_new(Kind::kOpaque);
+    if (callable.kind != Kind::kFunction) throw Declined{};
+    const Function& function = kFunctions[callable.index];
+    if (!accepts(function.signature, arguments)) throw Declined{};
+    if (function.result == Kind::kOrderedDict) return new_container(Kind::kOrderedDict);
+    push_new(function.result);
+  }
+
+  void build() {
+    const Value state = pop();
+    const Value object = top();
+    if (object.kind == Kind::kOpaque) return;
+    // An array takes bytes or plain values; an array of objects takes a list, which is refused.
+    if (object.kind == Kind::kArray && is_apart(state)) return;
+    // Accept only exact dicts and OrderedDicts, which run no method of the state.  Accept only one
+    // state, because the second step would call an attribute __setstate__ of the first.
+    if (object.kind != Kind::kOrderedDict || state.kind != Kind::kDict) throw Declined{};
+    Container& container = containers_[object.index];
+    if (container.has_attributes) throw Declined{};
+    container = {.holds_plain_only = false, .has_attributes = true};
+  }
+
+  void other_step(unsigned char code) {
+    if (code == opcode::kPop) {
+      pop();  // Python's unpickler would take a mark, torch's does not
+    } else if (code == opcode::kNewObj && top(2).kind == Kind::kOpaque) {
+      reduce();  // an opaque class is called like a function
+    } else {
+      throw Declined{};
+    }
+  }
+  bool accepts(std::string_view signature, Value arguments) const {
+    if (signature == "*") return is_plain(arguments);
+    if (signature == "#") return is_apart(arguments);
+    if (signature.empty()) return arguments.kind == Kind::kEmptyTuple;
+    for (const Value argument : elements(arguments)) {
+      if (signature.starts_with('?')) signature.remove_prefix(1);
+      if (signature.empty() || !accepts_one(signature.front(), argument)) return false;
+      signature.remove_prefix(1);
+    }
+    return signature.empty() || signature.front() == '?';
+  }
+
+  bool accepts_one(char expected, Value argument) const {
+    const bool is_list = argument.kind == Kind::kList;
+    const bool is_dict = argument.kind == Kind::kDict || argument.kind == Kind::kOrderedDict;
+    const bool is_flat = (is_list || is_dict) && containers_[argument.index].holds_plain_only;
+    switch (expected) {
+      case 's':
+        return argument.kind == Kind::kStorage;
+      case 't':
+        return argument.kind == Kind::kTensor;
+      case 'p':
+        return is_plain(argument);
+      case 'l':
+        return is_list && is_flat;
+      case 'h':
+        return is_plain(argument) || is_dict;
+      case 'm':
+        return is_plain(argument) || (is_dict && is_flat);
+      default:
+        return false;
+    }
+  }
 
   struct Tuple {
     std::uint32_t begin;
@@ -189,130 +297,6 @@ class Machine final : public StackMachine<Machine, Value> {
   std::vector<Tuple> tuples_;
   std::vector<Value> elements_;  // of all tuples
 };
-
-void Machine::make_tuple(std::size_t n) {
-  const std::span<const Value> parts = last(n);
-  Value result{n == 0 ? Kind::kEmptyTuple : Kind::kPlain, 0};
-  if (std::ranges::all_of(parts, is_apart)) {
-    if (!std::ranges::all_of(parts, is_plain)) result.kind = Kind::kArray;
-  } else {
-    result = {Kind::kTuple, static_cast<std::uint32_t>(tuples_.size())};
-    tuples_.push_back(
-        {static_cast<std::uint32_t>(elements_.size()), static_cast<std::uint32_t>(n)});
-    elements_.insert(elements_.end(), parts.begin(), parts.end());
-  }
-  drop(n);
-  push(result);
-}
-
-void Machine::append(Value list, std::span<const Value> values) {
-  if (list.kind == Kind::kOpaque) return;
-  // Accept only exact lists: any other object's `append` is called, which can be an attribute.
-  if (list.kind != Kind::kList) throw Declined{};
-  for (const Value value : values) store(list, value);
-}
-
-void Machine::set_items(Value dict, std::span<const Value> items) {
-  if (dict.kind == Kind::kOpaque) return;
-  if (dict.kind != Kind::kDict && dict.kind != Kind::kOrderedDict) throw Declined{};
-  for (std::size_t i = 0; i < items.size(); i += 2) {
-    // A tensor's hash is its address, but comparing it with another key of that hash reads values.
-    if (!is_plain(items[i])) throw Declined{};
-    store(dict, items[i + 1]);
-  }
-}
-
-void Machine::global(std::string_view module, std::string_view name) {
-  for (std::size_t i = 0; i < kFunctions.size(); ++i) {
-    if (kFunctions[i].name == name && kFunctions[i].module == module) {
-      return push_new(Kind::kFunction, i);
-    }
-  }
-  if (is_storage_type(module, name)) return push_new(Kind::kStorageType);
-  if (module == "numpy" && name == "ndarray") return push_new(Kind::kArray);
-  if (opaque_.contains(std::string(module) + '\n' + std::string(name))) {
-    return push_new(Kind::kOpaque);
-  }
-  if (module != "torch" || !dtypes_.contains(std::string(name))) throw Declined{};
-  push_new(Kind::kPlain);
-}
-
-void Machine::persistent_id() {
-  // ("storage", type, key, location, numel)
-  const std::span<const Value> id = elements(pop());
-  if (id.size() != 5 || id[1].kind != Kind::kStorageType) throw Declined{};
-  if (std::ranges::count_if(id, is_plain) != 4) throw Declined{};
-  push_new(Kind::kStorage);
-}
-
-void Machine::reduce() {
-  const Value arguments = pop();
-  const Value callable = pop();
-  if (callable.kind == Kind::kOpaque) return push_new(Kind::kOpaque);
-  if (callable.kind != Kind::kFunction) throw Declined{};
-  const Function& function = kFunctions[callable.index];
-  if (!accepts(function.signature, arguments)) throw Declined{};
-  if (function.result == Kind::kOrderedDict) return new_container(Kind::kOrderedDict);
-  push_new(function.result);
-}
-
-void Machine::other_step(unsigned char code) {
-  if (code == opcode::kPop) {
-    pop();  // Python's unpickler would take a mark, torch's does not
-  } else if (code == opcode::kNewObj && top(2).kind == Kind::kOpaque) {
-    reduce();  // an opaque class is called like a function
-  } else {
-    throw Declined{};
-  }
-}
-
-bool Machine::accepts(std::string_view signature, Value arguments) const {
-  if (signature == "*") return is_plain(arguments);
-  if (signature == "#") return is_apart(arguments);
-  if (signature.empty()) return arguments.kind == Kind::kEmptyTuple;
-  for (const Value argument : elements(arguments)) {
-    if (signature.starts_with('?')) signature.remove_prefix(1);
-    if (signature.empty() || !accepts_one(signature.front(), argument)) return false;
-    signature.remove_prefix(1);
-  }
-  return signature.empty() || signature.front() == '?';
-}
-
-bool Machine::accepts_one(char expected, Value argument) const {
-  const bool is_list = argument.kind == Kind::kList;
-  const bool is_dict = argument.kind == Kind::kDict || argument.kind == Kind::kOrderedDict;
-  const bool is_flat = (is_list || is_dict) && containers_[argument.index].holds_plain_only;
-  switch (expected) {
-    case 's':
-      return argument.kind == Kind::kStorage;
-    case 't':
-      return argument.kind == Kind::kTensor;
-    case 'p':
-      return is_plain(argument);
-    case 'l':
-      return is_list && is_flat;
-    case 'h':
-      return is_plain(argument) || is_dict;
-    case 'm':
-      return is_plain(argument) || (is_dict && is_flat);
-    default:
-      return false;
-  }
-}
-
-void Machine::build() {
-  const Value state = pop();
-  const Value object = top();
-  if (object.kind == Kind::kOpaque) return;
-  // An array takes bytes or plain values; an array of objects takes a list, which is refused.
-  if (object.kind == Kind::kArray && is_apart(state)) return;
-  // Accept only exact dicts and OrderedDicts, which run no method of the state.  Accept only one
-  // state, because the second step would call an attribute __setstate__ of the first.
-  if (object.kind != Kind::kOrderedDict || state.kind != Kind::kDict) throw Declined{};
-  Container& container = containers_[object.index];
-  if (container.has_attributes) throw Declined{};
-  container = {.holds_plain_only = false, .has_attributes = true};
-}
 
 }  // namespace
 

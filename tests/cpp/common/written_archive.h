@@ -15,6 +15,39 @@
 #include "core/io/file.h"
 #include "core/write/writer.h"
 
+namespace ptsave {
+
+// The writers of core, for an archive's layout and payloads.
+inline ArchiveBody body_of(const ArchiveLayout& layout, const Payloads& payloads,
+                           const WriteOptions& options, std::size_t chunk_nbytes) {
+  return {layout, payloads, options.stager, options.compute_crcs, chunk_nbytes};
+}
+inline void write_to_memory(const ArchiveLayout& layout, const Payloads& payloads, std::byte* out,
+                            const WriteOptions& options, Progress& progress, const Poll& poll) {
+  ArchiveBody body = body_of(layout, payloads, options, options.chunk_nbytes);
+  write_to_memory(body, out, options, progress, poll);
+}
+inline void write_to_stream(const ArchiveLayout& layout, const Payloads& payloads,
+                            const StreamSink& sink, const WriteOptions& options,
+                            Progress& progress) {
+  ArchiveBody body = body_of(layout, payloads, options, options.chunk_nbytes);
+  write_to_stream(body, sink, options, progress);
+}
+inline void write_buffered(const ArchiveLayout& layout, const Payloads& payloads, File& file,
+                           std::uint64_t base_offset, WriteOptions options, Progress& progress,
+                           const Poll& poll) {
+  options.direct_nbytes.reset();
+  ArchiveBody body = body_of(layout, payloads, options, options.chunk_nbytes);
+  write_to_file(body, file, base_offset, options, progress, poll);
+}
+inline void write_direct(const ArchiveLayout& layout, const Payloads& payloads, File& file,
+                         const WriteOptions& options, Progress& progress, const Poll& poll) {
+  ArchiveBody body = body_of(layout, payloads, options, direct_chunk_nbytes(file, options));
+  write_direct(body, file, 0, options, progress, poll);
+}
+
+}  // namespace ptsave
+
 namespace ptsave::written_archive {
 
 using archive_fixture::bytes_of;

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -278,7 +279,7 @@ int most_at_once(std::size_t n_threads) {
   for (std::size_t i = 0; i < n_threads; ++i) {
     threads.emplace_back([&] {
       for (int k = 0; k < 200; ++k) {
-        const ReadSlots::Slot slot(slots);
+        const std::lock_guard slot(slots);
         const int mine = ++now;
         for (int seen = most.load(); mine > seen && !most.compare_exchange_weak(seen, mine);) {
         }
@@ -300,7 +301,7 @@ TEST(ReadSlots, HalfOfTheThreadsAtATime) {
 TEST(ReadSlots, AtLeastOne) {
   for (const std::size_t n_threads : {0u, 1u}) {
     ReadSlots slots(n_threads);
-    for (int i = 0; i < 3; ++i) const ReadSlots::Slot slot(slots);
+    for (int i = 0; i < 3; ++i) const std::lock_guard slot(slots);
   }
   EXPECT_EQ(most_at_once(1), 1);
 }

@@ -331,10 +331,11 @@ TEST(Difference, KernelsAgree) {
     if (!kernel.supported()) continue;
     SCOPED_TRACE(kernel.name);
     const Tolerance tolerance{1e-4, 1e-6};
-    const Distances expected = plain.of_doubles(x.data(), y.data(), x.size(), tolerance, 1e-5);
+    const Distances expected =
+        plain.doubles.distances(x.data(), y.data(), x.size(), tolerance, 1e-5);
     for (const Distances& found :
-         {kernel.of_floats(a.data(), b.data(), a.size(), tolerance, 1e-5),
-          kernel.of_doubles(x.data(), y.data(), x.size(), tolerance, 1e-5)}) {
+         {kernel.floats.distances(a.data(), b.data(), a.size(), tolerance, 1e-5),
+          kernel.doubles.distances(x.data(), y.data(), x.size(), tolerance, 1e-5)}) {
       EXPECT_EQ(found.max_abs, expected.max_abs);
       EXPECT_EQ(found.n_outside, expected.n_outside);
       EXPECT_EQ(found.has_larger_ratio, expected.has_larger_ratio);
@@ -342,16 +343,16 @@ TEST(Difference, KernelsAgree) {
       expect_near(found.squares_a, expected.squares_a);
       expect_near(found.squares_b, expected.squares_b);
     }
-    EXPECT_EQ(kernel.largest_ratio_of_floats(a.data(), b.data(), a.size()),
-              plain.largest_ratio_of_doubles(x.data(), y.data(), x.size()));
-    expect_near(kernel.squares_of_floats(a.data(), a.size()), expected.squares_a);
+    EXPECT_EQ(kernel.floats.largest_ratio(a.data(), b.data(), a.size()),
+              plain.doubles.largest_ratio(x.data(), y.data(), x.size()));
+    expect_near(kernel.floats.squares(a.data(), a.size()), expected.squares_a);
     for (const Grid grid : {Grid{23, -126}, Grid{10, -14}, Grid{7, -126}, Grid{0, -126}}) {
       std::vector<std::uint8_t> ulps(a.size());
       std::vector<std::uint8_t> others(a.size());
-      plain.ulps_of_doubles(x.data(), y.data(), x.size(), grid, ulps.data());
-      kernel.ulps_of_floats(a.data(), b.data(), a.size(), grid, others.data());
+      plain.doubles.ulps(x.data(), y.data(), x.size(), grid, ulps.data());
+      kernel.floats.ulps(a.data(), b.data(), a.size(), grid, others.data());
       EXPECT_EQ(others, ulps);
-      kernel.ulps_of_doubles(x.data(), y.data(), x.size(), grid, others.data());
+      kernel.doubles.ulps(x.data(), y.data(), x.size(), grid, others.data());
       EXPECT_EQ(others, ulps);
     }
   }
@@ -376,9 +377,9 @@ TEST(Difference, KernelsAgreeOnWholeNumbers) {
     if (!kernel.supported()) continue;
     SCOPED_TRACE(kernel.name);
     std::vector<std::uint8_t> ulps(a.size());
-    kernel.ulps_of_integers_in_floats(a.data(), b.data(), a.size(), ulps.data());
+    kernel.floats.ulps_of_integers(a.data(), b.data(), a.size(), ulps.data());
     EXPECT_EQ(ulps, expected);
-    kernel.ulps_of_integers_in_doubles(y.data(), x.data(), x.size(), ulps.data());
+    kernel.doubles.ulps_of_integers(y.data(), x.data(), x.size(), ulps.data());
     EXPECT_EQ(ulps, expected);
   }
 }
@@ -423,14 +424,14 @@ TEST(Difference, KernelsAgreeOnKinds) {
       for (std::size_t k = 0; k < n; ++k) n_different += x[k] != y[k] ? 1U : 0U;
       const std::vector<double> wide_x(x.begin(), x.end());
       const std::vector<double> wide_y(y.begin(), y.end());
-      EXPECT_EQ(kernel.kinds_of_floats(x.data(), y.data(), n).n_different, n_different);
-      EXPECT_EQ(kernel.kinds_of_doubles(wide_x.data(), wide_y.data(), n).n_different, n_different);
-      EXPECT_EQ(kernel.kinds_of_floats(x.data(), y.data(), n).n_not_finite, 0U);
+      EXPECT_EQ(kernel.floats.kinds(x.data(), y.data(), n).n_different, n_different);
+      EXPECT_EQ(kernel.doubles.kinds(wide_x.data(), wide_y.data(), n).n_different, n_different);
+      EXPECT_EQ(kernel.floats.kinds(x.data(), y.data(), n).n_not_finite, 0U);
       if (n == 0) continue;
       x[n - 1] = std::numeric_limits<float>::quiet_NaN();
       y[n / 2] = -std::numeric_limits<float>::infinity();
       const std::size_t n_not_finite = n - 1 == n / 2 ? 1 : 2;
-      EXPECT_EQ(kernel.kinds_of_floats(x.data(), y.data(), n).n_not_finite, n_not_finite);
+      EXPECT_EQ(kernel.floats.kinds(x.data(), y.data(), n).n_not_finite, n_not_finite);
     }
   }
 }

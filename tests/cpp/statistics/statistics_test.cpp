@@ -198,21 +198,21 @@ TEST(Statistics, KernelsAgree) {
   for (std::size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<std::uint16_t>(i);
   std::vector<float> expected(halves.size());
   kMomentsKernels[0].from_half(halves.data(), halves.size(), expected.data());
-  const Moments first = kMomentsKernels[0].of_floats(floats.data(), floats.size());
+  const Moments first = kMomentsKernels[0].floats.moments(floats.data(), floats.size());
   for (std::size_t i = 0; i < kNMomentsKernels; ++i) {
     const MomentsKernel& kernel = kMomentsKernels[i];
     if (!kernel.supported()) continue;
     SCOPED_TRACE(kernel.name);
-    const Moments found = kernel.of_floats(floats.data(), floats.size());
+    const Moments found = kernel.floats.moments(floats.data(), floats.size());
     EXPECT_EQ(found.min, first.min);
     EXPECT_EQ(found.max, first.max);
     EXPECT_NEAR(found.mean, first.mean, 1e-12);
-    EXPECT_NEAR(kernel.of_doubles(doubles.data(), doubles.size()).mean, 5, 0.1);
+    EXPECT_NEAR(kernel.doubles.moments(doubles.data(), doubles.size()).mean, 5, 0.1);
     std::vector<float> converted(halves.size());
     kernel.from_half(halves.data(), halves.size(), converted.data());
     EXPECT_EQ(std::memcmp(converted.data(), expected.data(), 4 * expected.size()), 0);
-    EXPECT_EQ(kernel.non_finite_floats(converted.data(), 0x7C00).n_inf, 0U);
-    const NonFinite others = kernel.non_finite_floats(converted.data(), converted.size());
+    EXPECT_EQ(kernel.floats.non_finite(converted.data(), 0x7C00).n_inf, 0U);
+    const NonFinite others = kernel.floats.non_finite(converted.data(), converted.size());
     EXPECT_EQ(others.n_inf, 2U);
     EXPECT_EQ(others.n_nan, 2U * 1023U);
   }

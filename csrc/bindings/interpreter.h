@@ -1,4 +1,4 @@
-// Releases and reacquires the GIL, so that a thread survives the interpreter's exit.
+// Text, exceptions and the GIL, for modules with and without torch.
 #pragma once
 
 #include <cxxabi.h>
@@ -7,12 +7,22 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <thread>
 #include <type_traits>
 
 #include "core/pipeline/pipeline.h"
+#include "core/read/reader.h"
 
 namespace ptsave {
+
+// Convert text without loss: bytes that are not valid UTF-8 become surrogates, and back.
+pybind11::str decode(const std::string& text);
+std::string encode(const pybind11::str& text);
+
+// Translates a module's C++ exceptions into CorruptCheckpointError or OSError, with the file's
+// name.
+void register_errors(pybind11::module_& module);
 
 // Takes the GIL back.  In an exiting interpreter, a daemon thread that asks for the GIL would be
 // ended by unwinding its stack.  Instead it waits here for the end of the process.
@@ -59,7 +69,11 @@ void with_gil(const Call& call) {
 void drop_result(PyObject* result);
 
 // Makes a Poll that is called on the waiting thread without the GIL, runs signal handlers, and
-// reports progress to `callback`.
-Poll make_poll(const std::function<std::uint64_t()>& progress, const pybind11::object& callback);
+// reports progress, or 0, to `callback`.
+Poll make_poll(const std::function<std::uint64_t()>& progress = {},
+               const pybind11::object& callback = pybind11::none());
+
+// The payload of record i, which exists.  With `verify`, throws FormatError for a wrong CRC.
+pybind11::bytes read_record(const ArchiveReader& reader, std::size_t i, bool verify);
 
 }  // namespace ptsave

@@ -1,15 +1,13 @@
-// Translates core's exceptions into Python exceptions.
-#include "bindings/errors.h"
+#include "bindings/interpreter.h"
 
 #include <cstring>
 #include <exception>
-#include <string>
 
 #include "core/base/error.h"
-#include "core/read/reader.h"
 #include "pickle/common/object.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ptsave {
 
@@ -54,8 +52,7 @@ void set_corrupt(const FormatError& error) {
   const bool lacks_end = dynamic_cast<const MissingEndError*>(&error) != nullptr;
   const py::object make = py::module_::import("ptsave.errors").attr("corrupt_archive");
   set_error(make(decode_path(error.path()), decode(error.reason()), decode(error.detail()),
-                 py::arg("record") = record, py::arg("offset") = offset,
-                 py::arg("lacks_end") = lacks_end));
+                 "record"_a = record, "offset"_a = offset, "lacks_end"_a = lacks_end));
 }
 
 }  // namespace
@@ -77,6 +74,48 @@ void register_errors(py::module_& module) {
       if (PyErr_Occurred() == nullptr) py::set_error(PyExc_SystemError, "an exception got lost");
     }
   });
+}
+
+namespace {
+
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+}  // namespace
+
+void take_gil(PyThreadState* state) {
+  while (is_finalizing()) std::this_thread::sleep_for(std::chrono::hours(1));
+  PyEval_RestoreThread(state);
+}
+
+void drop_result(PyObject* result) {
+  if (result == nullptr) throw py::error_already_set();
+  Py_DECREF(result);
+}
+
+Poll make_poll(const std::function<std::uint64_t()>& progress, const py::object& callback) {
+  return [progress, callback] {
+    with_gil([&] {
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      const auto done = static_cast<unsigned long long>(progress ? progress() : 0);
+      if (!callback.is_none()) drop_result(PyObject_CallFunction(callback.ptr(), "K", done));
+    });
+  };
+}
+
+// Reads into the bytes object: copying several MB would take as long as reading them.
+py::bytes read_record(const ArchiveReader& reader, std::size_t i, bool verify) {
+  const std::uint64_t offset = without_gil([&] { return reader.stored_payload_offset(i); });
+  const auto nbytes = static_cast<Py_ssize_t>(reader.index().records()[i].nbytes);
+  auto payload = py::reinterpret_steal<py::bytes>(PyBytes_FromStringAndSize(nullptr, nbytes));
+  if (!payload) throw py::error_already_set();
+  without_gil([&] { reader.read(i, offset, PyBytes_AS_STRING(payload.ptr()), verify); });
+  return payload;
 }
 
 }  // namespace ptsave
