@@ -97,9 +97,7 @@ void bind_appending(py::module_& module) {
       .def("rollback", &NumberedStorages::rollback)
       .def("forget", &NumberedStorages::forget);
   py::class_<AppendBatch>(module, "AppendBatch")
-      .def(py::init(
-               [](std::size_t slab_nbytes) { return std::make_unique<AppendBatch>(slab_nbytes); }),
-           py::kw_only(), "slab_nbytes"_a)
+      .def(py::init<std::size_t>(), py::kw_only(), "slab_nbytes"_a)
       .def("add", &add, "storages"_a, "pickle"_a, py::kw_only(), "copy"_a, "n_threads"_a,
            "measured"_a = py::none())
       .def_property_readonly("n_groups", &AppendBatch::n_groups)

@@ -54,19 +54,9 @@ void bind_pickling(py::module_& module) {
       .def("__len__", [](const StorageList& self) { return self.storages.size(); })
       .def_property_readonly("in_reach", &StorageList::in_reach)
       .def("staging_nbytes", &StorageList::staging_nbytes, "alignment"_a);
-  module.def(
-      "rebuilds_blindly",
-      [](const py::bytes& pickle, const std::unordered_set<std::string>& dtypes,
-         const std::unordered_set<std::string>& opaque) {
-        return rebuilds_blindly(static_cast<std::string_view>(pickle), dtypes, opaque);
-      },
-      "pickle"_a, "dtypes"_a, "opaque"_a = std::unordered_set<std::string>());
-  module.def(
-      "unjustified_claim",
-      [](const py::bytes& pickle) {
-        return unjustified_claim(static_cast<std::string_view>(pickle));
-      },
-      "pickle"_a);
+  module.def("rebuilds_blindly", &rebuilds_blindly, "pickle"_a, "dtypes"_a,
+             "opaque"_a = std::unordered_set<std::string>());
+  module.def("unjustified_claim", &unjustified_claim, "pickle"_a);
   module.def("pickle_object", &pickled, "obj"_a);
   module.def(
       "unfilled_storages",

@@ -181,7 +181,7 @@ class Reader final : public StorageSource {
     return without_gil(
         [&] { return storages_.fill(records, {n_threads, verify, max_pinned_nbytes}, poll); });
   }
-  bool is_filled(std::size_t i) const { return storages_.is_filled(checked(i)); }
+  bool is_filled(std::size_t i) { return storages_.is_filled(checked(i)); }
   std::optional<std::size_t> record_of(const py::handle& tensor) const {
     return storages_.record_of(unpack_tensor(tensor));
   }

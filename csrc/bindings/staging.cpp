@@ -35,11 +35,8 @@ void copy(Snapshot& snapshot, std::size_t n_threads, const py::object& callback,
 
 py::dict staging_statistics() {
   const StagingPool::Statistics statistics = StagingPool::instance().statistics();
-  py::dict result;
-  result["mapped_nbytes"] = statistics.mapped_nbytes;
-  result["used_nbytes"] = statistics.used_nbytes;
-  result["n_mappings"] = statistics.n_mappings;
-  return result;
+  return py::dict("mapped_nbytes"_a = statistics.mapped_nbytes,
+                  "used_nbytes"_a = statistics.used_nbytes, "n_mappings"_a = statistics.n_mappings);
 }
 
 // Populates the pool's free memory on one thread of low priority.

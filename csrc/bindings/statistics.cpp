@@ -62,29 +62,18 @@ py::object max_abs_of(const Difference& found, bool is_integer) {
 }
 
 py::dict to_python(const Difference& found, bool is_integer) {
-  py::dict result;
-  result["numel"] = found.n;
-  result["n_different"] = found.n_different;
-  result["first_different"] = found.first_different;
-  result["n_outside"] = found.n_outside;
-  result["n_nan_a"] = found.n_nan_a;
-  result["n_nan_b"] = found.n_nan_b;
-  result["n_inf_a"] = found.n_inf_a;
-  result["n_inf_b"] = found.n_inf_b;
-  result["n_nan_only_a"] = found.n_nan_only_a;
-  result["n_nan_only_b"] = found.n_nan_only_b;
-  result["n_inf_mismatch"] = found.n_inf_mismatch;
-  result["max_abs"] = max_abs_of(found, is_integer);
-  result["max_rel"] = found.max_rel;
-  result["product"] = found.products.product;
-  result["squares_a"] = found.products.squares_a;
-  result["squares_b"] = found.products.squares_b;
-  result["scale_a"] = found.products.scale_a;
-  result["scale_b"] = found.products.scale_b;
   py::tuple ulps(found.ulps.size());
   for (std::size_t i = 0; i < found.ulps.size(); ++i) ulps[i] = found.ulps[i];
-  result["ulps"] = std::move(ulps);
-  return result;
+  return py::dict("numel"_a = found.n, "n_different"_a = found.n_different,
+                  "first_different"_a = found.first_different, "n_outside"_a = found.n_outside,
+                  "n_nan_a"_a = found.n_nan_a, "n_nan_b"_a = found.n_nan_b,
+                  "n_inf_a"_a = found.n_inf_a, "n_inf_b"_a = found.n_inf_b,
+                  "n_nan_only_a"_a = found.n_nan_only_a, "n_nan_only_b"_a = found.n_nan_only_b,
+                  "n_inf_mismatch"_a = found.n_inf_mismatch,
+                  "max_abs"_a = max_abs_of(found, is_integer), "max_rel"_a = found.max_rel,
+                  "product"_a = found.products.product, "squares_a"_a = found.products.squares_a,
+                  "squares_b"_a = found.products.squares_b, "scale_a"_a = found.products.scale_a,
+                  "scale_b"_a = found.products.scale_b, "ulps"_a = std::move(ulps));
 }
 
 py::object tensor_difference(const py::handle& object_a, const py::handle& object_b, double rtol,

@@ -233,8 +233,7 @@ class GroupedStager final : public Stager {
 class AppendBatch {
  public:
   // Memory is taken in units of `slab_nbytes`, at least 1.
-  explicit AppendBatch(std::size_t slab_nbytes, StagingPool& pool = StagingPool::instance())
-      : slab_nbytes_(slab_nbytes), pool_(pool) {}
+  explicit AppendBatch(std::size_t slab_nbytes) : slab_nbytes_(slab_nbytes) {}
 
   // Adds the records data/<first_number>, ... With `copy`, they keep the present values; an
   // accelerator's storage is copied on this thread's current stream, without waiting.  Without
@@ -374,7 +373,7 @@ class AppendBatch {
   std::byte* reserve(std::size_t nbytes) {
     const std::size_t at = align_up(slab_used_, copy_alignment(nbytes));
     if (slabs_.empty() || at > slabs_.back().nbytes || nbytes > slabs_.back().nbytes - at) {
-      slabs_.push_back(pool_.acquire({std::max(nbytes, slab_nbytes_)}).front());
+      slabs_.push_back(StagingPool::instance().acquire({std::max(nbytes, slab_nbytes_)}).front());
       slab_used_ = nbytes;
       return slabs_.back().data;
     }
@@ -421,7 +420,6 @@ class AppendBatch {
   }
 
   const std::size_t slab_nbytes_;
-  StagingPool& pool_;
   std::vector<StagingBlock> slabs_;
   std::size_t slab_used_ = 0;  // of the last slab
   std::vector<RecordSpec> records_;

@@ -620,10 +620,8 @@ class ArchiveStorages {
           last.unsafeGetStorageImpl()->set_resizable(true);
         }
       }
-      storages->clear();
     }
-    placed_records_.clear();
-    n_planned_ = 0;
+    clear();
   }
 
   // See Restore; without reserve() these throw std::logic_error.
@@ -638,8 +636,8 @@ class ArchiveStorages {
     }
     return restore().run(records, options, poll);
   }
-  bool is_filled(std::size_t record) const { return restore().is_filled(record); }
-  std::vector<std::size_t> changed() const { return restore().changed(); }
+  bool is_filled(std::size_t record) { return restore().is_filled(record); }
+  std::vector<std::size_t> changed() { return restore().changed(); }
 
  private:
   struct Place {
@@ -653,13 +651,15 @@ class ArchiveStorages {
     if (!restore_) throw std::logic_error("reserve() comes first");
     return *restore_;
   }
-  const Restore& restore() const { return const_cast<ArchiveStorages*>(this)->restore(); }
-  void forget() {
-    for (std::vector<c10::Storage>* const storages : {&storages_, &empty_storages_, &placed_}) {
-      storages->clear();
-    }
+  void clear() {
+    storages_.clear();
+    empty_storages_.clear();
+    placed_.clear();
     placed_records_.clear();
     n_planned_ = 0;
+  }
+  void forget() {
+    clear();
     places_.clear();
     locations_.clear();
   }

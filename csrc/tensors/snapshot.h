@@ -87,15 +87,14 @@ class Snapshot {
   // Reserves memory for the copies.  An accelerator's storage stands for its own copy, which a
   // Stager makes.  Empty storages, and CPU storages without memory (holes of the file), get
   // storages like themselves.  Without bytes, when only sizes will be written, all storages do.
-  explicit Snapshot(const StorageList& sources, bool without_bytes = false,
-                    StagingPool& pool = StagingPool::instance())
+  Snapshot(const StorageList& sources, bool without_bytes)
       : copying_(std::make_unique<StagingCopy>([this](std::size_t i) { return source(i); })) {
     std::vector<Group> groups;
     if (!without_bytes) groups = group_neighbours(sources.storages);
     std::vector<std::size_t> sizes;
     sizes.reserve(groups.size());
     for (const Group& group : groups) sizes.push_back(group.nbytes);
-    const std::vector<StagingBlock> blocks = pool.acquire(sizes);
+    const std::vector<StagingBlock> blocks = StagingPool::instance().acquire(sizes);
     copies_.storages.resize(sources.storages.size());
     for (std::size_t i = 0; i < groups.size(); ++i)
       add_group(sources, groups[i].indices, blocks[i]);

@@ -56,7 +56,7 @@ class RestrictedMachine {
           throw PythonError{};
         }
         opcode_ = cursor_.byte();
-        if (opcode_ == opcode::kStop) return stop();
+        if (opcode_ == opcode::kStop) return pop_object();
         (this->*kSteps[opcode_])();
       }
     } catch (const PythonError&) {
@@ -536,8 +536,6 @@ class RestrictedMachine {
     torch_.run(std::string_view("h\0h\1b.", 6), {object, state.get()});
     blame_ = Blame::kPickle;
   }
-
-  Object stop() { return pop_object(); }
 
   void unsupported() {
     const char op = static_cast<char>(opcode_);
