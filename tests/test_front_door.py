@@ -21,7 +21,7 @@ import pytest
 import torch
 from _corruption import flip
 from click.testing import CliRunner
-from common.reports import list_file, verify_directory
+from reports import list_file, verify_directory
 from safetensors.torch import load_file, save_file
 
 import ptsave

@@ -13,7 +13,7 @@ import pytest
 import torch
 import url_file_systems as file_systems
 from click.testing import CliRunner
-from common.reports import list_file, verify_directory
+from reports import list_file, verify_directory
 from torch import nn
 from url_file_systems import TOKEN
 

@@ -131,7 +131,8 @@ class Renaming:
 
     def _by_mapping(self, name: str) -> str | None:
         if name in self._new_names:
-            return self._new_names[name]
+            new_name: str | None = self._new_names[name]
+            return new_name
         found: list[Match] = []
         for match in self._patterns.matches(name):  # the longest first
             if all(match.end <= other.begin or other.end <= match.begin for other in found):

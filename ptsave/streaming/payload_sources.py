@@ -35,7 +35,8 @@ from ptsave.tree.entry_reading import tensors_over
 if TYPE_CHECKING:
     from ptsave.contents.dcp import DcpContents  # its torch module takes a second
     from ptsave.dcp.checkpoint import Chunk, DcpTensor
-    from ptsave.dcp.rank_files import RankFiles, StoredTensor
+    from ptsave.dcp.rank_files import RankFiles
+    from ptsave.dcp.read_plan import StoredTensor
 
 # The most bytes in memory of a tensor that has to be rearranged, or that has parts on ranks.
 _PIECE_NBYTES = 32 << 20

@@ -623,8 +623,7 @@ class AsyncCheckpointer:
         self._pid = os.getpid()
         naming = self._parts.naming if self._parts is not None else None
         # Each process opens the directory anew: connections do not survive a fork.
-        options = self._staging["storage_options"]
-        self._directory = CheckpointDirectory(self._place, naming, options)
+        self._directory = CheckpointDirectory(self._place, naming, self._options.storage_options)
         self._changed = threading.Condition()
         self._pending: dict[SaveFuture, int] = {}
         self._failed: list[SaveFuture] = []

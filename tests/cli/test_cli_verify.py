@@ -16,7 +16,7 @@ import pytest
 import torch
 from _corruption import flip, offset_of
 from command_line import fail, run
-from common.reports import verify_directory
+from reports import verify_directory
 from safetensors.torch import save_file
 from stock_comparison import deflated, save_without_checksums, stock_load
 from torch import Tensor

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as _dcp
 from click.testing import CliRunner
-from common.reports import verify_directory
+from reports import verify_directory
 from stock_comparison import assert_same_object
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

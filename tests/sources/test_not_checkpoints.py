@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common.reports import verify_directory
+from reports import verify_directory
 from stock_comparison import failure_of, stock_load
 
 import ptsave

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from common.reports import list_file
+from reports import list_file
 
 import ptsave
 from ptsave.comparison.compare import compare

@@ -14,8 +14,8 @@ import fsspec
 import pytest
 import torch
 from click.testing import CliRunner
-from common.reports import list_file
 from fsspec.registry import known_implementations
+from reports import list_file
 from stock_comparison import assert_same_object, stock_load, stock_save
 from torch import nn
 
