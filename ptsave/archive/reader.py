@@ -53,6 +53,7 @@ class RecordReader:
         self.limits = limits
         self.wait_for_bytes = True  # hand out a storage only when it is filled
         self.allows_values = False  # make harmless values that torch's restricted machine refuses
+        self.is_blind = False  # known to rebuild plain tensors only, by no code but torch's
         self.leaves_opaque = False  # make these, and an `Opaque` for other refused objects
         self.verify = verify and limits.verify
         self.progress: ProgressCallback | None = None  # called with the bytes read so far

@@ -215,6 +215,7 @@ class _PickleAlone:
     """An archive for torch's loader with a pickle, and storages without bytes."""
 
     path = "data.pkl"
+    is_blind = False
 
     def __init__(self, data: bytes, *, allows_values: bool) -> None:
         self.allows_values = allows_values
@@ -322,16 +323,21 @@ def _may_defer(reader: RecordReader, pickle_module: Any) -> bool:
     if not _storages_are_plain(reader):
         return False
     data = reader.small_records()["data.pkl"]
-    return _is_blind(data, pickle_module, leaves_opaque=reader.leaves_opaque)
-
-
-def _is_blind(data: bytes, pickle_module: Any, *, leaves_opaque: bool = False) -> bool:
-    """Whether the pickle only rebuilds plain tensors, which looks at no values."""
-    if pickle_module not in (pickle, restricted_unpickler):
-        return False
-    if _C.rebuilds_blindly(data, _DTYPES):
+    if _is_blind(data, pickle_module):
+        reader.is_blind = True
         return True
-    if not leaves_opaque:
+    return reader.leaves_opaque and _is_blind_with_opaque(data, pickle_module)
+
+
+def _is_blind(data: bytes, pickle_module: Any) -> bool:
+    """Whether the pickle only rebuilds plain tensors, which looks at no values."""
+    known = pickle_module in (pickle, restricted_unpickler)
+    return known and _C.rebuilds_blindly(data, _DTYPES)
+
+
+def _is_blind_with_opaque(data: bytes, pickle_module: Any) -> bool:
+    """Whether the pickle does so apart from objects that become `Opaque`."""
+    if pickle_module not in (pickle, restricted_unpickler):
         return False
     from ptsave.archive.plain_values import opaque_globals
 
@@ -389,7 +395,13 @@ class Unpickler:
         assert reader is not None
         data = self.file.read()
         if not reader.leaves_opaque:
-            return self._load(reader, data, "ValueUnpickler" if reader.allows_values else None)
+            if not reader.allows_values or reader.is_blind:
+                try:
+                    return self._load(reader, data, None)
+                except pickle.UnpicklingError:
+                    if not reader.allows_values:
+                        raise
+            return self._load(reader, data, "ValueUnpickler")  # its import takes a while
         refused: set[Any] = set()
         while True:
             n_refused = len(refused)
