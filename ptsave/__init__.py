@@ -35,7 +35,7 @@ _NAMES = {
     "errors": "CheckpointWarning CorruptCheckpointError EntryNotFoundError NotCheckpointError "
     "SaveError StagingFullError UnsupportedSourceError UnsupportedUrlError",
     "installation": "install installed uninstall",
-    "models.default_loader": "default_weight_loader",
+    "models.weight_parts": "default_weight_loader",
     "models.iterating": "iter_weights",
     "models.load_model": "load_model",
     "models.save_model": "save_model",

@@ -33,10 +33,10 @@ from ptsave.errors import UnsupportedUrlError as UnsupportedUrlError
 from ptsave.installation import install as install
 from ptsave.installation import installed as installed
 from ptsave.installation import uninstall as uninstall
-from ptsave.models.default_loader import default_weight_loader as default_weight_loader
 from ptsave.models.iterating import iter_weights as iter_weights
 from ptsave.models.load_model import load_model as load_model
 from ptsave.models.save_model import save_model as save_model
+from ptsave.models.weight_parts import default_weight_loader as default_weight_loader
 from ptsave.models.weight_plan import LoadedWeights as LoadedWeights
 from ptsave.models.weight_slices import WeightSlice as WeightSlice
 from ptsave.preloading import preload as preload

@@ -114,7 +114,7 @@ _FIRST_CALLS = {
     "ptsave.load('a.pt')": _LOADING,
     "ptsave.open('a.pt')['weight']": f"{_LOADING} tree",
     "ptsave.load_into('a.pt', model)": f"{_LOADING} state training tree",
-    "ptsave.load_model(model, 'a.pt')": f"{_LOADING} models state training tree",
+    "ptsave.load_model(model, 'a.pt')": f"{_LOADING} models state tree",
     "ptsave.async_save(model.state_dict(), 'b.pt').result()": f"{_SAVING} background",
     "ptsave.AsyncCheckpointer('c').save(1, model=model).result()": f"{_SAVING} background training",
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,9 +13,14 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.archive.reader import RecordReader
 from ptsave.errors import CorruptCheckpointError, bare_message
+from ptsave.support import config
+from ptsave.support.calls import ProgressCallback
 
 if TYPE_CHECKING:
     from ptsave.archive.remote import RemoteReader
+    from ptsave.sources.ranges import LocalFile
+
+Range: TypeAlias = tuple[int, int, Tensor]  # number of the file, offset in it, target
 
 MIB = 1 << 20
 # Largest gap, in bytes, that is fetched rather than skipped.
@@ -253,6 +259,35 @@ def spans_of(reader: RecordReader) -> ArchiveSpans:
 
     assert isinstance(reader, RemoteReader)
     return FetchedSpans(reader)
+
+
+def range_files(files: Sequence[LocalFile], *, direct: bool = True) -> _C.RangeFiles:
+    """Open local files for `read_ranges`; the engine keeps them open, also parked ones.
+
+    `direct` false reads through the page cache, whatever the configuration allows.
+    """
+    limits = config.current()
+    with ExitStack() as stack:
+        opened = [stack.enter_context(file.opened()).for_engine for file in files]
+        direct = direct and limits.direct_reads
+        return _C.RangeFiles(opened, n_threads=limits.n_readers, direct=direct)
+
+
+def read_ranges(
+    files: _C.RangeFiles,
+    ranges: Sequence[Range],
+    progress: ProgressCallback | None = None,
+    **options: int,
+) -> None:
+    """Fill tensors from ranges of files, by several threads."""
+    limits = config.current()
+    files.read(
+        ranges,
+        n_threads=limits.n_readers,
+        max_pinned_nbytes=limits.max_pinned_nbytes,
+        progress=progress,
+        **options,
+    )
 
 
 def _damage_of(reader: RecordReader, number: int, error: Exception) -> Damage:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.background import saves as background
 from ptsave.background.save_future import SaveFuture
-from ptsave.contents.safetensors_header import names_in_order
+from ptsave.contents.safetensors import names_in_order
 from ptsave.streaming.payload_sources import PayloadSources
 from ptsave.streaming.streamed_files import SafetensorsPlan, check_safetensors
 from ptsave.writing.options import SaveOptions

@@ -114,7 +114,7 @@ def names_in(
 ) -> Iterator[str]:
     """Yield the names of a file's entries, or with `of_modules` of a capture's modules."""
     from ptsave.contents.captures import HEADER, is_capture
-    from ptsave.contents.checkpoint_files import find_files
+    from ptsave.contents.directories import find_files
     from ptsave.inspection.listing import list_files
 
     for listing in list_files(find_files(file, storage_options, distributed=True)):

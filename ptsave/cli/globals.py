@@ -11,7 +11,7 @@ import click
 from ptsave.cli.arguments import SOURCE, with_storage_options
 from ptsave.cli.command import NEGATIVE, Command, with_json
 from ptsave.cli.terminal import terminal
-from ptsave.contents.checkpoint_files import find_files
+from ptsave.contents.directories import find_files
 from ptsave.contents.outline import plain_pickle
 from ptsave.inspection.pickle_globals import ORDINARY_GLOBALS, globals_in_pickle
 from ptsave.support.text import count_text, printable

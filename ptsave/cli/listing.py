@@ -26,8 +26,7 @@ from ptsave.tree.opaque import type_name_of
 from ptsave.tree.tree import Node, is_plain
 
 if TYPE_CHECKING:
-    from ptsave.contents.contents import ChunkInfo
-    from ptsave.contents.tensor_info import Facts
+    from ptsave.contents.contents import ChunkInfo, Facts
 
 _MAX_VALUE_LENGTH = 60
 _MAX_NAME_WIDTH = 72  # a longer name shifts only its own line

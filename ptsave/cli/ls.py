@@ -34,8 +34,8 @@ from ptsave.cli.listing import (
 )
 from ptsave.cli.terminal import terminal
 from ptsave.contents.captures import is_capture
-from ptsave.contents.checkpoint_files import PROMISING, find_files, look_into
-from ptsave.contents.shard_files import ShardFiles
+from ptsave.contents.directories import PROMISING, find_files, look_into
+from ptsave.contents.files import ShardFiles
 from ptsave.inspection.listing import FileListing, list_files, select
 from ptsave.sources.locations import is_url
 from ptsave.sources.opening import Folder, folder_at

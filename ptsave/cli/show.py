@@ -59,12 +59,12 @@ def command(
     from ptsave.capturing.statistics import tensor_statistics
     from ptsave.cli.statistics import statistics_json, statistics_line
     from ptsave.comparison.value_numbers import opened
-    from ptsave.contents.opening import open_contents
-    from ptsave.contents.tensor_info import facts_of
+    from ptsave.contents.opening import OpenOptions, open_checkpoint
+    from ptsave.contents.contents import facts_of
     from ptsave.inspection.extraction import find_entry
     from ptsave.tree.entry_reading import read_entry, tensors_over
 
-    contents = open_contents(file, storage_options, recover=recover)
+    contents = open_checkpoint(file, OpenOptions(storage_options, recover=recover))
     entry = find_entry(EntryNames(contents.obj, contents.path).find, name)
     tensors = tensors_over(entry)
     if tensors and is_container(entry):  # none of its tensors is read

@@ -25,8 +25,8 @@ from ptsave.cli.listing import directory_json, file_json, totals_lines
 from ptsave.cli.terminal import Terminal, terminal
 from ptsave.contents.captures import captured_run, is_capture
 from ptsave.contents.contents import Contents
-from ptsave.contents.opening import open_each
-from ptsave.contents.shard_files import ShardFiles
+from ptsave.contents.files import ShardFiles
+from ptsave.contents.opening import OpenOptions, open_each
 from ptsave.inspection.listing import FileListing, listing_of, select
 from ptsave.support.text import (
     count_text,
@@ -57,7 +57,7 @@ def statistics_text(  # noqa: PLR0917
     as_json: bool,
 ) -> str:
     """Return the statistics of a checkpoint's tensors, or of a capture's modules, as text."""
-    contents = list(open_each(files, recover=recover))
+    contents = list(open_each(files, OpenOptions(recover=recover)))
     if len(contents) == 1 and is_capture(contents[0].obj):
         run = captured_run(contents[0].obj, contents[0].path)
         return _statistics_of_run(run, names, depth, step, as_json)

@@ -27,9 +27,8 @@ from ptsave.cli.command import (
     with_recovery,
 )
 from ptsave.cli.terminal import terminal
-from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
-from ptsave.contents.rank_sets import nbytes_of_ranks
-from ptsave.contents.shard_files import ShardFiles
+from ptsave.contents.directories import CheckpointFiles, checkpoint_files, nbytes_of_ranks
+from ptsave.contents.files import ShardFiles
 from ptsave.inspection.findings import Problem, Verification, compare_with_index, whole_file
 from ptsave.sources.locations import is_url
 from ptsave.sources.ranges import FsspecFile

@@ -33,10 +33,10 @@ from ptsave.comparison.tensors import (
     opened_sides,
 )
 from ptsave.contents.captures import is_capture
-from ptsave.contents.checkpoint_files import CheckpointFiles, look_into, named_checkpoints
 from ptsave.contents.contents import Contents
+from ptsave.contents.directories import CheckpointFiles, look_into, named_checkpoints
+from ptsave.contents.files import ShardFiles
 from ptsave.contents.opening import open_files
-from ptsave.contents.shard_files import ShardFiles
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.local import describe, position_kept
 from ptsave.sources.opening import Folder, folder_at, open_folder_or_file

@@ -18,10 +18,9 @@ from ptsave.archive.recycled_memory import RecycledMemory
 from ptsave.archive.views import Allocator, view_as
 from ptsave.comparison.entries import TensorPair, quantizer_of
 from ptsave.comparison.numbers import NumberDifference, Tolerance, number_difference, rows_in_order
-from ptsave.contents.contents import Contents, UnreadContents, as_saved
-from ptsave.contents.opening import open_contents
+from ptsave.contents.contents import Contents, ShardedContents, UnreadContents, as_saved
+from ptsave.contents.opening import OpenOptions, open_checkpoint
 from ptsave.contents.safetensors import SafetensorsContents
-from ptsave.contents.sharded import ShardedContents
 from ptsave.support import config
 from ptsave.support.calls import ProgressCallback
 from ptsave.support.threads import ThreadPool
@@ -480,10 +479,10 @@ def opened_sides(
     recover: bool = False,
 ) -> tuple[Contents, Contents]:
     """Open both sides; a file object that is both has one position, so it is opened once."""
-    first = open_contents(a, a_storage_options, recover=recover)
+    first = open_checkpoint(a, OpenOptions(a_storage_options, recover=recover))
     if b is a and b_storage_options == a_storage_options:
         return first, first
-    return first, open_contents(b, b_storage_options, recover=recover)
+    return first, open_checkpoint(b, OpenOptions(b_storage_options, recover=recover))
 
 
 def flat(obj: Any, path: str) -> dict[str, Tensor]:

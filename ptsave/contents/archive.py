@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ptsave.contents.contents import Contents
-from ptsave.contents.opening import open_contents
-from ptsave.contents.tensor_info import TensorInfo, facts_of, list_tensors
+from ptsave.contents.contents import Contents, facts_of
+from ptsave.contents.opening import OpenOptions, open_checkpoint
+from ptsave.contents.tensor_info import TensorInfo, list_tensors
 from ptsave.sources.local import describe
 from ptsave.support.calls import check_flags, one_of, pausing_garbage_collection
 from ptsave.tree.containers import Path
@@ -510,5 +510,6 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     tensor([1., 1., 1.])
     """
     check_flags(verify=verify, recover=recover)
-    contents = open_contents(f, storage_options, verify=verify, recover=recover)
+    options = OpenOptions(storage_options, verify, recover)
+    contents = open_checkpoint(f, options)
     return Archive(contents, describe(f), verify=verify)

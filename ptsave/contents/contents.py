@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pickle import UnpicklingError
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ptsave.archive.filling import to_device
+from ptsave import _C
+from ptsave.archive.filling import fill, to_device, to_devices, verifies_storages
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import ArchiveSpans, Span, spans_of
 from ptsave.archive.unpickling import unpickle_unread
 from ptsave.archive.views import Allocator, bytes_of, new_storage, read_view, view_as
-from ptsave.archive.weights_only import raise_with_advice
-from ptsave.contents.metadata import metadata_of
+from ptsave.contents.files import ShardFiles, merged, metadata_of
 from ptsave.errors import CheckpointWarning
 from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.support.calls import ProgressCallback, progress_bar, warn_user
@@ -27,11 +27,17 @@ from ptsave.tree.extents import span_of
 
 CPU = torch.device("cpu")
 _ALIGNMENT = 16  # bytes of the largest element
+_MAX_COPIED_NBYTES = 64 << 20  # of tensors that are read together, then copied
 
 
 # Place of a storage in a file: a key of its own, the archive's record, the offset in bytes, and the
 # device it was saved from.  A plain tuple, because there may be 100,000.
 Place: TypeAlias = tuple[object, str | None, int | None, str | None]
+
+
+# Dtype, shape and stride of a tensor; in bytes, its begin in its storage, its size and the size of
+# the storage.  A plain tuple, because there may be 100,000.
+Facts: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, int]
 
 
 class ChunkInfo(NamedTuple):
@@ -80,6 +86,7 @@ class Contents(Protocol):
         self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
     ) -> list[Tensor]: ...
     def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor: ...
+    def read_into(self, copies: Sequence[tuple[Tensor, Tensor]], verify: bool | None) -> None: ...
     def read_slice(
         self,
         tensor: Tensor,
@@ -116,6 +123,33 @@ class OneFile:
         (values,) = self.read([tensor], verify)
         return to_device(values, device)
 
+    def read_into(
+        self: Contents, copies: Sequence[tuple[Tensor, Tensor]], verify: bool | None
+    ) -> None:
+        """Fill targets, of any dtype and device, with tensors of the file: pairs of both."""
+        for batch in _batches(copies):
+            values = self.read([tensor for _, tensor in batch], verify)
+            devices = [
+                target.device if _C.convert_alike(v.dtype, target.dtype) else v.device
+                for (target, _), v in zip(batch, values, strict=True)
+            ]
+            with torch.no_grad():
+                for (target, _), value in zip(batch, to_devices(values, devices), strict=True):
+                    target.copy_(value.reshape(target.shape))
+
+
+def _batches(
+    copies: Sequence[tuple[Tensor, Tensor]],
+) -> Iterator[Sequence[tuple[Tensor, Tensor]]]:
+    begin = nbytes = 0
+    for end, (_, tensor) in enumerate(copies):
+        if end > begin and nbytes + tensor.nbytes > _MAX_COPIED_NBYTES:
+            yield copies[begin:end]
+            begin, nbytes = end, 0
+        nbytes += tensor.nbytes
+    if copies:
+        yield copies[begin:]
+
 
 class UnreadContents(OneFile):
     """Contents whose tensors are unread: their storages take no memory and hold no values.
@@ -134,6 +168,8 @@ class UnreadContents(OneFile):
         try:
             self.obj = unpickle_unread(reader, restricted_unpickler, set(), self._first_at)
         except UnpicklingError as error:
+            from ptsave.archive.weights_only import raise_with_advice
+
             raise_with_advice(error, restricted_unpickler)
         self.metadata = metadata_of(reader.small)
         self.kind = self.metadata["format"]
@@ -142,9 +178,19 @@ class UnreadContents(OneFile):
         if self._file is not None:
             self.reader.park(self._file)
 
+    def close(self) -> None:
+        """Release the archive, even if something still refers to these contents."""
+        self.__dict__.pop("spans", None)
+        self.reader.close()
+
     @cached_property
-    def _spans(self) -> ArchiveSpans:
+    def spans(self) -> ArchiveSpans:
         return spans_of(self.reader)
+
+    @cached_property
+    def verifies(self) -> bool:
+        """Whether storages can and should be verified; warns once if they cannot be."""
+        return verifies_storages(self.reader)
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
         engine = self.reader.engine
@@ -173,7 +219,7 @@ class UnreadContents(OneFile):
                 extents[number] = min(first, begin), max(last, end)
         storages = {number: allocate(end - begin) for number, (begin, end) in extents.items()}
         spans = [Span(i, extents[i][0], bytes_of(storage)) for i, storage in storages.items()]
-        self._spans.read(spans, verify=verify)
+        self.spans.read(spans, verify=verify)
         result = []
         for tensor in tensors:
             number = self.reader.engine.record_of(tensor)
@@ -188,6 +234,14 @@ class UnreadContents(OneFile):
 
     def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor:
         return as_saved(tensor, self.read_slice(tensor, ..., verify, device))
+
+    def read_into(self, copies: Sequence[tuple[Tensor, Tensor]], verify: bool | None) -> None:
+        """Fill targets as in `OneFile`; records, which the engine reads, go straight into them."""
+        with self.reader.opened():
+            for target, tensor in copies:
+                alike = tensor if tensor.shape == target.shape else tensor.view(target.shape)
+                self.reader.engine.plan_copy(target, alike)  # a traceback keeps no engine
+            fill(self.reader, (), verify=bool(verify), progress=None)
 
     def can_read_packed(self, tensors: list[Tensor]) -> bool:
         """Whether each tensor has a record of its own."""
@@ -213,7 +267,7 @@ class UnreadContents(OneFile):
         ):
             assert number is not None
             spans.append(Span(number, 0, row[begin : begin + tensor.nbytes]))
-        self._spans.read(spans, verify=None)
+        self.spans.read(spans, verify=None)
         return row
 
     def read_slice(
@@ -226,12 +280,12 @@ class UnreadContents(OneFile):
     ) -> Tensor:
         number = self.reader.engine.record_of(tensor)
         return read_view(
-            self._spans, number, tensor.detach()[index], verify, device, allocate=allocate
+            self.spans, number, tensor.detach()[index], verify, device, allocate=allocate
         )
 
     def check(self, records: Sequence[int]) -> None:
         """Compare records, given by their numbers, with their checksums."""
-        self._spans.check(records)
+        self.spans.check(records)
 
     def verify(self, *, progress: bool) -> None:
         """Compare every record with its checksum."""
@@ -253,7 +307,7 @@ class UnreadContents(OneFile):
         from ptsave.archive.checks import find_damage
         from ptsave.archive.damage import damage_of
 
-        damage = find_damage(self.reader, self._spans, progress)
+        damage = find_damage(self.reader, self.spans, progress)
         crcs = [found.crcs for found in damage if found.crcs is not None]
         others = [found.error for found in damage if found.crcs is None]
         if others:
@@ -325,8 +379,124 @@ class LoadedContents(OneFile):
         """Do nothing: loading has compared the checksums, if there are any."""
 
 
+class ShardedContents:
+    """The dicts of several files as one `Contents`.
+
+    A name counts in the file that the index names.  Objects of ranks lie below the keys of their
+    ranks; `is_flat` is true if there are no such keys.
+    """
+
+    def __init__(self, parts: Sequence[Contents], files: ShardFiles) -> None:
+        self.parts = parts
+        self.path = files.path
+        self.is_flat = files.ranks is None
+        self.kind = ", ".join(dict.fromkeys(part.kind for part in parts))
+        self.nbytes = sum(part.nbytes for part in parts)
+        self.metadata = {"format": self.kind}
+        for key, value in parts[0].metadata.items():
+            if all(part.metadata.get(key) == value for part in parts):
+                self.metadata[key] = value
+        self.obj = merged(((part.path, part.obj) for part in parts), files)
+        from ptsave.tree.entry_reading import tensors_over
+
+        self._part_of: dict[int, Contents] = {}
+        for part in parts:
+            self._part_of.update((_key_of(tensor), part) for tensor in tensors_over(part.obj))
+
+    @staticmethod
+    def have_same_names(parts: Sequence[Contents]) -> bool:
+        """Return whether dicts of several files have a name in common."""
+        dicts = [part.obj for part in parts if isinstance(part.obj, Mapping)]
+        return len(set().union(*dicts)) < sum(map(len, dicts))
+
+    def park(self) -> None:
+        """Close the files until they are read."""
+        for part in self.parts:
+            part.park()
+
+    def places_of(self, tensors: list[Tensor]) -> list[Place]:
+        places: dict[int, Place] = {}
+        for part, group in self.by_part(tensors):
+            found = part.places_of(group)
+            for tensor, place in zip(group, found, strict=True):
+                places[id(tensor)] = ((id(part), place[0]), *place[1:])
+        return [places[id(tensor)] for tensor in tensors]
+
+    def chunks_of(self, tensor: Tensor) -> Sequence[ChunkInfo]:
+        ((part, _),) = self.by_part([tensor])
+        return part.chunks_of(tensor)
+
+    def read(
+        self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
+    ) -> list[Tensor]:
+        values: dict[int, Tensor] = {}
+        for part, group in self.by_part(list(tensors)):
+            found = part.read(group, verify, allocate)
+            values.update((id(t), v) for t, v in zip(group, found, strict=True))
+        return [values[id(tensor)] for tensor in tensors]
+
+    def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor:
+        ((part, _),) = self.by_part([tensor])
+        return part.read_to(device, tensor, verify)
+
+    def read_slice(
+        self,
+        tensor: Tensor,
+        index: Any,
+        verify: bool | None,
+        device: torch.device = CPU,
+        allocate: Allocator = new_storage,
+    ) -> Tensor:
+        ((part, _),) = self.by_part([tensor])
+        return part.read_slice(tensor, index, verify, device, allocate)
+
+    def verify(self, *, progress: bool) -> None:
+        for part in self.parts:
+            part.verify(progress=progress)
+
+    def by_part(self, tensors: list[Tensor]) -> list[tuple[Contents, list[Tensor]]]:
+        """Group tensors by the files that hold them."""
+        groups: dict[int, tuple[Contents, list[Tensor]]] = {}
+        for tensor in tensors:
+            part = self._part_of.get(_key_of(tensor), self.parts[-1])
+            groups.setdefault(id(part), (part, []))[1].append(tensor)
+        return list(groups.values())
+
+
+def _key_of(tensor: Tensor) -> int:
+    """Return a key that is unique among all files, and equal for each wrapper of a storage."""
+    return storage_id_of(tensor) or id(tensor)
+
+
 def as_saved(like: Tensor, values: Tensor) -> Tensor:
     """Return values as a parameter, or with `requires_grad`, if `like` is so."""
     if isinstance(like, Parameter):
         return Parameter(values, requires_grad=like.requires_grad)
     return values.requires_grad_() if like.requires_grad else values
+
+
+def facts_of(tensors: list[Tensor]) -> list[Facts]:
+    """Return the `Facts` of tensors; a tensor that is nested or not strided has no stride."""
+    facts = _C.tensor_facts(tensors)
+    if None not in facts:
+        return facts  # type: ignore[return-value]  # no copy: the list may be long
+    return [
+        _dense_facts_of(tensor) if found is None else found
+        for found, tensor in zip(facts, tensors, strict=True)
+    ]
+
+
+def _dense_facts_of(tensor: Tensor) -> Facts:
+    nbytes = int(tensor.numel() * tensor.itemsize)
+    return tensor.dtype, _shape_of(tensor), (), 0, nbytes, nbytes
+
+
+def _shape_of(tensor: Tensor) -> torch.Size:
+    """Return the shape of a tensor, with -1 where the parts of a nested tensor differ."""
+    if not tensor.is_nested:
+        return tensor.shape
+    if tensor.layout == torch.jagged:
+        return torch.Size([n if type(n) is int else -1 for n in tensor.shape])
+    sizes = tensor._nested_tensor_size().tolist()  # of its parts
+    each = (n[0] if len(set(n)) == 1 else -1 for n in zip(*sizes, strict=True))
+    return torch.Size([tensor.size(0), *each])

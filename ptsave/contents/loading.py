@@ -19,8 +19,8 @@ from ptsave.support.calls import check_flags, location_of
 from ptsave.support.together import failing_together, has_others
 
 if TYPE_CHECKING:
-    from ptsave.contents.shard_files import ShardFiles
-    from ptsave.sources.ranges import FsspecFile, RangeSource
+    from ptsave.contents.files import ShardFiles
+    from ptsave.sources.ranges import RangeSource
 
 _HEADER_OFFSET = 8  # in a safetensors file
 
@@ -142,7 +142,7 @@ def load_source(
 
         return load_by_group(f, options, storage_options, process_group)
     if is_url_source(f, storage_options):
-        from ptsave.contents.checkpoint_files import find_files
+        from ptsave.contents.directories import find_files
 
         return _load_files(find_files(f, storage_options), options)
     try:
@@ -157,7 +157,7 @@ def load_source(
 
 def _files_in(directory: str) -> ShardFiles:
     """Return the files of a checkpoint in a directory; if there are none, raise as torch does."""
-    from ptsave.contents.checkpoint_files import find_files
+    from ptsave.contents.directories import find_files
 
     try:
         return find_files(directory)
@@ -170,7 +170,7 @@ def _files_in(directory: str) -> ShardFiles:
 
 def _load_path(f: Any, options: LoadOptions) -> Any:
     """Load a safetensors file or the files of an index; leave other files to torch."""
-    from ptsave.contents.checkpoint_files import find_files
+    from ptsave.contents.directories import find_files
 
     path: object = os.fspath(f)
     if not isinstance(path, str):
@@ -190,7 +190,7 @@ def _load_stream(f: Any, options: LoadOptions) -> Any:
     """Load a safetensors file from a file object; leave other files to torch."""
     head = _head_of(f)
     if head.lstrip().startswith(b"{"):
-        from ptsave.contents.checkpoint_files import find_files
+        from ptsave.contents.directories import find_files
 
         begin = f.tell()
         find_files(f)  # refuses an index
@@ -200,7 +200,7 @@ def _load_stream(f: Any, options: LoadOptions) -> Any:
 
         source = open_source(f)
         if is_safetensors(head, source.nbytes):
-            from ptsave.contents.safetensors_loading import load_safetensors
+            from ptsave.contents.safetensors import load_safetensors
 
             _refuse_mmap(source, options)
             tensors = load_safetensors(source, options)
@@ -223,7 +223,7 @@ def _head_of(f: Any) -> bytes:
 
 def _load_files(files: ShardFiles, options: LoadOptions) -> Any:
     """Load a single file as it is, or several files one after another as one dict."""
-    from ptsave.contents.shard_files import merged
+    from ptsave.contents.files import merged
 
     if files.is_one:
         (source,) = files.open()
@@ -236,30 +236,21 @@ def _load_file(source: RangeSource, options: LoadOptions, path: Any = None) -> A
     """Load an opened file; messages name it by `path`, or else by its source's name."""
     from ptsave.sources.ranges import FsspecFile
 
-    path = source.name if path is None else path
-    if isinstance(source, FsspecFile):
-        return _load_remote(source, options)
+    is_remote = isinstance(source, FsspecFile)
     with source.closed_on_error():
+        if is_remote:
+            _refuse_mmap(source, options)
         if source.kind == "safetensors":
-            from ptsave.contents.safetensors_loading import load_safetensors
+            from ptsave.contents.safetensors import load_safetensors
 
             return load_safetensors(source, options)
+    if is_remote:
+        from ptsave.contents.opening import load_whole
+
+        return load_whole(source, options)
     source.close()
+    path = source.name if path is None else path
     return load_file(path, options, reader_for(path, options.mmap, options.verify))
-
-
-def _load_remote(source: FsspecFile, options: LoadOptions) -> Any:
-    _refuse_mmap(source, options)
-    if source.kind == "safetensors":
-        from ptsave.contents.safetensors_loading import load_safetensors
-
-        return load_safetensors(source, options)
-    from ptsave.archive.stream_reader import StreamReader
-
-    with source.stream() as stream:
-        is_archive = source.kind == "zip"
-        reader = StreamReader(source, verify=options.verify) if is_archive else None
-        return load_file(stream, options, reader)
 
 
 def _refuse_mmap(source: RangeSource, options: LoadOptions) -> None:

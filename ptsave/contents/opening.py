@@ -3,110 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pickle import UnpicklingError
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ptsave.archive.loading import LoadOptions, load_file
 from ptsave.archive.opening import open_source_archive, reader_for
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import can_defer_reading
-from ptsave.contents.checkpoint_files import find_files
-from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
-from ptsave.contents.metadata import metadata_of
-from ptsave.contents.rank_sets import (
-    is_metadata,
-    refuse_file_of_rank,
-    require_files_beside,
+from ptsave.contents.contents import (
+    Contents,
+    LoadedContents,
+    ShardedContents,
+    UnreadContents,
 )
-from ptsave.contents.shard_files import (
+from ptsave.contents.directories import find_files
+from ptsave.contents.files import (
     ShardFiles,
+    is_metadata,
     is_zero_file,
+    metadata_of,
     name_lost_entries,
+    ranks_of_parts,
+    refuse_file_of_rank,
     refuse_files_of_ranks,
+    refuse_what_came_instead,
+    require_files_beside,
     without_lost,
 )
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.kinds import Kind, what_it_is
 from ptsave.sources.local import n_files_to_hold, name_file, naming_limit
 from ptsave.sources.locations import is_url
-from ptsave.sources.ranges import LocalFile, RangeSource
+from ptsave.sources.ranges import Buffer, FsspecFile, LocalFile, RangeSource
 from ptsave.support.calls import warn_user
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.support.torch_tensors import storage_id
 
+if TYPE_CHECKING:
+    from ptsave.archive.loading import LoadOptions
+    from ptsave.archive.recovery import Recovery
+
 _LEGACY = {"format": "torch before 1.6"}
-Localizer: TypeAlias = Callable[[RangeSource], RangeSource]
 
 
-def open_contents(
-    f: Any,
-    storage_options: Mapping[str, Any] | None = None,
-    *,
-    verify: bool = True,
-    recover: bool = False,
-    localize: Localizer | None = None,
-    stays_open: bool = False,
-) -> Contents:
+class OpenOptions(NamedTuple):
+    """How a checkpoint is opened; `storage_options`, `verify` and `recover` as for `ptsave.open`.
+
+    More files than `n_files_to_hold` are open only while they are read, unless `stays_open`.
+    `localize` gets each file and returns the file to read instead, such as a copy.  With
+    `for_state`, an object that is not allowed is an error, as for a restore, and torch's loader
+    judges a file of unknown kind.
+    """
+
+    storage_options: Mapping[str, Any] | None = None
+    verify: bool = True
+    recover: bool = False
+    localize: Callable[[RangeSource], RangeSource] | None = None
+    stays_open: bool = False
+    for_state: bool = False
+
+
+_DEFAULTS = OpenOptions()
+
+
+def open_checkpoint(f: Any, options: OpenOptions = _DEFAULTS) -> Contents:
     """Open a checkpoint of any kind, if possible without reading its tensors.
 
-    `f`, `verify` and `recover` are those of `ptsave.open`.  Several files give one dict.  More
-    files than `n_files_to_hold` are open only while they are read, unless `stays_open`.  `localize`
-    gets each file and returns the file to read instead, such as a copy.
+    `f` is as for `ptsave.open`.  Several files give one dict.
     """
-    files = find_files(f, storage_options, distributed=True)
-    return open_files(
-        files, verify=verify, recover=recover, localize=localize, stays_open=stays_open
-    )
+    return open_files(find_files(f, options.storage_options, distributed=True), options)
 
 
-def open_files(
-    files: ShardFiles,
-    *,
-    verify: bool = True,
-    recover: bool = False,
-    localize: Localizer | None = None,
-    stays_open: bool = False,
-) -> Contents:
-    """Open the files of a checkpoint as one; the options are those of `open_contents`."""
+def open_files(files: ShardFiles, options: OpenOptions = _DEFAULTS) -> Contents:
+    """Open the files of a checkpoint as one."""
     if not files.is_one and any(map(is_zero_file, files.paths)):
         refuse_files_of_ranks(files)  # before their pickles are read: they name DeepSpeed's classes
-    parts = list(
-        open_each(files, verify=verify, recover=recover, localize=localize, stays_open=stays_open)
-    )
+    parts = list(open_each(files, options))
     if files.is_one:
         return parts[0]
     if not parts:
         raise NotCheckpointError(f"{files.paths[0]}: nothing of any shard can be read")
-    if recover:
+    if options.recover:
         files = without_lost(files, ((part.path, part.obj) for part in parts))
-    from ptsave.contents.rank_sets import ranks_of_parts
-    from ptsave.contents.sharded import ShardedContents
-
     ranks = ranks_of_parts(files)
     if ranks is not None and ShardedContents.have_same_names(parts):
         files = files._replace(ranks=ranks)
     return ShardedContents(parts, files)
 
 
-def open_each(
-    files: ShardFiles,
-    *,
-    verify: bool = True,
-    recover: bool = False,
-    localize: Localizer | None = None,
-    stays_open: bool = False,
-) -> Iterator[Contents]:
-    """Open the files of a checkpoint one by one; the options are those of `open_contents`."""
-    parks = not stays_open and len(files.paths) > n_files_to_hold()
+def open_each(files: ShardFiles, options: OpenOptions = _DEFAULTS) -> Iterator[Contents]:
+    """Open the files of a checkpoint one by one."""
+    parks = not options.stays_open and len(files.paths) > n_files_to_hold()
     for path in files.paths:
         try:
             with naming_limit(len(files.paths)):
-                contents = open_one(
-                    files.open_one(path), files, verify=verify, recover=recover, localize=localize
-                )
+                contents = open_one(files.open_one(path), files, options)
         except CorruptCheckpointError as error:
-            if not recover or files.is_one:
+            if not options.recover or files.is_one:
                 raise
             warn_user(f"nothing of a shard can be read: {error}", CheckpointWarning)
             continue
@@ -115,30 +108,24 @@ def open_each(
         yield contents
 
 
-def open_one(
-    source: RangeSource,
-    files: ShardFiles,
-    *,
-    verify: bool = True,
-    recover: bool = False,
-    localize: Localizer | None = None,
-) -> Contents:
-    """Open one file of a checkpoint; the options are those of `open_contents`."""
+def open_one(source: RangeSource, files: ShardFiles, options: OpenOptions = _DEFAULTS) -> Contents:
+    """Open one file of a checkpoint."""
     try:
-        if recover:
-            from ptsave.contents.recovery import recovered
-
+        if options.recover:
             source = recovered(source)
-        is_copied = localize is not None and not (is_metadata(source) and is_url(source.name))
-        return open_file(localize(source) if localize and is_copied else source, verify=verify)
+        if options.localize is not None and not (is_metadata(source) and is_url(source.name)):
+            source = options.localize(source)
+        return open_file(source, options)
     except CorruptCheckpointError as error:
         name_lost_entries(error, source.name, files)
         raise
 
 
-def open_file(source: RangeSource, *, verify: bool) -> Contents:
+def open_file(source: RangeSource, options: OpenOptions = _DEFAULTS) -> Contents:
     """Open a file by its kind, and close it if that fails."""
-    try:
+    with source.closed_on_error():
+        if options.for_state:
+            return _open_state(source, options)
         refuse_file_of_rank(source)
         if is_metadata(source):
             require_files_beside(source)
@@ -146,18 +133,34 @@ def open_file(source: RangeSource, *, verify: bool) -> Contents:
             if is_metadata(source):
                 from ptsave.contents.dcp import DcpContents  # imports a torch module, for a second
 
-                return DcpContents(source, verify=verify)
+                return DcpContents(source, verify=options.verify)
             kind = require_checkpoint(source)
             if kind == "safetensors":
-                from ptsave.contents.safetensors import SafetensorsContents
-
-                return SafetensorsContents(source)
+                contents = _open_safetensors(source)
+                contents.obj  # noqa: B018 - made before several threads ask for it
+                return contents
             if kind == "legacy":
-                return _load_whole(source, _LEGACY, verify)
-            return _open_zip(source, verify)
-    except BaseException:
-        source.close()
-        raise
+                return _load_whole(source, _LEGACY, options)
+            return _open_zip(source, options)
+
+
+def _open_state(source: RangeSource, options: OpenOptions) -> Contents:
+    """Open a state dict; a damaged ``.safetensors`` file is none of torch's."""
+    if source.kind is None:
+        refuse_what_came_instead(source)
+    if source.kind == "safetensors" or (
+        source.kind is None and source.name.endswith(".safetensors")
+    ):
+        return _open_safetensors(source)
+    if source.kind == "zip" and isinstance(source, (LocalFile, Buffer)):
+        return _open_zip(source, options)
+    return _load_whole(source, _LEGACY, options)  # also a remote archive, once and in order
+
+
+def _open_safetensors(source: RangeSource) -> Contents:
+    from ptsave.contents.safetensors import SafetensorsContents
+
+    return SafetensorsContents(source)
 
 
 @contextmanager
@@ -189,23 +192,47 @@ def require_checkpoint(source: RangeSource) -> Kind:
     return kind
 
 
-def _open_zip(source: RangeSource, verify: bool) -> Contents:
-    reader = open_source_archive(source, verify=verify)
-    require_saved_object(reader)
+def _open_zip(source: RangeSource, options: OpenOptions) -> Contents:
+    file = source if isinstance(source, LocalFile) else None
+    with ExitStack() as stack:
+        opened = source if file is None else stack.enter_context(file.opened())
+        reader = open_source_archive(opened, verify=options.verify)
+    with ExitStack() as stack:
+        stack.callback(reader.close)  # a traceback keeps the reader
+        metadata = _metadata_if_whole(reader, options)
+        if metadata is not None:
+            return _load_whole(source, metadata, options)
+        contents = UnreadContents(reader, file)
+        stack.pop_all()
+    if file is not None and not file.is_parked:
+        file.park()  # the engine has it open, and many shards need many descriptors
+    else:
+        source.close()
+    return contents
+
+
+def _metadata_if_whole(reader: RecordReader, options: OpenOptions) -> dict[str, str] | None:
+    """Return the metadata of an archive that has to be loaded whole; None for all others."""
+    if not options.for_state:
+        require_saved_object(reader)
+    elif reader.engine.find("constants.pkl") is not None:
+        from ptsave.archive.checks import torchscript_error
+
+        raise torchscript_error(reader.path)
     if not reader.engine.all_stored:
         from ptsave.archive.checks import check_compressed_members
 
         check_compressed_members(reader)
-        return _load_whole(source, {"format": "pt, compressed"}, verify)
-    reader.check_version()
-    reader.leaves_opaque = True
+        return {"format": "pt, compressed"}
+    if not options.for_state:
+        reader.check_version()
+    reader.allows_values = options.for_state
+    reader.leaves_opaque = not options.for_state
     if not can_defer_reading(reader, restricted_unpickler):
-        return _load_whole(source, metadata_of(reader.small_records()), verify)
-    if isinstance(source, LocalFile):
-        source.park()  # the engine has it open, and many shards need many descriptors
-        return UnreadContents(reader, source)
-    source.close()
-    return UnreadContents(reader)
+        return metadata_of(reader.small_records())
+    if options.for_state:
+        reader.check_records()
+    return None
 
 
 def require_saved_object(reader: RecordReader) -> None:
@@ -221,14 +248,65 @@ def require_saved_object(reader: RecordReader) -> None:
         )
 
 
-def _load_whole(source: RangeSource, metadata: dict[str, str], verify: bool) -> LoadedContents:
+def _load_whole(
+    source: RangeSource, metadata: dict[str, str], options: OpenOptions
+) -> LoadedContents:
+    from ptsave.archive.loading import LoadOptions
+
     locations: dict[int, str] = {}
 
     def stay(storage: Any, location: str) -> Any:
         locations[storage_id(storage)] = location
         return storage
 
+    loading = LoadOptions(
+        "cpu" if options.for_state else stay,
+        weights_only=True,
+        mmap=False,
+        verify=options.verify,
+        wants_state=options.for_state,
+        leaves_opaque=not options.for_state,
+    )
+    return LoadedContents(load_whole(source, loading), locations, metadata, source)
+
+
+def load_whole(source: RangeSource, options: LoadOptions) -> Any:
+    """Load a file that is not safetensors by its stream; a remote archive a few records ahead."""
+    from ptsave.archive.loading import load_file
+
     with source.stream() as stream:
-        options = LoadOptions(stay, weights_only=True, verify=verify, leaves_opaque=True)
-        obj = load_file(stream, options, reader_for(stream, options.mmap, verify))
-    return LoadedContents(obj, locations, metadata, source)
+        reader: RecordReader | None
+        if isinstance(source, FsspecFile) and source.kind == "zip":
+            from ptsave.archive.stream_reader import StreamReader
+
+            reader = StreamReader(source, verify=options.verify)
+        else:
+            reader = reader_for(stream, False, options.verify)
+        return load_file(stream, options, reader)
+
+
+def recovered(source: RangeSource) -> RangeSource:
+    """Return the source of a whole file: the given one, or one with a new end.
+
+    A `CheckpointWarning` names the entries that are left out, because their bytes are damaged or
+    missing.
+    """
+    found = recover(source)
+    if found is None:
+        return source
+    if damage := found.damage():
+        warn_user(f"{source.name}: {damage}", CheckpointWarning)
+    return found.source
+
+
+def recover(source: RangeSource) -> Recovery | None:
+    """Return the recovery of a file without its end; None if it is whole or of another kind."""
+    if source.kind == "safetensors":
+        from ptsave.contents.safetensors_fields import recover_safetensors
+
+        return recover_safetensors(source)
+    if source.kind not in ("zip", None) or not source.nbytes:
+        return None
+    from ptsave.archive.recovery import recover_archive
+
+    return recover_archive(source)

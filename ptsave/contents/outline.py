@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ptsave import _core
 from ptsave._core import OutlinedTensor
-from ptsave.contents.metadata import metadata_of
+from ptsave.contents.files import metadata_of
 from ptsave.contents.safetensors_fields import DTYPES, SafetensorsFields, read_fields
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.kinds import what_it_is

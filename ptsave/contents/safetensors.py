@@ -1,16 +1,30 @@
-"""Presents a safetensors file as `Contents`."""
+"""Safetensors files: their headers, as `Contents`, loaded as by `torch.load`, and new headers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.filling import to_device
-from ptsave.archive.spans import MAX_FETCHED_GAP, MAX_READ_GAP, Span, batches, memory_of
+from ptsave.archive.filling import accelerator_of, to_device
+from ptsave.archive.spans import (
+    MAX_FETCHED_GAP,
+    MAX_READ_GAP,
+    Span,
+    batches,
+    memory_of,
+    range_files,
+    read_ranges,
+)
+from ptsave.archive.unpickling import fills_storages, is_meta_location
 from ptsave.archive.views import (
     Allocator,
     bytes_of,
@@ -20,12 +34,119 @@ from ptsave.archive.views import (
     view_as,
 )
 from ptsave.contents.contents import CPU, OneFile, Place
-from ptsave.contents.safetensors_header import StoredTensor, read_header
+from ptsave.contents.safetensors_fields import (
+    DTYPES,
+    LENGTH_NBYTES,
+    SafetensorsFields,
+    read_fields,
+)
+from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import LocalFile, RangeSource
-from ptsave.support import config
+from ptsave.support.calls import ProgressCallback, pausing_garbage_collection, progress_bar
+from ptsave.support.torch_serialization import restore_location
 
+if TYPE_CHECKING:
+    from ptsave.archive.loading import LoadOptions
+
+_HEADER_ALIGNMENT = 8
+
+# Numbers in an element of torch's packed dtypes; the format's shapes count the numbers.
+_N_PACKED = {torch.float4_e2m1fn_x2: 2}
 # Smaller tensors are copied: a process may have 65,530 mappings in all, and a copy costs less.
 _MIN_MAPPED_NBYTES = 64 << 10
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of the file; a tuple, because there may be 100,000."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    offset: int  # of its first byte in the file
+    nbytes: int
+
+
+class SafetensorsHeader(NamedTuple):
+    """The tensors and the metadata of a safetensors file."""
+
+    tensors: list[StoredTensor]  # in the order of their bytes
+    metadata: dict[str, str]  # the writer's __metadata__
+
+
+def read_header(source: RangeSource) -> SafetensorsHeader:
+    """Read a header; its tensors lie within the file and do not overlap."""
+    with pausing_garbage_collection():
+        stored = read_fields(source)
+        tensors = list(_stored_tensors(source, stored))
+    return SafetensorsHeader(tensors, stored.metadata)
+
+
+def stored_shape(dtype: torch.dtype, shape: Sequence[int]) -> list[int]:
+    """Return the format's shape for a tensor of torch, which counts packed numbers one by one.
+
+    A packed dtype without dimensions has no shape in the format, which is a ValueError.
+
+    >>> stored_shape(torch.float32, [3, 2]), stored_shape(torch.float4_e2m1fn_x2, [3, 2])
+    ([3, 2], [3, 4])
+    """
+    n_packed = _N_PACKED.get(dtype, 1)
+    if n_packed == 1:
+        return list(shape)
+    if not shape:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"safetensors files hold no {name} without dimensions: reshape it to [1]")
+    return [*shape[:-1], shape[-1] * n_packed]
+
+
+def _shape_in_torch(dtype: torch.dtype, shape: Sequence[int]) -> torch.Size | None:
+    """Return torch's shape for a tensor of the format, or None if torch has no such shape."""
+    n_packed = _N_PACKED.get(dtype, 1)
+    if n_packed == 1:
+        return torch.Size(shape)
+    if not shape or shape[-1] % n_packed:
+        return None
+    return torch.Size([*shape[:-1], shape[-1] // n_packed])
+
+
+@functools.cache
+def _dtype_of(name: str) -> torch.dtype | None:
+    """Return torch's dtype for a name of the format, or None if torch lacks it."""
+    dtype: torch.dtype | None = getattr(torch, DTYPES.get(name, ""), None)
+    return dtype
+
+
+def _stored_tensors(source: RangeSource, stored: SafetensorsFields) -> Iterator[StoredTensor]:
+    first, max_end = stored.nbytes, source.nbytes
+    kinds: dict[tuple[Any, ...], tuple[torch.Size, torch.dtype, int]] = {}  # many tensors are alike
+    for name, entry in stored.tensors:
+        key = (entry["dtype"], *entry["shape"])
+        if key not in kinds:
+            kinds[key] = _kind_of(source, name, entry)
+        shape, dtype, nbytes = kinds[key]
+        begin, end = entry["data_offsets"]
+        begin, end = first + begin, first + end
+        if end - begin != nbytes or not first <= begin <= end <= max_end:
+            raise CorruptCheckpointError(
+                f"{source.name}: the header puts tensor {name} where its bytes cannot be",
+                path=source.name,
+                offset=begin,
+            )
+        # StoredTensor(...) takes twice as long.
+        yield tuple.__new__(StoredTensor, (name, shape, dtype, begin, nbytes))
+
+
+def _kind_of(
+    source: RangeSource, name: str, entry: Mapping[str, Any]
+) -> tuple[torch.Size, torch.dtype, int]:
+    dtype = _dtype_of(entry["dtype"])
+    shape = None if dtype is None else _shape_in_torch(dtype, entry["shape"])
+    if dtype is None or shape is None:
+        raise CorruptCheckpointError(
+            f"{source.name}: tensor {name} is of a type that torch has not: {entry['dtype']} of "
+            f"shape {entry['shape']}",
+            path=source.name,
+        )
+    return shape, dtype, prod(shape) * dtype.itemsize
 
 
 class SafetensorsContents(OneFile):
@@ -41,14 +162,21 @@ class SafetensorsContents(OneFile):
         self.kind = "safetensors"  # the file's own "format" is the library it was written for
         self.metadata = {"format": "safetensors", **header.metadata}
         self.nbytes = source.nbytes
-        tensors = unfilled_tensors([(stored.dtype, stored.shape) for stored in header.tensors])
-        self.obj = {stored.name: each for stored, each in zip(header.tensors, tensors, strict=True)}
         self.path = source.name
         self._stored = header.tensors
-        self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self.source = source
         self._maps = maps
         self.spans = _SourceSpans(source, header.tensors)
+
+    @cached_property
+    def obj(self) -> dict[str, Tensor]:
+        """The unread tensors, made when they are first asked for: there may be 100,000."""
+        tensors = unfilled_tensors([(stored.dtype, stored.shape) for stored in self._stored])
+        return {stored.name: each for stored, each in zip(self._stored, tensors, strict=True)}
+
+    @cached_property
+    def _numbers(self) -> dict[int, int]:
+        return {id(tensor): number for number, tensor in enumerate(self.obj.values())}
 
     def park(self) -> None:
         if isinstance(self.source, LocalFile):
@@ -142,19 +270,131 @@ class _SourceSpans:
                 memory_of(span.target)[:] = piece
 
     def _read_local(self, file: LocalFile, spans: Sequence[Span]) -> None:
-        limits = config.current()
-        begins = [self._tensors[span.record].offset + span.begin for span in spans]
-        with file.opened() as open_file:
-            files = _C.RangeFiles(
-                [open_file.for_engine], n_threads=limits.n_readers, direct=limits.direct_reads
-            )
-        files.read(
-            [(0, file.begin + at, each.target) for at, each in zip(begins, spans, strict=True)],
-            n_threads=limits.n_readers,
-            max_pinned_nbytes=limits.max_pinned_nbytes,
-            max_gap=self.max_gap,
-            progress=None,
-        )
+        ranges = [
+            (0, file.begin + self._tensors[each.record].offset + each.begin, each.target)
+            for each in spans
+        ]
+        read_ranges(range_files([file]), ranges, max_gap=self.max_gap)
 
     def check(self, records: Sequence[int]) -> None:
         """Do nothing: there are no checksums."""
+
+
+# ------------------------------------------------------------------------------------ loading
+
+
+def load_safetensors(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
+    """Load all tensors of a file, in the order of their bytes.
+
+    For `map_location`, every tensor was saved on the CPU.  `verify` has no effect, because the
+    format has no checksums.  A missing safetensors package is a RuntimeError with torch's words.
+    """
+    location = options.map_location
+    with _torchs_words_for_missing_library():
+        tensors = _tensors_of(source, options)
+    return tensors if location is None else {k: _placed(v, location) for k, v in tensors.items()}
+
+
+@contextmanager
+def _torchs_words_for_missing_library() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise RuntimeError(
+            "Attempting to load a safetensors file but safetensors is not installed. "
+            f"Please install safetensors with: pip install safetensors ({error})"
+        ) from error
+
+
+def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
+    location = options.map_location
+    if not fills_storages(location):
+        stored = read_header(source).tensors
+        device = "meta" if is_meta_location(location) else "cpu"
+        return {
+            each.name: torch.empty(each.shape, dtype=each.dtype, device=device) for each in stored
+        }
+    if isinstance(source, LocalFile) and not options.mmap:
+        stored = read_header(source).tensors
+        with progress_bar(options.progress, "loading", source.nbytes) as callback:
+            values = _read(source, stored, accelerator_of(location) or CPU, callback)
+        return {each.name: value for each, value in zip(stored, values, strict=True)}
+    contents = SafetensorsContents(source, maps=options.mmap)
+    values = contents.read(list(contents.obj.values()), None)
+    return dict(zip(contents.obj, values, strict=True))
+
+
+def _read(
+    file: LocalFile,
+    stored: Sequence[StoredTensor],
+    device: torch.device,
+    progress: ProgressCallback | None,
+) -> list[Tensor]:
+    values = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in stored]
+    ranges = [
+        (0, file.begin + each.offset, value)
+        for each, value in zip(stored, values, strict=True)
+        if each.nbytes > 0
+    ]
+    read_ranges(range_files([file]), ranges, progress)
+    return values
+
+
+def _placed(tensor: Tensor, map_location: Any) -> Tensor:
+    """Return a tensor where `map_location` puts a tensor that was saved on the CPU."""
+    storage = restore_location(map_location)(tensor.untyped_storage(), "cpu")
+    placed = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return placed.set_(storage, 0, tensor.shape, tensor.stride())
+
+
+# ----------------------------------------------------------------------------------- new files
+
+
+@functools.cache
+def safetensors_dtypes() -> dict[torch.dtype, str]:
+    """Return the dtypes that the library writes, in its order, and its names for them."""
+    try:
+        from safetensors.torch import save
+    except ImportError:
+        raise ImportError(
+            "safetensors files are written with the help of: pip install safetensors"
+        ) from None
+    found = {name: getattr(torch, text, None) for name, text in DTYPES.items()}
+    dtypes: dict[str, torch.dtype] = {name: dtype for name, dtype in found.items() if dtype}
+    known = {name: dtype for name, dtype in dtypes.items() if _can_write(save, dtype)}
+    data = save({name: torch.empty(0, dtype=dtype) for name, dtype in known.items()})
+    header = json.loads(data[8:])
+    return {known[name]: fields["dtype"] for name, fields in header.items()}
+
+
+def _can_write(save: Callable[[dict[str, Tensor]], bytes], dtype: torch.dtype) -> bool:
+    try:
+        save({"": torch.empty(0, dtype=dtype)})
+    except Exception:  # the library raises errors of many types
+        return False
+    return True
+
+
+def names_in_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors in the order in which a file stores them."""
+    ranks = {dtype: rank for rank, dtype in enumerate(safetensors_dtypes())}
+    return sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name.encode()))
+
+
+def header_of(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> tuple[list[Tensor], bytes]:
+    """Return tensors in the order of a file, and the header that the library writes for them."""
+    dtypes = safetensors_dtypes()
+    names = names_in_order(tensors)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for name in names:
+        tensor = tensors[name]
+        end = begin + tensor.nbytes
+        shape = stored_shape(tensor.dtype, tensor.shape)
+        header[name] = {"dtype": dtypes[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    return [tensors[name] for name in names], len(text).to_bytes(LENGTH_NBYTES, "little") + text

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ptsave.errors import RECOVERY_ADVICE, CorruptCheckpointError, not_checkpoint
 from ptsave.sources.kinds import (
@@ -16,6 +16,9 @@ from ptsave.sources.kinds import (
     what_it_surely_is,
 )
 from ptsave.sources.ranges import RangeSource
+
+if TYPE_CHECKING:
+    from ptsave.archive.recovery import Recovery
 
 LENGTH_NBYTES = 8  # of the header's length, which stands before it
 _FIRST_NBYTES = 64 << 10  # one fetch, enough for most headers
@@ -143,3 +146,33 @@ def _tensors_cut_off(head: bytes, file_nbytes: int) -> list[str]:
         return [name for end, name in ends if len(head) + end > file_nbytes]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return []  # the header itself is damaged
+
+
+def recover_safetensors(source: RangeSource) -> Recovery | None:
+    """Return a file of the tensors before the cut: tensors are stored one behind the other."""
+    from ptsave.archive.recovery import CompletedFile, Recovery
+
+    try:
+        read_fields(source)
+    except CorruptCheckpointError as error:
+        head = fetch_header(source)
+        if not error.entries:  # something else is wrong
+            raise
+        fields = json.loads(head[LENGTH_NBYTES:])
+        ends = {name: fields[name]["data_offsets"] for name in error.entries}
+        lost = {name: None for name, (begin, end) in ends.items() if begin < end}
+        kept = {name: value for name, value in fields.items() if name not in lost}
+        whole = kept.keys() - ends.keys() - {"__metadata__"}
+        if not whole:
+            raise
+        last = max(kept[name]["data_offsets"][1] for name in whole)
+        for name in ends.keys() & kept.keys():  # tensors without bytes
+            kept[name]["data_offsets"] = [last, last]
+        header = json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
+        nbytes = len(head) - LENGTH_NBYTES
+        if len(header) > nbytes:
+            raise
+        end = len(head) + last
+        patch = head[:LENGTH_NBYTES] + header.ljust(nbytes)
+        return Recovery(CompletedFile(source, end, b"", {0: patch}), entries=[*lost])
+    return None

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
-from torch import Tensor
 
-from ptsave import _C
+from ptsave.contents.contents import ChunkInfo, Contents, facts_of
 from ptsave.support.calls import pausing_garbage_collection
 
 if TYPE_CHECKING:
-    from ptsave.contents.contents import ChunkInfo, Contents
     from ptsave.tree.containers import Path
     from ptsave.tree.names import EntryNames
-
-# Dtype, shape and stride of a tensor; in bytes, its begin in its storage, its size and the size of
-# the storage.  A plain tuple, because there may be 100,000.
-Facts: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, int]
 
 
 class TensorInfo(NamedTuple):
@@ -137,30 +131,3 @@ def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
                 )
             )
         return infos
-
-
-def facts_of(tensors: list[Tensor]) -> list[Facts]:
-    """Return the `Facts` of tensors; a tensor that is nested or not strided has no stride."""
-    facts = _C.tensor_facts(tensors)
-    if None not in facts:
-        return facts  # type: ignore[return-value]  # no copy: the list may be long
-    return [
-        _dense_facts_of(tensor) if found is None else found
-        for found, tensor in zip(facts, tensors, strict=True)
-    ]
-
-
-def _dense_facts_of(tensor: Tensor) -> Facts:
-    nbytes = int(tensor.numel() * tensor.itemsize)
-    return tensor.dtype, _shape_of(tensor), (), 0, nbytes, nbytes
-
-
-def _shape_of(tensor: Tensor) -> torch.Size:
-    """Return the shape of a tensor, with -1 where the parts of a nested tensor differ."""
-    if not tensor.is_nested:
-        return tensor.shape
-    if tensor.layout == torch.jagged:
-        return torch.Size([n if type(n) is int else -1 for n in tensor.shape])
-    sizes = tensor._nested_tensor_size().tolist()  # of its parts
-    each = (n[0] if len(set(n)) == 1 else -1 for n in zip(*sizes, strict=True))
-    return torch.Size([tensor.size(0), *each])

@@ -16,11 +16,10 @@ from torch.nn import Parameter
 
 from ptsave import _C
 from ptsave.archive.views import unfilled_tensors, view_as
-from ptsave.contents.checkpoint_files import find_files
-from ptsave.contents.contents import Contents, UnreadContents, as_saved
+from ptsave.contents.contents import as_saved
+from ptsave.contents.directories import find_files
+from ptsave.contents.files import ShardFiles
 from ptsave.contents.opening import open_file
-from ptsave.contents.safetensors import SafetensorsContents
-from ptsave.contents.shard_files import ShardFiles
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.local import describe, position_kept
 from ptsave.sources.locations import (
@@ -31,7 +30,12 @@ from ptsave.sources.locations import (
 )
 from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import RangeSource
-from ptsave.streaming.payload_sources import PayloadSources, StoragePlace, check_records
+from ptsave.streaming.payload_sources import (
+    PayloadSources,
+    SourceCheckpoint,
+    StoragePlace,
+    check_records,
+)
 from ptsave.streaming.streamed_files import PicklePlan, SafetensorsPlan, StreamedPlan, write_bytes
 from ptsave.support.calls import check_flags, progress_bar
 from ptsave.support.torch_tensors import storage_id
@@ -77,44 +81,6 @@ class Compaction:
     nbytes_before: int
     nbytes: int
     is_written: bool
-
-
-class SourceCheckpoint:
-    """An open checkpoint, of one file or several, whose tensors are not read.
-
-    ``sources.localize`` has returned the files of `contents`, and `sources` learns the places of
-    the tensors.  `remarks` has facts that the owner of the files should know.
-    """
-
-    def __init__(self, contents: Contents, sources: PayloadSources) -> None:
-        self.contents = contents
-        self.path = contents.path
-        self.obj = contents.obj
-        parts = contents.parts
-        self.paths = [part.path for part in parts]
-        self.is_safetensors = True
-        self.metadata: dict[str, str] = {}
-        self.remarks: list[str] = []
-        for part in parts:
-            sources.add(part)
-            if isinstance(part, SafetensorsContents):
-                self.metadata.update(part.header.metadata)
-                continue
-            self.is_safetensors = False
-            if part.kind == "dcp":
-                self._add_ranks(part)
-            if isinstance(part, UnreadContents) and not part.reader.engine.storages_have_crcs:
-                self.remarks.append(
-                    f"{part.path} has no checksums of its storages: they are copied unverified"
-                )
-
-    def _add_ranks(self, contents: Contents) -> None:
-        from ptsave.contents.dcp import DcpContents  # imports a torch module, for a second
-
-        assert isinstance(contents, DcpContents)
-        checkpoint = contents.checkpoint
-        self.paths.append(checkpoint.metadata_path)
-        self.paths += [checkpoint.file(name) for name in checkpoint.sizes]
 
 
 def compact(
@@ -270,7 +236,7 @@ def _compact_file(source: RangeSource, path: str, is_other: bool, options: _Opti
         target: FileTarget = path if options.dry_run else options.resolve_writable(path)
         nearby = os.path.realpath(target) if isinstance(target, str) else target
         sources = PayloadSources(stack, scratch_folder(nearby))
-        checkpoint = SourceCheckpoint(open_file(sources.localize(source), verify=True), sources)
+        checkpoint = SourceCheckpoint(open_file(sources.localize(source)), sources)
         require_picklable(checkpoint.obj, source.name)
         compactor = _Compactor(sources, dry_run=options.dry_run)
         tensors = [leaf for leaf in leaves_of(checkpoint.obj) if isinstance(leaf, Tensor)]

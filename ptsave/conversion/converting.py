@@ -22,9 +22,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from ptsave.contents.opening import open_contents
-from ptsave.contents.safetensors_header import safetensors_dtypes
-from ptsave.conversion.compacting import SourceCheckpoint
+from ptsave.contents.opening import OpenOptions, open_checkpoint
+from ptsave.contents.safetensors import safetensors_dtypes
 from ptsave.errors import UnsupportedUrlError
 from ptsave.inspection.extraction import without_opaque
 from ptsave.models.extra_state import (
@@ -46,9 +45,14 @@ from ptsave.sources.local import describe, position_kept
 from ptsave.sources.locations import LocalFolder
 from ptsave.sources.opening import Folder
 from ptsave.sources.url_locations import UrlLocation
-from ptsave.streaming.payload_sources import PayloadSources
+from ptsave.streaming.payload_sources import PayloadSources, SourceCheckpoint
 from ptsave.streaming.streamed_files import PicklePlan, SafetensorsPlan, StreamedPlan
-from ptsave.support.calls import check_flags, parse_size, progress_bar, progress_from
+from ptsave.support.calls import (
+    check_flags,
+    parse_size,
+    progress_bar,
+    progress_from,
+)
 from ptsave.support.text import some_of
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.containers import attributes_of, items_of, set_attributes
@@ -222,9 +226,10 @@ def convert(
     _check_target(place, describe(source), force=force)
     with position_kept(source), ExitStack() as stack:
         sources = PayloadSources(stack, place.folder)
-        contents = open_contents(
-            source, storage_options, recover=recover, localize=sources.localize, stays_open=True
+        options = OpenOptions(
+            storage_options, recover=recover, localize=sources.localize, stays_open=True
         )
+        contents = open_checkpoint(source, options)
         checkpoint = SourceCheckpoint(contents, sources)
         _refuse_source(place, checkpoint.paths)
         conversion = Conversion(place.path, remarks=checkpoint.remarks)

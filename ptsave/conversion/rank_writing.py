@@ -22,12 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.nn import Parameter
 
-from ptsave.conversion.compacting import SourceCheckpoint
 from ptsave.dcp.metadata import set_checked_files
 from ptsave.distributed.directory import CheckpointDirectory
 from ptsave.distributed.rank_file import RankFile
 from ptsave.errors import SaveError
-from ptsave.streaming.payload_sources import PayloadSources, check_records
+from ptsave.streaming.payload_sources import PayloadSources, SourceCheckpoint, check_records
 from ptsave.support import torch_dcp
 from ptsave.support.calls import ProgressCallback
 from ptsave.support.text import count_text

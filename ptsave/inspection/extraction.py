@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 from torch import Tensor
 
 from ptsave.contents.archive import open as open_archive
-from ptsave.contents.opening import open_contents
+from ptsave.contents.opening import OpenOptions, open_checkpoint
 from ptsave.errors import EntryNotFoundError
 from ptsave.inspection.verification import verify_file
 from ptsave.serialization import save
@@ -61,7 +61,7 @@ def read_whole(
     """
     found = verify_file(file, recover=True, storage_options=storage_options)
     with position_kept(file):
-        contents = open_contents(file, storage_options, verify=True, recover=True)
+        contents = open_checkpoint(file, OpenOptions(storage_options, recover=True))
         if not isinstance(contents.obj, Mapping):
             kind = type_name_of(contents.obj)
             raise TypeError(f"{name_of(file)}: it holds {kind}, not a dict of entries")

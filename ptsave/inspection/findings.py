@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ptsave import _core
+from ptsave.contents.files import ShardFiles
 from ptsave.contents.outline import Outline, outline_of
-from ptsave.contents.shard_files import ShardFiles
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.locations import is_url
 from ptsave.sources.ranges import LocalFile
@@ -18,6 +18,7 @@ from ptsave.support import config
 from ptsave.support.calls import ProgressCallback
 from ptsave.tree.tree import EntryTree
 
+_READ_AT_ONCE_NBYTES = 512 << 20  # between two updates of a progress bar
 NO_CHECKSUMS = (
     "a safetensors file has no checksums: header and sizes are right, values were not checked"
 )

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ptsave.contents.captures import with_short_records
+from ptsave.contents.files import ShardFiles
 from ptsave.contents.outline import Outline, outline_of
-from ptsave.contents.shard_files import ShardFiles
 from ptsave.support.calls import pausing_garbage_collection
 from ptsave.tree.names import entry_not_found
 from ptsave.tree.tree import EntryTree
 
 if TYPE_CHECKING:
-    from ptsave.contents.contents import ChunkInfo, Contents, Place
-    from ptsave.contents.tensor_info import Facts
+    from ptsave.contents.contents import ChunkInfo, Contents, Facts, Place
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,9 @@ def list_files(files: ShardFiles, *, recover: bool = False) -> Iterator[FileList
                 source.close()
                 yield listing_of(outlined)
                 continue
-            from ptsave.contents.opening import open_one  # imports torch
+            from ptsave.contents.opening import OpenOptions, open_one  # imports torch
 
-            yield listing_of(open_one(source, files, recover=recover))
+            yield listing_of(open_one(source, files, OpenOptions(recover=recover)))
 
 
 def listing_of(contents: Contents | Outline) -> FileListing:
@@ -73,7 +72,7 @@ def listing_of(contents: Contents | Outline) -> FileListing:
     if isinstance(contents, Outline):
         facts = contents.facts_of(tree.tensors)
     else:
-        from ptsave.contents.tensor_info import facts_of  # imports torch
+        from ptsave.contents.contents import facts_of  # imports torch
 
         facts = facts_of(tree.tensors)
         if contents.kind == "dcp":

@@ -8,7 +8,7 @@ from typing import Any
 
 from ptsave.archive.checks import check_compressed_members
 from ptsave.archive.opening import open_source_archive
-from ptsave.contents.checkpoint_files import find_files
+from ptsave.contents.directories import find_files
 from ptsave.contents.opening import require_checkpoint, require_saved_object
 from ptsave.inspection.pickle_globals import globals_in_pickle
 from ptsave.sources.local import named_errors, position_kept

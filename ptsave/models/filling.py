@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -19,7 +20,7 @@ from ptsave import _C
 from ptsave.archive.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.errors import add_note
 from ptsave.models.packed_modules import ShardId
-from ptsave.models.shards import Entry, Read, SafetensorsShard, Shard, ShardReader
+from ptsave.models.shards import Entry, OpenShard, Read, Shard, ShardReader
 from ptsave.models.weight_parts import Part, part_of, target_of
 from ptsave.models.weight_plan import WeightPlan, takes_slices
 from ptsave.state.copying import PLAIN_TYPES
@@ -78,7 +79,7 @@ def _items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> Iterator[Item]
             continue
         target = target_of(tensor, shape, place)
         if target is not None:
-            is_packed = isinstance(entry.shard, SafetensorsShard)
+            is_packed = entry.shard.file is not None
             part = part_of(tensor, shape, place, is_packed=is_packed)
             nbytes = part.shape.numel() * entry.dtype.itemsize
             yield Item(entry, name, target, part, nbytes)
@@ -239,8 +240,7 @@ class Filling:
                 finally:
                     # A loader that keeps a mapped tensor must not see the file change.
                     if mapped and not is_idle(mapped, 0):
-                        assert isinstance(item.entry.shard, SafetensorsShard)
-                        item.entry.shard.detach(mapped[0])
+                        _C.detach_from_file(mapped[0], os.fsencode(item.entry.shard.path))
 
     def _lend(self, item: Item) -> None:
         """Let a loader read the parts that it needs."""
@@ -253,7 +253,7 @@ class Filling:
 
 def _read_of(item: Item) -> Read:
     entry, target, part = item.entry, item.target, item.part
-    if not isinstance(entry.shard, SafetensorsShard):
+    if entry.shard.file is None:
         target = target.detach()  # a copy into a parameter needs this, a read into it does not
     return Read(entry, target, part.begin, part.index)
 
@@ -333,7 +333,7 @@ def _is_filled_in_place(item: Item, takes_bytes: bool) -> bool:
         return True
     target = item.target
     return (
-        not isinstance(item.entry.shard, SafetensorsShard)
+        item.entry.shard.file is None
         and type(target) in PLAIN_TYPES
         and target.layout is torch.strided
         and not target.is_meta
@@ -343,7 +343,7 @@ def _is_filled_in_place(item: Item, takes_bytes: bool) -> bool:
 def _is_filled_piecewise(item: Item) -> bool:
     return (
         item.loader is None
-        and isinstance(item.entry.shard, SafetensorsShard)
+        and item.entry.shard.file is not None
         and item.part.index is None
         and type(item.target) in PLAIN_TYPES
         and item.target.is_contiguous()
@@ -356,7 +356,7 @@ def _stage(device: torch.device, memory: RecycledMemory, piece: _Piece) -> Read:
     if device is not _CPU:
         there = torch.empty(shape, dtype=entry.dtype, device=device)
         return Read(entry, there, begin, part.index)
-    if isinstance(entry.shard, SafetensorsShard) and part.index is None:
+    if isinstance(entry.shard, OpenShard) and part.index is None:
         mapped = entry.shard.map_cached(entry, begin, shape)
         if mapped is not None:
             return Read(entry, mapped, begin, is_mapped=True)
@@ -369,7 +369,7 @@ def _is_converted_there(item: Item) -> bool:
     Often only half of the bytes travel then.
     """
     return (
-        isinstance(item.entry.shard, SafetensorsShard)
+        item.entry.shard.file is not None
         and type(item.target) in PLAIN_TYPES
         and _C.can_stage(item.target.device)
         and _C.convert_alike(item.entry.dtype, item.target.dtype)

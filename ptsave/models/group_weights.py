@@ -6,23 +6,34 @@ Each record that any rank needs is then sent once, in the order of the files.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ptsave.archive.group_records import CHECKED, ENDED, PLANNED, GroupRecord, GroupRecords
-from ptsave.archive.part_copies import StorageView
+from ptsave.archive.part_copies import StorageView, is_viewable
 from ptsave.archive.recycled_memory import RecycledMemory
-from ptsave.contents.checkpoint_files import find_files
-from ptsave.errors import CorruptCheckpointError
+from ptsave.archive.spans import Span
+from ptsave.archive.views import bytes_of, unfilled_tensors
+from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
+from ptsave.contents.directories import find_files
+from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
 from ptsave.models.filling import Item, divided, note_changes, put_into
-from ptsave.models.group_sources import SentRecord, SentShard, WeightSource
-from ptsave.models.shards import Entry, Read, ReceivedShard, Shard, ShardReader, open_shards
+from ptsave.models.shards import (
+    Entry,
+    OpenShard,
+    OpenShards,
+    Read,
+    Shard,
+    ShardReader,
+    open_shards,
+)
 from ptsave.models.weight_parts import Part
 from ptsave.models.weight_slices import WeightSlice
 from ptsave.support.calls import ProgressCallback
@@ -30,6 +41,160 @@ from ptsave.support.group_call import GroupCall, agree_on_file
 from ptsave.support.torch_tensors import set_grad_enabled
 
 _MAX_STAGED_NBYTES = 32 << 20  # memory that is kept for reuse
+
+
+class SentRecord(NamedTuple):
+    """A record, as the other ranks know it.
+
+    `name` is the record's name, or the name of the tensor that makes up the record. `crc` is None
+    if there is nothing to verify.
+    """
+
+    name: str
+    nbytes: int
+    offset: int = 0
+    crc: int | None = None
+
+
+class SentEntry(NamedTuple):
+    """A tensor of a file, as the other ranks know it; other fields as in `Entry`.
+
+    `record` is the number of its record in the file, or -1 for an empty tensor of an archive.
+    `view` is its place in the record.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    nbytes: int
+    stored_nbytes: int
+    record: int
+    view: StorageView
+
+
+class SentShard(NamedTuple):
+    """A file, as the other ranks know it.
+
+    `entries` lacks tensors that an index places in another file.
+    """
+
+    path: str
+    entries: list[SentEntry]
+    records: list[SentRecord]
+    objects: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+
+
+class WeightSource:
+    """The open files on the rank that reads them; their records are numbered through all files.
+
+    In a safetensors file each tensor is a record.  An archive has records of its own.  In any other
+    file each tensor, which is in memory, is a record.  `shards` describes the files for the other
+    ranks.
+    """
+
+    def __init__(self, opened: OpenShards) -> None:
+        by_shard: dict[Shard, list[Entry]] = defaultdict(list)
+        for entry in opened.entries:
+            by_shard[entry.shard].append(entry)
+        self._last = opened.shards[0]
+        self._local = ShardReader(each.shard for each in opened.entries)
+        self.shards: list[SentShard] = []
+        self._homes: list[tuple[OpenShard, int]] = []  # by record: its file and number there
+        for shard in opened.shards:
+            entries, numbers, records = _sent(shard, by_shard[shard])
+            objects = dict(shard.objects)
+            self.shards.append(SentShard(shard.path, entries, records, objects, shard.metadata))
+            self._homes += [(shard, number) for number in numbers]
+
+    def read(self, spans: Sequence[Span]) -> None:
+        """Fill spans, whose records are numbered through all files."""
+        by_shard: dict[OpenShard, list[Span]] = defaultdict(list)
+        for span in spans:
+            shard, record = self._homes[span.record]
+            by_shard[shard].append(Span(record, span.begin, span.target))
+        for shard, some in by_shard.items():
+            if shard is not self._last:
+                self._last.drop()
+            self._last = shard
+            contents = shard.contents
+            if shard.file is not None:
+                self._local.read([_read_of(shard.entries[span.record], span) for span in some])
+            elif isinstance(contents, LoadedContents):
+                for span in some:
+                    _copy_bytes(contents.obj[shard.entries[span.record].name], span)
+            else:
+                contents.spans.read(some, verify=False)  # type: ignore[attr-defined]
+
+    def digest(self) -> bytes:
+        """Return a hash by which the files of two hosts are compared."""
+        found = hashlib.sha256()
+        for shard in self.shards:
+            found.update(repr((shard.path, shard.records, shard.entries)).encode())
+        return found.digest()
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._local.close()
+        self._homes = []
+
+
+def _sent(
+    shard: OpenShard, entries: Sequence[Entry]
+) -> tuple[list[SentEntry], list[int], list[SentRecord]]:
+    """Return entries of a file as sent, and their records with their numbers in the file."""
+    contents = shard.contents
+    homes: Sequence[int | None]
+    if isinstance(contents, UnreadContents):
+        tensors = [contents.obj[entry.name] for entry in entries]
+        found = contents.reader.engine.records_of(tensors)
+        homes = [home if entry.nbytes else None for home, entry in zip(found, entries, strict=True)]
+    else:
+        tensors = unfilled_tensors([(entry.dtype, entry.shape) for entry in entries])
+        numbers = {id(entry): number for number, entry in enumerate(shard.entries)}
+        homes = [numbers[id(entry)] for entry in entries]
+    in_file = [*dict.fromkeys(home for home in homes if home is not None)]
+    sent_as = {home: number for number, home in enumerate(in_file)}
+    sent = []
+    for entry, home, tensor in zip(entries, homes, tensors, strict=True):
+        if not is_viewable(tensor):
+            raise UnsupportedSourceError(
+                f"{shard.path}: tensor {entry.name} of {entry.dtype} cannot be sent to other "
+                "ranks: let each load the file by itself, without process_group"
+            )
+        record = -1 if home is None else sent_as[home]
+        sizes = (entry.nbytes, entry.stored_nbytes)
+        view = StorageView.of(tensor)
+        sent.append(SentEntry(entry.name, entry.shape, entry.dtype, *sizes, record, view))
+    records = [_record(shard, contents, number) for number in in_file]
+    shard.drop()
+    return sent, in_file, records
+
+
+def _record(shard: OpenShard, contents: Contents, number: int) -> SentRecord:
+    if not isinstance(contents, UnreadContents):
+        return SentRecord(shard.entries[number].name, shard.entries[number].nbytes)
+    record = contents.reader.engine.record(number)
+    crc = record.crc if contents.verifies else None
+    return SentRecord(record.name, record.nbytes, record.payload_offset, crc)
+
+
+def _read_of(entry: Entry, span: Span) -> Read:
+    return Read(entry, span.target, span.begin // entry.dtype.itemsize)
+
+
+def _copy_bytes(tensor: Tensor, span: Span) -> None:
+    values = tensor.resolve_conj().resolve_neg().contiguous()
+    begin = int(values.storage_offset()) * values.itemsize + span.begin
+    span.target.copy_(bytes_of(values.untyped_storage())[begin : begin + len(span.target)])
+
+
+class ReceivedShard(Shard):
+    """A file that another rank of a process group reads; `receive` fills the targets of reads."""
+
+    def __init__(self, sent: SentShard, receive: Callable[[Sequence[Read]], None]) -> None:
+        self.path, self.objects, self.metadata = sent.path, sent.objects, sent.metadata
+        self.read = receive  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -72,7 +237,7 @@ class GroupWeights:
         self._homes: list[tuple[SentShard, SentRecord]] = []
         self._places: dict[int, tuple[int, StorageView]] = {}  # by an entry's id
         for each in sent:
-            shard = ReceivedShard(each.path, each.objects, each.metadata, self._read)
+            shard = ReceivedShard(each, self._read)
             self.shards.append(shard)
             first = len(self._homes)
             for stored in each.entries:

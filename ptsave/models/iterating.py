@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.recycled_memory import RecycledMemory
-from ptsave.contents.checkpoint_files import find_files
+from ptsave.contents.directories import find_files
 from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
 from ptsave.models.shards import Entry, Read, ShardReader, open_shards
 from ptsave.sources.locations import refuse_url

@@ -14,17 +14,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ptsave.contents.checkpoint_files import find_files
+from ptsave.contents.directories import find_files
 from ptsave.errors import CheckpointWarning
 from ptsave.models.filling import Filling, items_of
 from ptsave.models.lazy_buffers import LazyBuffers
-from ptsave.models.module_code import ModuleLoad, ModuleLoadOptions, extra_state_in, runs_code
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.shards import OpenShards, ShardReader, open_shards
-from ptsave.models.weight_plan import LoadedWeights, ModelTensors, WeightPlan
+from ptsave.models.weight_plan import (
+    LoadedWeights,
+    ModelTensors,
+    ModuleLoadOptions,
+    WeightPlan,
+)
 from ptsave.sources.local import describe
 from ptsave.sources.locations import refuse_url
 from ptsave.state.renaming import Rename, Renaming
+from ptsave.state.trusted_loading import have_code_of_their_own, overrides_load_state_dict
 from ptsave.support.calls import (
     ProgressCallback,
     check_flags,
@@ -224,7 +229,7 @@ def load_model(
         options = ModuleLoadOptions(
             strict, ignore_mismatched_sizes, assign, device, dtype, progress
         )
-        is_code = runs_code(model, modules, plan)
+        is_code = overrides_load_state_dict(model) or have_code_of_their_own(modules, plan.names)
         if is_code or plan.loaders:
             pause.end()
         if is_code:
@@ -257,7 +262,8 @@ def _fill_by_names(
     options: ModuleLoadOptions,
 ) -> None:
     """Fill a model whose loading copies tensors and does nothing else."""
-    plan.report.unexpected_keys.extend(extra_state_in(plan))
+    extra_state = [key for shard in plan.shards for key in shard.objects]
+    plan.report.unexpected_keys.extend(key for key in extra_state if plan.renaming(key) is not None)
     plan.check(model, strict=options.strict)
     weights.agree()
     tied_names = plan.tied_names()
@@ -298,6 +304,8 @@ def _fill_by_code(
     options: ModuleLoadOptions,
 ) -> None:
     """Fill a model whose own code, such as a hook, takes part in loading it."""
+    from ptsave.models.module_code import ModuleLoad
+
     load = ModuleLoad(model, plan, options)
     weights.agree()
     tied_names = plan.tied_names()

@@ -10,44 +10,21 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ptsave.archive.views import unfilled_tensors
-from ptsave.models.default_loader import fits
 from ptsave.models.filling import Fills, Item
 from ptsave.models.shards import Entry, Read, ShardReader
-from ptsave.models.weight_parts import Part
-from ptsave.models.weight_plan import Delivery, WeightPlan
+from ptsave.models.weight_parts import Part, fits
+from ptsave.models.weight_plan import Delivery, ModuleLoadOptions, WeightPlan
 from ptsave.state.copying import Copier, Mismatch, Replacement
 from ptsave.state.renaming import renamed_metadata
-from ptsave.state.trusted_loading import have_code_of_their_own, overrides_load_state_dict
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import METADATA, IncompatibleKeys, tensors_in
-
-
-class ModuleLoadOptions(NamedTuple):
-    """Options of `load_model`."""
-
-    strict: bool
-    ignore_mismatched_sizes: bool
-    assign: bool
-    device: torch.device | str | int | None
-    dtype: torch.dtype | None
-    progress: bool
-
-
-def runs_code(model: nn.Module, modules: list[tuple[str, nn.Module]], plan: WeightPlan) -> bool:
-    """Return whether filling a model, which has these modules, is more than copying tensors."""
-    return overrides_load_state_dict(model) or have_code_of_their_own(modules, plan.names)
-
-
-def extra_state_in(plan: WeightPlan) -> list[str]:
-    """Return the names of a checkpoint's extra state that is no tensor."""
-    return [key for shard in plan.shards for key in shard.objects if plan.renaming(key) is not None]
 
 
 class ModuleLoad:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from ptsave.models.shards import Read, SafetensorsShard, Shard, ShardReader
+from ptsave.models.shards import Read, Shard, ShardReader
 from ptsave.support.calls import pausing_garbage_collection
 from ptsave.support.threads import ThreadPool
 
@@ -37,7 +37,7 @@ class Bounds(NamedTuple):
     @classmethod
     def of(cls, shards: Iterable[Shard], max_nbytes: int) -> Bounds:
         """Return the bounds for shards: only local safetensors files are read by two threads."""
-        if all(isinstance(each, SafetensorsShard) for each in shards):
+        if all(each.file is not None for each in shards):
             return cls(2, 3, min(16 << 20, max_nbytes // 2), max_nbytes)
         return cls(1, 1, max_nbytes // 2, max_nbytes)
 

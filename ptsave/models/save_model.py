@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ptsave.contents.shard_files import FORMATS, ShardFormat
+from ptsave.contents.files import FORMATS, ShardFormat
 from ptsave.errors import SaveError
 from ptsave.models.extra_state import is_extra_state, metadata_of, require_loadable
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping

@@ -6,19 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ptsave import _C
-from ptsave.models.default_loader import fits
 from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, Route, ShardId
 from ptsave.models.shards import Entry, Shard
-from ptsave.models.weight_parts import parts_along
+from ptsave.models.weight_parts import fits, parts_along
 from ptsave.state.copying import PLAIN_TYPES, Mismatch, mismatch_message, raise_load_errors
 from ptsave.state.renaming import Renaming
 from ptsave.support.torch_modules import having, non_persistent_buffers_of, tensors_in
-from ptsave.tree.extents import ADVICE, default_limit
 
 
 class _Fields(NamedTuple):
@@ -76,6 +75,17 @@ class LoadedWeights(_Fields):
             named["mismatched_keys"] = self.mismatched_keys
         fields = ", ".join(f"{name}={value!r}" for name, value in named.items())
         return f"{type(self).__name__}({fields})"
+
+
+class ModuleLoadOptions(NamedTuple):
+    """Options of `load_model`."""
+
+    strict: bool
+    ignore_mismatched_sizes: bool
+    assign: bool
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
+    progress: bool
 
 
 class ModelTensors:
@@ -379,6 +389,8 @@ class WeightPlan:
     def _error_of(self, delivery: Delivery) -> str | None:
         target, entry = self.tensors.by_name[delivery.name], delivery.entry
         if (loader := self.loaders.get(delivery.name)) is not None:
+            from ptsave.tree.extents import ADVICE, default_limit
+
             # A loader checks shapes itself, but first gets memory for the whole tensor.
             is_sliced = takes_slices(loader)
             if not is_sliced and entry.nbytes > default_limit(entry.stored_nbytes):

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from ptsave import _C
 from ptsave.archive.loading import LoadOptions
-from ptsave.contents.safetensors_header import safetensors_dtypes
-from ptsave.contents.safetensors_loading import load_safetensors
+from ptsave.contents.safetensors import load_safetensors, safetensors_dtypes
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.opening import open_source
 from ptsave.streaming.streamed_files import write_safetensors

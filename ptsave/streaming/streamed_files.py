@@ -14,8 +14,8 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.archive.damage import RecordDamage, damage_of
 from ptsave.contents.contents import UnreadContents
+from ptsave.contents.safetensors import header_of, safetensors_dtypes, stored_shape
 from ptsave.contents.safetensors_fields import let_library_read
-from ptsave.contents.safetensors_header import header_of, safetensors_dtypes, stored_shape
 from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.streaming.payload_sources import Payload, PayloadSources, StoragePlace, is_in_order
 from ptsave.support.calls import ProgressCallback, pausing_garbage_collection

@@ -110,7 +110,7 @@ def _noting_changes(obj: Any, copier: MemoryCopier, path: str) -> Iterator[None]
         if copier.changed:
             from ptsave.archive.damage import entries_in
 
-            _note(error, entries_in(obj, copier.changed), path)
+            note_overwritten(error, entries_in(obj, copier.changed), path)
         raise
 
 
@@ -151,7 +151,9 @@ def _restoring_from(
                 from ptsave.archive.damage import entries_using
 
                 # Without the entries' names, name the records: silence would mean no change.
-                _note(error, entries_using(reader, changed) or sorted(changed), reader.path)
+                note_overwritten(
+                    error, entries_using(reader, changed) or sorted(changed), reader.path
+                )
             raise
         reader.engine.release_storages()
 
@@ -378,7 +380,7 @@ class FileCopier(Copier):
 RestoringCopier: TypeAlias = "FileCopier | MemoryCopier"
 
 
-def _note(error: BaseException, names: list[str], path: str) -> None:
+def note_overwritten(error: BaseException, names: list[str], path: str) -> None:
     """Name in an exception the entries that are in targets already."""
     error.overwritten = names  # type: ignore[attr-defined]
     named = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ptsave.contents.checkpoint_files import CheckpointFiles, checkpoint_files
-from ptsave.contents.opening import open_contents
+from ptsave.contents.directories import CheckpointFiles, checkpoint_files
+from ptsave.contents.opening import OpenOptions, open_checkpoint
 from ptsave.inspection.findings import Problem, Verification
 from ptsave.inspection.listing import FileListing, listing_of
 from ptsave.inspection.verification import verify_all
@@ -16,7 +16,7 @@ from ptsave.sources.local import position_kept
 def list_file(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> FileListing:
     """Return the listing of a checkpoint; several files give one listing of all entries."""
     with position_kept(f):
-        return listing_of(open_contents(f, storage_options))
+        return listing_of(open_checkpoint(f, OpenOptions(storage_options)))
 
 
 class DirectoryVerification(NamedTuple):

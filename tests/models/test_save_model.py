@@ -20,7 +20,7 @@ from stock_comparison import assert_same_object
 from torch import Tensor, nn
 
 import ptsave
-from ptsave.contents.safetensors_header import safetensors_dtypes
+from ptsave.contents.safetensors import safetensors_dtypes
 from ptsave.models import save_model as sharded_saving
 from ptsave.streaming.streamed_files import write_bytes
 from ptsave.support.calls import parse_size

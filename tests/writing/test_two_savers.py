@@ -24,7 +24,8 @@ import torch
 from _system import Child
 
 import ptsave
-from ptsave.contents import checkpoint_files, opening
+from ptsave.contents import directories, opening
+from ptsave.contents import files as finding
 from ptsave.conversion.converting import convert
 from ptsave.inspection import verification
 from ptsave.inspection.verification import verify_file
@@ -57,7 +58,7 @@ def name_in(path: Path) -> str:
 # The modules that open what is read, and decide on its kind.
 _OPENERS = [
     str(module.__file__)
-    for module in (checkpoint_files, opening, verification, source_opening, ranges)
+    for module in (directories, finding, opening, verification, source_opening, ranges)
 ]
 
 

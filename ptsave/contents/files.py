@@ -1,19 +1,25 @@
-"""Finds the files of a model in a directory, by their names in the Hugging Face layout."""
+"""The files of a checkpoint: an index and its shards, the Hugging Face layout, files of ranks."""
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from ptsave.errors import CheckpointWarning, CorruptCheckpointError, NotCheckpointError
+from ptsave.errors import (
+    CheckpointWarning,
+    CorruptCheckpointError,
+    NotCheckpointError,
+    UnsupportedSourceError,
+)
 from ptsave.sources.kinds import what_came_instead
 from ptsave.sources.opening import Folder, folder_of, open_source
-from ptsave.sources.ranges import RangeSource
+from ptsave.sources.ranges import FsspecFile, LocalFile, RangeSource
 from ptsave.support.calls import warn_user
 from ptsave.support.text import some_of
 from ptsave.tree.containers import items_of
@@ -23,6 +29,7 @@ _T = TypeVar("_T")
 INDEX_SUFFIX = ".index.json"
 _MAX_INDEX_NBYTES = 256 << 20
 _MAX_SHARDS = 99_999
+_SMALL_TEXTS = ("version", "byteorder", "serialization_id", "format_version", "storage_alignment")
 _N_NAMED = 3
 _N_LOST_NAMED = 8
 
@@ -59,6 +66,11 @@ _PARALLEL_PART = r"consolidated\.\d+\.pth(?:$|[?#:])"
 _FILE_OF_RANK = r"(?P<item>.+)_\d+\.pt"
 _STEP_OF_RANK = r"step-\d+\..+\.rank-\d+-of-\d+\.pt"
 _ZERO_FILE = r"(?:(?:bf16|fp16)_)?zero_pp_rank_\d+_mp_rank_\d+.*_states\.pt"
+_METADATA = ".metadata"
+# Patterns take time to compile, so only names with this beginning are matched.
+_OF_RANK = "__"
+_RANK_METADATA = r"__\d+\.metadata"
+_RANK_FILE = r"__\d+_(?:[0-9a-f]{16}|\d+)\.distcp"
 _NUMBERED = r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffix>\.\w+)"
 
 
@@ -128,6 +140,36 @@ def find_shards(folder: Folder) -> ShardFiles | None:
     return None
 
 
+def is_rank_metadata(name: str) -> bool:
+    """Whether a file name is that of one rank's metadata of torch.distributed.checkpoint."""
+    return name.startswith(_OF_RANK) and re.fullmatch(_RANK_METADATA, name) is not None
+
+
+def is_metadata(source: RangeSource) -> bool:
+    """Whether a file is the metadata of a DCP checkpoint, by its content or its name."""
+    name = os.path.basename(source.name)
+    return source.kind == "dcp" or name == _METADATA or is_rank_metadata(name)
+
+
+def require_files_beside(source: RangeSource) -> None:
+    """Raise UnsupportedSourceError for DCP metadata without a directory, as in a file object."""
+    if not isinstance(source, (LocalFile, FsspecFile)):
+        raise UnsupportedSourceError(
+            f"{source.name} is the metadata of a distributed checkpoint, whose other files lie "
+            "beside it: pass its path or URL, or those of its directory"
+        )
+
+
+def refuse_file_of_rank(source: RangeSource) -> None:
+    """Raise UnsupportedSourceError for the file of one rank, whose archives lie end to end."""
+    folder, name = os.path.split(source.name)
+    if name.startswith(_OF_RANK) and re.fullmatch(_RANK_FILE, name):
+        raise UnsupportedSourceError(
+            f"{source.name} is what one rank has saved of a distributed checkpoint, which only the "
+            f"metadata beside it describes: pass the directory, {folder or os.curdir}"
+        )
+
+
 def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> list[_T]:
     """Return the items of a model's files, each from the file that the index names.
 
@@ -195,6 +237,13 @@ def is_parallel_part(path: str) -> bool:
     True
     """
     return re.search(_PARALLEL_PART, path) is not None
+
+
+def ranks_of_parts(files: ShardFiles) -> tuple[tuple[str, ...], ...] | None:
+    """Return a key for each of ``consolidated.00.pth``, ``.01.pth``, ...; None for other files."""
+    if files.weight_map is not None or not all(map(is_parallel_part, files.paths)):
+        return None
+    return tuple((f"rank{number}",) for number in range(len(files.paths)))
 
 
 def is_zero_file(path: str) -> bool:
@@ -423,3 +472,13 @@ def refuse_what_came_instead(source: RangeSource) -> None:
     if instead is not None:
         path = source.name
         raise NotCheckpointError(f"{path} is no checkpoint: {instead}", path=path)
+
+
+def metadata_of(small: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the texts of an archive's small records, such as its version."""
+    found = {
+        text: next((small[name] for name in places if name in small), None)
+        for text, *places in ((text, f".data/{text}", f".{text}", text) for text in _SMALL_TEXTS)
+    }
+    texts = {text: data.decode("utf-8", "replace") for text, data in found.items() if data}
+    return {"format": "pt", **{text: value.strip() for text, value in texts.items()}}
