@@ -59,8 +59,8 @@ def command(
     from ptsave.capturing.statistics import tensor_statistics
     from ptsave.cli.statistics import statistics_json, statistics_line
     from ptsave.comparison.value_numbers import opened
-    from ptsave.contents.opening import OpenOptions, open_checkpoint
     from ptsave.contents.contents import facts_of
+    from ptsave.contents.opening import OpenOptions, open_checkpoint
     from ptsave.inspection.extraction import find_entry
     from ptsave.tree.entry_reading import read_entry, tensors_over
 

@@ -435,6 +435,11 @@ class ShardedContents:
             values.update((id(t), v) for t, v in zip(group, found, strict=True))
         return [values[id(tensor)] for tensor in tensors]
 
+    def read_into(self, copies: Sequence[tuple[Tensor, Tensor]], verify: bool | None) -> None:
+        for target, tensor in copies:
+            ((part, _),) = self.by_part([tensor])
+            part.read_into([(target, tensor)], verify)
+
     def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor:
         ((part, _),) = self.by_part([tensor])
         return part.read_to(device, tensor, verify)

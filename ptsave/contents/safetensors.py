@@ -168,11 +168,12 @@ class SafetensorsContents(OneFile):
         self._maps = maps
         self.spans = _SourceSpans(source, header.tensors)
 
-    @cached_property
-    def obj(self) -> dict[str, Tensor]:
-        """The unread tensors, made when they are first asked for: there may be 100,000."""
+    def _made_obj(self) -> dict[str, Tensor]:
+        """Make the unread tensors, when they are first asked for: there may be 100,000."""
         tensors = unfilled_tensors([(stored.dtype, stored.shape) for stored in self._stored])
         return {stored.name: each for stored, each in zip(self._stored, tensors, strict=True)}
+
+    obj: Any = cached_property(_made_obj)
 
     @cached_property
     def _numbers(self) -> dict[int, int]:

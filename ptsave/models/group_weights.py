@@ -194,7 +194,10 @@ class ReceivedShard(Shard):
 
     def __init__(self, sent: SentShard, receive: Callable[[Sequence[Read]], None]) -> None:
         self.path, self.objects, self.metadata = sent.path, sent.objects, sent.metadata
-        self.read = receive  # type: ignore[method-assign]
+        self._receive = receive
+
+    def read(self, reads: Sequence[Read]) -> None:
+        self._receive(reads)
 
 
 @contextmanager

@@ -329,7 +329,7 @@ def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> OpenShards:
     shards: list[OpenShard] = []
     for path in files.paths:
         shard = OpenShard(files.open_one(path), is_named=is_named, stays_open=stay_open)
-        stack.push(shard)
+        stack.push(shard.__exit__)
         try:
             shard.list_tensors()
         except CorruptCheckpointError as error:
