@@ -154,8 +154,11 @@ test-all: $(SETUP_STAMP) test-cpp build  ## every test: also slow ones and ones 
 kill: $(SETUP_STAMP) build  ## kill a saving process KILL_ROUNDS times at random moments
 	PTSAVE_KILL_ROUNDS=$(KILL_ROUNDS) $(RUN) -m pytest -m kill $(PYTEST_ARGS)
 
-stress: $(SETUP_STAMP) build  ## many save to one path and read it, for STRESS_SECONDS
-	PTSAVE_STRESS_SECONDS=$(STRESS_SECONDS) $(RUN) -m pytest tests/writing/test_stress.py $(PYTEST_ARGS)
+stress: $(SETUP_STAMP) build  ## many save to one path for STRESS_SECONDS; every bit flipped
+	PTSAVE_STRESS_SECONDS=$(STRESS_SECONDS) PTSAVE_EVERY_BIT=1 PTSAVE_MUTATIONS=20000 \
+	  $(RUN) -m pytest tests/writing/test_stress.py \
+	  tests/archive/test_hostile.py tests/archive/test_overlap.py tests/archive/test_unpickler.py \
+	  $(PYTEST_ARGS)
 
 asan: asan-build  ## C++ unit tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan --parallel $(JOBS)

@@ -33,7 +33,7 @@ torch.sparse.check_sparse_tensor_invariants.disable()
 settings.register_profile(
     "ptsave",
     deadline=None,  # the first example pays for imports and page faults
-    max_examples=int(os.environ.get("PTSAVE_HYPOTHESIS_EXAMPLES", "100")),
+    max_examples=int(os.environ.get("PTSAVE_HYPOTHESIS_EXAMPLES", "50")),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("ptsave")
@@ -97,6 +97,12 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of the test's own that is not there yet."""
+    return tmp_path / "run.pt"
+
+
+@pytest.fixture
 def _clean_file_systems() -> Iterator[None]:
     """Give tests file systems in memory without files, those of their own included."""
     import url_file_systems
@@ -108,6 +114,25 @@ def _clean_file_systems() -> Iterator[None]:
 
 
 @pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The sizes of what has been fetched of fsspec's memory; ``memory://fetched`` is removed."""
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    sizes: list[int] = []
+    cat_ranges = type(memory).cat_ranges
+
+    def counting(self: Any, paths: Any, starts: Any, ends: Any, **options: Any) -> Any:
+        sizes.extend(end - start for start, end in zip(starts, ends, strict=True))
+        return cat_ranges(self, paths, starts, ends, **options)
+
+    monkeypatch.setattr(type(memory), "cat_ranges", counting)
+    memory.mkdirs("/fetched", exist_ok=True)
+    yield sizes
+    memory.rm("/fetched", recursive=True)
+
+
+@pytest.fixture
 def _leaves_nothing_open() -> Iterator[None]:
     """Fail if the test leaves file descriptors or threads behind."""
     gc.collect()  # what earlier tests have left may have files
@@ -116,6 +141,25 @@ def _leaves_nothing_open() -> Iterator[None]:
     assert _n_descriptors() == descriptors
     # Threads of earlier tests may end meanwhile: counts of them would compare the wrong thing.
     assert set(threading.enumerate()) <= threads
+
+
+@pytest.fixture
+def _everything_ends() -> Iterator[None]:
+    """Fail if a test of background saves leaves threads, files, writers or staged bytes behind."""
+    from _system import eventually
+
+    from ptsave.appending import archive_writer
+    from ptsave.background import saves
+
+    gc.collect()  # what earlier tests have left may have files
+    descriptors = len(os.listdir("/proc/self/fd"))
+    yield
+    eventually(lambda: not any(t.name.startswith("ptsave") for t in threading.enumerate()))
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert _C.staging_statistics()["used_nbytes"] == 0
+    assert saves._budget._held == {}
+    assert not archive_writer._open_writers
+    eventually(lambda: not saves._unfinished)
 
 
 def _n_descriptors() -> int:

@@ -13,13 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stock_comparison import (
-    assert_same_bytes,
-    saved_bytes,
-    stock_save,
-    typed_storage,
-    zip_records,
-)
+from stock_comparison import assert_same_bytes, saved_bytes, stock_save, typed_storage, zip_records
 from torch import nn
 
 from ptsave import _C

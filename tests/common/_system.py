@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
+import sys
+import threading
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +80,42 @@ def in_threads(action: Callable[[Any], Any], arguments: Collection[Any]) -> list
     """Run `action` for all arguments at once; return the results, or raise the first error."""
     with ThreadPoolExecutor(len(arguments)) as pool:
         return list(pool.map(action, arguments))
+
+
+def eventually(condition: Callable[[], object], seconds: float = 10) -> None:
+    """Wait until a condition holds, and fail if it never does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "never"
+        time.sleep(0.005)
+
+
+class Gate(io.BytesIO):
+    """A file to which nothing is written before it opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened, self.reached = threading.Event(), threading.Event()
+
+    def write(self, data: Any) -> int:
+        self.reached.set()
+        assert self.opened.wait(30)
+        return super().write(data)
+
+
+def run_python(
+    code: str, *arguments: object, options: Sequence[str] = (), status: int | None = 0, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own.
+
+    `options` are the interpreter's, `more` those of `subprocess.run`; `status` is how it must end.
+    """
+    command = [sys.executable, *options, "-c", code, *map(str, arguments)]
+    defaults = {"capture_output": True, "text": True, "timeout": 120}
+    result: subprocess.CompletedProcess[str]
+    result = subprocess.run(command, check=False, **{**defaults, **more})
+    assert status in (None, result.returncode), result.stderr
+    return result
 
 
 def become_nobody(groups: tuple[int, ...] = ()) -> None:

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 
 import ptsave
 from ptsave.capturing.run import CapturedRun
-from ptsave.capturing.schema import (
-    CapturedCall,
-    CapturedValue,
-    block_to_plain,
-    escape,
-    parse_name,
-)
+from ptsave.capturing.schema import CapturedCall, CapturedValue, block_to_plain, escape, parse_name
 
 
 def name_of(step: int, phase: str, module: str, call: int, path: Iterable[str]) -> str:

@@ -9,24 +9,12 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from stock_comparison import (
-    typed_storage,
-)
+from stock_comparison import dtypes, typed_storage
 from torch import nn
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.uint16,
-    torch.float8_e4m3fn,
-]
+DTYPES = dtypes(
+    "float32 float64 float16 bfloat16 int64 int8 uint8 bool complex64 uint16 float8_e4m3fn"
+)
 # Sizes at which something changes: nothing, one, alignment, a page, a chunk's fraction.
 SIZES = st.one_of(st.integers(0, 40), st.sampled_from([63, 64, 65, 1000, 4095, 4096, 4097, 70_000]))
 

@@ -11,12 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import (
-    DTensor,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 SHAPES: tuple[tuple[int, ...], ...] = (

@@ -8,11 +8,15 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch.distributed
 from _system import Child
 
-__all__ = ["ForkedRanks"]
+from ptsave.archive.spans import EngineSpans
+
+__all__ = ["ForkedRanks", "fail_read"]
 
 
 class ForkedRanks:
@@ -36,12 +40,7 @@ class ForkedRanks:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        action: Callable[[int], object],
-        size: int = 2,
-        *,
-        timeout_s: float = 60,
+        self, folder: Path, action: Callable[[int], object], size: int = 2, *, timeout_s: float = 60
     ) -> None:
         store = folder / ".store"
         store.unlink(missing_ok=True)
@@ -78,3 +77,17 @@ class ForkedRanks:
         for child in self.children:
             status, message = child.wait()
             assert os.WIFSIGNALED(status), message or f"wait status {status}"
+
+
+def fail_read(monkeypatch: pytest.MonkeyPatch, number: int, path: Path) -> None:
+    """Let one of the engine's reads of this process fail, as those of a disk do."""
+    read, n_reads = EngineSpans.read, 0
+
+    def fail(*args: Any, **options: Any) -> None:
+        nonlocal n_reads
+        n_reads += 1
+        if n_reads == number:
+            raise OSError(5, "Input/output error", str(path))
+        read(*args, **options)
+
+    monkeypatch.setattr(EngineSpans, "read", fail)

@@ -26,15 +26,8 @@ _N_THREADS = 16
 _ROOT = 1
 _IN_HEADER = struct.Struct("<IIQQIIII")
 _LOOKUP, _FORGET, _GETATTR, _OPEN, _READ, _STATFS, _RELEASE = 1, 2, 3, 14, 15, 17, 18
-_FLUSH, _INIT, _OPENDIR, _READDIR, _RELEASEDIR, _INTERRUPT, _BATCH_FORGET = (
-    25,
-    26,
-    27,
-    28,
-    29,
-    36,
-    42,
-)
+_FLUSH, _INIT, _OPENDIR, _READDIR, _RELEASEDIR = 25, 26, 27, 28, 29
+_INTERRUPT, _BATCH_FORGET = 36, 42
 _ANSWERED_WITH_NOTHING = (_RELEASE, _FLUSH, _RELEASEDIR)
 _ASYNC_READ = 1
 
@@ -139,20 +132,8 @@ class _Server:
     def _answer(self, opcode: int, node: int, body: bytes) -> bytes:
         if opcode == _INIT:
             major, minor, readahead, _ = struct.unpack_from("<IIII", body)
-            return struct.pack(
-                "<IIIIHHIIHHI28x",
-                major,
-                min(minor, 31),
-                readahead,
-                _ASYNC_READ,
-                64,
-                48,
-                1 << 17,
-                1,
-                0,
-                0,
-                0,
-            )
+            limits = (_ASYNC_READ, 64, 48, 1 << 17, 1, 0, 0, 0)
+            return struct.pack("<IIIIHHIIHHI28x", major, min(minor, 31), readahead, *limits)
         if opcode == _READ:
             return self._read(node, body)
         time.sleep(self._delay)

@@ -11,6 +11,7 @@ import re
 import zipfile
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -27,9 +28,13 @@ __all__ = [
     "assert_interchangeable",
     "assert_same_bytes",
     "assert_same_failure",
+    "assert_same_load",
+    "assert_same_load_failure",
     "assert_same_object",
     "assert_same_outcome",
+    "assert_same_save_failure",
     "deflated",
+    "dtypes",
     "failure_of",
     "save_without_checksums",
     "saved_bytes",
@@ -150,6 +155,11 @@ def typed_storage(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Any
     )
 
 
+def dtypes(names: str) -> list[torch.dtype]:
+    """Return the dtypes of these names."""
+    return [getattr(torch, name) for name in names.split()]
+
+
 # ------------------------------------------------------------------------------------ errors
 
 
@@ -186,6 +196,39 @@ def assert_same_outcome(
         assert_same_failure(ours, stock, ignore=ignore)
     else:
         assert_same_object(ours(), expected)
+
+
+def _made(source: Any) -> Any:
+    if isinstance(source, bytes):
+        return io.BytesIO(source)
+    return source() if callable(source) else source
+
+
+def assert_same_load(source: Any, *, ignore: str = "", **options: Any) -> None:
+    """Compare what loads come to; `source` is a path, contents, or makes a file object."""
+    ours, stock = (partial(_load, load, source, options) for load in (ptsave.load, stock_load))
+    assert_same_outcome(ours, stock, ignore=ignore)
+
+
+def assert_same_load_failure(source: Any, *, ignore: str = "", **options: Any) -> BaseException:
+    """Compare failures of loads; `source` is that of `assert_same_load`."""
+    ours, stock = (partial(_load, load, source, options) for load in (ptsave.load, stock_load))
+    return assert_same_failure(ours, stock, ignore=ignore)
+
+
+def _load(load: Callable[..., Any], source: Any, options: dict[str, Any]) -> Any:
+    return load(_made(source), **options)
+
+
+def assert_same_save_failure(
+    obj: object, target: Any = io.BytesIO, *, ignore: str = "", **options: Any
+) -> BaseException:
+    """Compare failures of saves; `target` is a path, or makes a file object."""
+    return assert_same_failure(
+        lambda: ptsave.save(obj, _made(target), **options),
+        lambda: stock_save(obj, _made(target), **options),
+        ignore=ignore,
+    )
 
 
 def _message(error: BaseException, ignore: str) -> str:

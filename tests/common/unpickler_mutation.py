@@ -7,6 +7,7 @@ down to the memory it lies in, without a look at any value.
 from __future__ import annotations
 
 import collections
+import os
 import pickle
 import pickletools
 import random
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from stock_comparison import (
+    dtypes,
     saved_bytes,
     sparse_tensors_to_validate,
     stock_save,
@@ -71,6 +73,8 @@ class Subclass(torch.Tensor):
     """A tensor with an attribute."""
 
 
+# How many changed pickles a test tries; `make stress` tries more.
+N_MUTATIONS = int(os.environ.get("PTSAVE_MUTATIONS", "2000"))
 SAFE_GLOBALS: list[Any] = [WithState, WithSlots, WithArguments, Subclass]
 
 
@@ -140,20 +144,9 @@ def objects() -> dict[str, Any]:
         "empty": [torch.empty(0), torch.empty(3, 0, 2), torch.tensor(5), torch.tensor([])],
         "dtypes": [
             base.to(dtype)
-            for dtype in (
-                torch.bool,
-                torch.int8,
-                torch.uint8,
-                torch.int64,
-                torch.uint16,
-                torch.uint64,
-                torch.float16,
-                torch.bfloat16,
-                torch.float64,
-                torch.complex64,
-                torch.complex128,
-                torch.float8_e4m3fn,
-                torch.float8_e5m2,
+            for dtype in dtypes(
+                "bool int8 uint8 int64 uint16 uint64 float16 bfloat16 float64"
+                " complex64 complex128 float8_e4m3fn float8_e5m2"
             )
         ],
         "half complex": base.to(torch.complex32),

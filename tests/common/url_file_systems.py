@@ -120,3 +120,10 @@ def contents(protocol: str) -> dict[str, bytes]:
     """Return all files of one of them."""
     fs = fsspec.filesystem(protocol)
     return {path: file.getvalue() for path, file in fs.store.items()}
+
+
+def nbytes_of(fetched: list[int]) -> int:
+    """Return how many bytes were fetched since this was last asked."""
+    total = sum(fetched)
+    fetched.clear()
+    return total
