@@ -7,7 +7,6 @@ import copy
 import io
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from _system import in_threads
+from _system import in_threads, run_python
 from stock_comparison import (
     assert_same_object,
     saved_bytes,
@@ -198,11 +197,13 @@ def test_wrappers_made_while_installed(calls: list[str]) -> None:
     assert calls == ["save"]
 
 
+def other(*args: Any, **kwargs: Any) -> Any:
+    """Stands for what somebody else has in place of torch.save."""
+    return stock_save(*args, **kwargs)
+
+
 def test_patch_of_someone_else_stays() -> None:
     """Whoever patched torch.save after us is not undone by us."""
-
-    def other(*args: Any, **kwargs: Any) -> None:
-        return None
 
     ptsave.install()
     torch.save = other
@@ -216,9 +217,6 @@ def test_patch_of_someone_else_stays() -> None:
 
 def test_patch_from_before_is_not_lost() -> None:
     """Whoever patched torch.save before us is there again afterwards."""
-
-    def other(*args: Any, **kwargs: Any) -> Any:
-        return stock_save(*args, **kwargs)
 
     torch.save = other
     try:
@@ -268,7 +266,7 @@ assert torch.serialization._package_registry == registry
 assert torch.serialization.get_safe_globals() == safe_globals
 assert not torch.cuda.is_initialized()
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    run_python(script)
 
 
 def test_install_before_anything_else() -> None:
@@ -286,7 +284,7 @@ assert save is ptsave.save and load is ptsave.load
 ptsave.uninstall()
 assert torch.save is not ptsave.save
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    run_python(script)
 
 
 def test_in_forked_processes(tmp_path: Path) -> None:
@@ -438,9 +436,6 @@ def test_scripts_with_defaults() -> None:
 
 
 def test_a_patch_over_options_is_kept() -> None:
-    def other(*args: Any, **kwargs: Any) -> None:
-        return None
-
     ptsave.install(fsync=True)
     torch.save = other
     try:

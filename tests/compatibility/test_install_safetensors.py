@@ -79,12 +79,27 @@ STOCKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def outcome(call: Callable[[], Any]) -> str:
+def outcome(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     try:
-        call()
+        call(*args, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "succeeds"
+
+
+def assert_saved_alike(folder: Path, tensors: Any, *args: Any) -> str:
+    """Both must write the same file, or fail alike and write none; returns what happened."""
+    ours = outcome(st.save_file, tensors, folder / "ours", *args)
+    assert ours == outcome(STOCK["save"], tensors, folder / "stock", *args)
+    if ours == "succeeds":
+        assert (folder / "ours").read_bytes() == (folder / "stock").read_bytes()
+    else:
+        assert os.listdir(folder) == []
+    return ours
+
+
+def assert_refused_alike(path: Path) -> None:
+    assert outcome(st.load_file, path) == outcome(STOCK["load"], path) != "succeeds"
 
 
 @pytest.mark.usefixtures("_installed")
@@ -93,12 +108,8 @@ def outcome(call: Callable[[], Any]) -> str:
 def test_same_bytes(
     case: str, metadata: dict[str, str] | None, tmp_path: Path, engine_calls: list[str]
 ) -> None:
-    tensors = ORDINARY[case]()
-    ours, stock = tmp_path / "ours", tmp_path / "stock"
-    st.save_file(tensors, ours, metadata=metadata)
-    STOCK["save"](tensors, stock, metadata=metadata)
-    assert ours.read_bytes() == stock.read_bytes()
-    assert_same_tensors(st.load_file(str(ours)), STOCK["load"](stock))
+    assert assert_saved_alike(tmp_path, ORDINARY[case](), metadata) == "succeeds"
+    assert_same_tensors(st.load_file(f"{tmp_path}/ours"), STOCK["load"](tmp_path / "stock"))
     assert engine_calls == ["write_safetensors", "load_safetensors"]
 
 
@@ -115,24 +126,13 @@ def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torc
 @pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("case", STOCKS)
 def test_everything_else_is_the_librarys(case: str, tmp_path: Path) -> None:
-    tensors = STOCKS[case]()
-    ours = outcome(lambda: st.save_file(tensors, tmp_path / "ours"))
-    stock = outcome(lambda: STOCK["save"](tensors, tmp_path / "stock"))
-    assert ours == stock
-    if stock == "succeeds":
-        assert (tmp_path / "ours").read_bytes() == (tmp_path / "stock").read_bytes()
-    else:
-        assert os.listdir(tmp_path) == []
+    assert_saved_alike(tmp_path, STOCKS[case]())
 
 
 @pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("metadata", [{}, {"a": 1}, [], {"a": "\ud800"}], ids=repr)
 def test_metadata(metadata: Any, tmp_path: Path) -> None:
-    tensors = {"a": torch.ones(2)}
-    ours = outcome(lambda: st.save_file(tensors, tmp_path / "ours", metadata))
-    assert ours == outcome(lambda: STOCK["save"](tensors, tmp_path / "stock", metadata))
-    if ours == "succeeds":
-        assert (tmp_path / "ours").read_bytes() == (tmp_path / "stock").read_bytes()
+    assert_saved_alike(tmp_path, {"a": torch.ones(2)}, metadata)
 
 
 @pytest.mark.usefixtures("_installed")
@@ -140,9 +140,7 @@ def test_texts_of_metadata(tmp_path: Path, engine_calls: list[str]) -> None:
     """Of any letters: peft's configuration is there as JSON of many lines."""
     letters = "".join(map(chr, [*range(256), 0x2028, 0xD7FF, 0xE000, 0xFEFF, 0xFFFD, 0x1F600]))
     for metadata in ({"a": letters}, {letters: "{\n  }"}):
-        st.save_file({"a": torch.ones(2)}, tmp_path / "ours", metadata)
-        STOCK["save"]({"a": torch.ones(2)}, tmp_path / "stock", metadata)
-        assert (tmp_path / "ours").read_bytes() == (tmp_path / "stock").read_bytes()
+        assert assert_saved_alike(tmp_path, {"a": torch.ones(2)}, metadata) == "succeeds"
     assert engine_calls == ["write_safetensors"] * 2
 
 
@@ -151,11 +149,9 @@ def test_texts_of_metadata(tmp_path: Path, engine_calls: list[str]) -> None:
 def test_paths(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tensors = {"a": torch.ones(2)}
-    ours = outcome(lambda: st.save_file(tensors, path))
-    stock = outcome(lambda: STOCK["save"](tensors, path))
+    ours, stock = (outcome(save, tensors, path) for save in (st.save_file, STOCK["save"]))
     assert ours.partition(" at path")[0] == stock.partition(" at path")[0]
-    loading, stock = outcome(lambda: st.load_file(path)), outcome(lambda: STOCK["load"](path))
-    assert loading == stock
+    assert outcome(st.load_file, path) == outcome(STOCK["load"], path)
 
 
 @pytest.mark.usefixtures("_installed")
@@ -174,12 +170,10 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("end", ["", "/"])
 def test_a_directory_is_no_file(end: str, tmp_path: Path) -> None:
-    messages = []
-    for save_file in (st.save_file, STOCK["save"]):
-        with pytest.raises(SafetensorError) as caught:
-            save_file({"a": torch.ones(2)}, f"{tmp_path}{end}")
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
+    tensors, path = {"a": torch.ones(2)}, f"{tmp_path}{end}"
+    ours, stock = (outcome(save, tensors, path) for save in (st.save_file, STOCK["save"]))
+    assert ours == stock
+    assert ours.startswith("SafetensorError: ")
     assert os.listdir(tmp_path) == []
 
 
@@ -192,7 +186,7 @@ def test_damaged_files(damage: Callable[[bytes], bytes], tmp_path: Path) -> None
     path = tmp_path / "x.safetensors"
     st.save_file({"a": torch.ones(20)}, path)
     path.write_bytes(damage(path.read_bytes()))
-    assert outcome(lambda: st.load_file(path)) == outcome(lambda: STOCK["load"](path)) != "succeeds"
+    assert_refused_alike(path)
 
 
 @pytest.mark.usefixtures("_installed")
@@ -200,7 +194,7 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
     """The content decides in ptsave.load; here a file of torch's is refused, as by the library."""
     torch.save({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     path = tmp_path / "x.safetensors"
-    assert outcome(lambda: st.load_file(path)) == outcome(lambda: STOCK["load"](path)) != "succeeds"
+    assert_refused_alike(path)
 
 
 @pytest.mark.usefixtures("_installed")
@@ -209,8 +203,10 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
 )
 def test_options_of_loading(options: dict[str, Any], tmp_path: Path) -> None:
     st.save_file({"a": torch.ones(2)}, tmp_path / "x")
-    ours = outcome(lambda: st.load_file(tmp_path / "x", **options))
-    assert ours == outcome(lambda: STOCK["load"](tmp_path / "x", **options))
+    ours, stock = (
+        outcome(load, tmp_path / "x", **options) for load in (st.load_file, STOCK["load"])
+    )
+    assert ours == stock
 
 
 @pytest.mark.usefixtures("_installed")
@@ -259,9 +255,7 @@ def test_names_in_other_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_fsync(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(
-        safetensors_functions,
-        "write_safetensors",
-        lambda *_, fsync: seen.append(fsync),
+        safetensors_functions, "write_safetensors", lambda *_, fsync: seen.append(fsync)
     )
     with ptsave.installed(safetensors=True):
         st.save_file({"a": torch.ones(1)}, tmp_path / "x")
@@ -279,25 +273,12 @@ def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
         ptsave.uninstall()
 
 
-def test_modules_that_import_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that had none of the functions is looked at again when it has got a name."""
+@pytest.mark.parametrize("names", [{}, {"load_file": None, "save_file": None}], ids=repr)
+def test_names_that_are_bound_later(monkeypatch: pytest.MonkeyPatch, names: Any) -> None:
+    """A module that had none of the functions is looked at again when a name has got a value."""
     library: Any = ModuleType("a_late_library")
+    vars(library).update(names)
     monkeypatch.setitem(sys.modules, "a_late_library", library)
-    with ptsave.installed(safetensors=True):
-        pass
-    library.load_file = STOCK["load"]
-    with ptsave.installed(safetensors=True):
-        assert library.load_file is not STOCK["load"]
-        library.save_file = st.save_file
-    assert library.load_file is STOCK["load"]
-    assert library.save_file is STOCK["save"]
-
-
-def test_names_that_are_bound_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a function that imports when it is called, over a name that there was."""
-    library: Any = ModuleType("an_indirect_library")
-    library.load_file = library.save_file = None
-    monkeypatch.setitem(sys.modules, "an_indirect_library", library)
     with ptsave.installed(safetensors=True):
         pass
     library.load_file = STOCK["load"]
