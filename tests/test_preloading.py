@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from _system import run_python
 
 import ptsave
 
@@ -57,12 +56,7 @@ def test_nothing_is_imported_late(tmp_path: Path) -> None:
     for operation in _OPERATIONS:
         lines += ["try:", f"    {operation}", "except Exception as error:"]
         lines += [f"    print({operation!r}, error)"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "\n".join(lines), str(tmp_path)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("\n".join(lines), tmp_path, options=["-W", "ignore"], status=None)
     assert (done.stdout, done.stderr) == ("", "")
 
 
@@ -81,31 +75,34 @@ def test_each_name_has_its_module() -> None:
         assert getattr(ptsave, str(name)) is getattr(sys.modules[str(module)], original)
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("import torch, ptsave", "version"),
-        ("import ptsave; ptsave.CorruptCheckpointError", ""),
-        ("import torch, ptsave; ptsave.strip_prefix", "version"),
-    ],
-)
-def test_an_import_imports_little(code: str, expected: str) -> None:
-    code += "\nimport sys\nprint('torch' in sys.modules, 'ptsave._C' in sys.modules, end=' ')\n"
-    code += "print('version' if 'ptsave.support.torch_version' in sys.modules else '')"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == f"{bool(expected)} False {expected}".strip()
+_SEEN = """
+import sys
+print('torch' in sys.modules, 'ptsave._C' in sys.modules, end=' ')
+print('ptsave.support.torch_version' in sys.modules)
+"""
+
+
+def test_an_import_imports_little() -> None:
+    found = run_python(f"import torch, ptsave{_SEEN}ptsave.strip_prefix{_SEEN}").stdout
+    assert found.splitlines() == ["True False True"] * 2
+    found = run_python(f"import ptsave; ptsave.CorruptCheckpointError{_SEEN}").stdout
+    assert found.splitlines() == ["False False False"]
 
 
 # The first call of a process, after torch's and ptsave's import.
 _FIRST = """
-import gc, sys, torch, ptsave
+import gc, os, sys, torch, ptsave
 model = torch.nn.Linear(3, 2)
 torch.save(model.state_dict(), 'a.pt')
-before, passes = set(sys.modules), []
-gc.callbacks.append(lambda phase, info: passes.append(info['generation']))
-{call}
-gc.callbacks.clear()
-print(*(name for name in sys.modules if name not in before), '|', *passes)
+for call in sys.argv[1:]:
+    if os.fork() == 0:
+        before, passes = set(sys.modules), []
+        gc.callbacks.append(lambda phase, info: passes.append(info['generation']))
+        exec(call)
+        gc.callbacks.clear()
+        print(*(name for name in sys.modules if name not in before), '|', *passes, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, call
 """
 _SAVING = "errors sources support writing"
 _LOADING = "archive contents errors sources support"
@@ -127,25 +124,19 @@ _RARE = (
 )
 
 
-@pytest.mark.parametrize("call", _FIRST_CALLS)
-def test_a_first_call_imports_what_it_needs(call: str, tmp_path: Path) -> None:
+def test_a_first_call_imports_what_it_needs(tmp_path: Path) -> None:
     """And sets no pass of the garbage collector off over all objects of torch."""
-    done = subprocess.run(
-        [sys.executable, "-c", _FIRST.format(call=call)],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    modules, passes = (part.split() for part in done.stdout.split("|"))
-    own = [name.removeprefix("ptsave.") for name in modules if name.startswith("ptsave.")]
-    assert {name.partition(".")[0] for name in own} - {"_C", "_core"} == {
-        *_FIRST_CALLS[call].split()
-    }
-    assert [name for name in own if name.startswith(_RARE)] == []
-    libraries = ("fsspec", "numpy", "safetensors", "torch.distributed.checkpoint", "decimal")
-    assert [name for name in modules if name.startswith(libraries)] == []
-    assert "2" not in passes
+    done = run_python(_FIRST, *_FIRST_CALLS, cwd=tmp_path)
+    for call, line in zip(_FIRST_CALLS, done.stdout.splitlines(), strict=True):
+        modules, passes = (part.split() for part in line.split("|"))
+        own = [name.removeprefix("ptsave.") for name in modules if name.startswith("ptsave.")]
+        assert {name.partition(".")[0] for name in own} - {"_C", "_core"} == {
+            *_FIRST_CALLS[call].split()
+        }
+        assert [name for name in own if name.startswith(_RARE)] == []
+        libraries = ("fsspec", "numpy", "safetensors", "torch.distributed.checkpoint", "decimal")
+        assert [name for name in modules if name.startswith(libraries)] == []
+        assert "2" not in passes, call
 
 
 def test_ptsave_may_be_imported_while_torch_is(tmp_path: Path) -> None:
@@ -153,6 +144,4 @@ def test_ptsave_may_be_imported_while_torch_is(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import ptsave\n__version__ = 'none'\n")
     home = Path(ptsave.__file__).parent.parent
     path = os.pathsep.join([str(tmp_path), str(home)])
-    subprocess.run(
-        [sys.executable, "-c", "import torch"], check=True, env={**os.environ, "PYTHONPATH": path}
-    )
+    run_python("import torch", env={**os.environ, "PYTHONPATH": path})

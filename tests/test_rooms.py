@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pickle
 import re
 from collections.abc import Iterator
@@ -79,6 +80,7 @@ CPP_ROOMS = {
 }
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Return the modules of ptsave, by what an import calls them."""
     found = {}
@@ -88,11 +90,16 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports_of(name: str, path: Path) -> Iterator[str]:
-    """Yield the modules that a module imports, at its beginning or in a function.
+@functools.cache
+def imports_of(name: str, path: Path) -> tuple[str, ...]:
+    """Return the modules that a module imports, at its beginning or in a function.
 
     Imports from rooms that stand alone do not count if they are for type checkers only.
     """
+    return tuple(_imports_of(name, path))
+
+
+def _imports_of(name: str, path: Path) -> Iterator[str]:
     known = modules()
     nodes = list(ast.walk(ast.parse(path.read_text())))
     for_types = {

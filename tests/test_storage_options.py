@@ -9,41 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import click
+import doors
 import pytest
 import torch
 import url_file_systems as file_systems
-from click.testing import CliRunner
-from reports import list_file, verify_directory
-from torch import nn
+from command_line import run
+from reports import verify_directory
 from url_file_systems import TOKEN
 
 import ptsave
 from ptsave.cli.arguments import complete_names
-from ptsave.cli.commands import commands
 from ptsave.cli.ls import command as ls
 from ptsave.comparison.compare import compare
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
-from ptsave.inspection.extraction import read_entries, write_entries
-from ptsave.inspection.required_globals import required_globals
-from ptsave.inspection.verification import verify_file
+from ptsave.inspection.extraction import write_entries
 
 STATE = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(2)}
 NAMES = ["model.pt", "old.pt", "model.safetensors", "shards", "shards/model.safetensors.index.json"]
 
 READS: dict[str, Callable[..., Any]] = {
-    "load": ptsave.load,
-    "load_into": lambda f, **options: ptsave.load_into(f, nn.Linear(3, 2), **options),
-    "load_checkpoint": ptsave.load_checkpoint,
-    "load_model": lambda f, **options: ptsave.load_model(nn.Linear(3, 2), f, **options),
+    **doors.LOADS,
+    **doors.INSPECTIONS,
     "open": lambda f, **options: ptsave.open(f, **options)["weight"],
-    "list_file": list_file,
-    "verify_file": verify_file,
-    "verify_directory": verify_directory,
-    "required_globals": required_globals,
-    "read_entries": lambda f, **options: read_entries(f, ["bias"], **options),
-    "convert": lambda f, **options: convert(f, "b.pt", force=True, **options),
     "compact": lambda f, **options: compact(f, dry_run=True, **options),
+    "verify_directory": verify_directory,
     "compare, a": lambda f, storage_options: compare(
         f, "local.pt", a_storage_options=storage_options
     ),
@@ -138,10 +128,6 @@ def test_one_url_with_two_options() -> None:
 
 
 # --------------------------------------------------------------------------------------- commands
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(commands, arguments)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

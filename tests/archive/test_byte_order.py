@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import mmap
-import subprocess
 import sys
 import zipfile
 from collections import OrderedDict
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from _corruption import flip
+from _system import run_python
 from command_line import succeed
 from stock_comparison import (
     assert_same_object,
@@ -112,6 +112,22 @@ def test_load(
         assert_same_object(ptsave.load(path, **options), stock_load(path, **options))
 
 
+@pytest.mark.parametrize("default", [None, *LoadEndianness], ids=str)
+@pytest.mark.parametrize("mark", [b"little", b"big", None], ids=str)
+def test_what_the_mark_and_the_default_say(
+    tmp_path: Path, mark: bytes | None, default: LoadEndianness | None
+) -> None:
+    set_default_load_endianness(default)
+    try:
+        path = _written(_state(), tmp_path / "a.pt", mark)
+        expected = stock_load(path)
+        for options in ({}, {"weights_only": False}, {"mmap": True}, {"map_location": "cpu"}):
+            assert_same_object(ptsave.load(path, **options), expected)
+        assert_same_object(ptsave.load(io.BytesIO(path.read_bytes())), expected)
+    finally:
+        set_default_load_endianness(None)
+
+
 @pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("location", ["meta", torch.device("meta")])
@@ -143,9 +159,7 @@ def test_segmentation_fault_in_a_process_of_its_own(tmp_path: Path) -> None:
         "ptsave.load(sys.argv[1], map_location='meta')\n"
         "sys.argv = ['ptsave', 'verify', sys.argv[1]]\nsys.exit(main())"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code, str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result
+    run_python(code, path, options=["-W", "ignore"])
 
 
 def test_shared_mapping_is_refused(tmp_path: Path, order: bytes | None) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import subprocess
-import sys
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from _system import run_python
 from safetensors.torch import save_file
 
 import ptsave
@@ -66,10 +66,10 @@ with open(results) as stream:
 """
 
 
-@pytest.fixture
-def archive(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a file on a disk whose reads past the page cache are counted."""
-    path = tmp_path / "model.pt"
+    path = tmp_path_factory.mktemp("read together") / "model.pt"
     torch.save(_state(), path)
     try:
         make_cold(path)
@@ -105,14 +105,7 @@ def _load_in_process(path: Path) -> None:
 
 def _nbytes_read(what: str, path: Path, **environment: str) -> list[int]:
     """Return what each rank has had read from the disk."""
-    done = subprocess.run(
-        [sys.executable, "-c", RANKS, what, str(path), str(N_RANKS)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(RANKS, what, path, N_RANKS, env={**os.environ, **environment})
     codes, counts = json.loads(done.stdout)
     assert codes == [0] * N_RANKS, done.stderr
     return list(counts)
@@ -150,9 +143,6 @@ def test_the_only_reader_goes_past_the_page_cache(archive: Path) -> None:
         ("PTSAVE_DIRECT_IO", "0", True),
         ("LOCAL_WORLD_SIZE", "2", True),
         ("LOCAL_WORLD_SIZE", "1", False),
-        ("LOCAL_WORLD_SIZE", "", False),
-        ("LOCAL_WORLD_SIZE", "many", False),
-        ("LOCAL_WORLD_SIZE", "-2", False),
     ],
 )
 def test_the_environment_decides(
@@ -190,7 +180,8 @@ def test_nobody_who_saves_waits_for_readers(archive: Path) -> None:
     _load_in_process(archive)
 
 
-def test_damage_is_seen_by_every_rank(archive: Path) -> None:
+def test_damage_is_seen_by_every_rank(archive: Path, tmp_path: Path) -> None:
+    archive = Path(shutil.copy(archive, tmp_path))
     with archive.open("r+b") as stream:
         stream.seek(50 << 20)
         byte = stream.read(1)

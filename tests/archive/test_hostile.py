@@ -28,12 +28,7 @@ from _corruption import (
     patched,
     same_object,
 )
-from stock_comparison import (
-    assert_same_object,
-    saved_bytes,
-    sparse_tensors_to_validate,
-    stock_save,
-)
+from stock_comparison import assert_same_object, saved_bytes, sparse_tensors_to_validate, stock_save
 
 import ptsave
 
@@ -70,7 +65,7 @@ def _corruption(data: bytes, **options: Any) -> ptsave.CorruptCheckpointError:
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_truncation_at_every_byte(weights_only: bool) -> None:
     complaints: Counter[str] = Counter()
-    for nbytes in range(len(_DATA)):
+    for nbytes in range(0, len(_DATA), 1 if weights_only else 7):
         stock, ours = outcomes_of(_DATA[:nbytes], weights_only=weights_only)
         assert ours.error is not None, nbytes
         assert stock.error is not None, nbytes
@@ -98,10 +93,12 @@ def test_zeros_instead_of_the_end(tmp_path: Path) -> None:
 
 
 def _complaints_about_bits(parts: list[Part], **options: Any) -> Counter[str]:
+    """Of several records with the same fields each has a quarter of the bits flipped."""
     complaints: Counter[str] = Counter()
-    for part in parts:
+    n_turns = 4 if len(parts) >= 4 and "PTSAVE_EVERY_BIT" not in os.environ else 1
+    for number, part in enumerate(parts):
         for offset in range(part.begin, part.end):
-            for bit in range(8):
+            for bit in range((offset - part.begin + number) % n_turns, 8, n_turns):
                 stock, ours = outcomes_of(flipped(_DATA, offset, bit), **options)
                 complaint = complaint_about(ours, stock, _OBJECT)
                 if complaint:

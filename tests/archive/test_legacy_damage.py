@@ -29,7 +29,7 @@ def changed() -> list[bytes]:
     """Files with a byte or two changed behind the magic number, which do not load."""
     rng = random.Random(5)
     found = []
-    for _ in range(400):
+    for _ in range(200):
         data = bytearray(DATA)
         for _ in range(rng.choice([1, 2])):
             data[rng.randrange(MAGIC_NBYTES, len(data) - 200)] = rng.randrange(256)
@@ -52,9 +52,9 @@ def check(load: Callable[[Any], object], data: bytes, path: Path) -> BaseExcepti
     return error
 
 
-@pytest.mark.parametrize("n_left", range(MAGIC_NBYTES, len(DATA) - 1, 23))
-def test_cut_short(tmp_path: Path, n_left: int) -> None:
-    check(ptsave.load, DATA[:n_left], tmp_path / "model.pt")
+def test_cut_short(path: Path) -> None:
+    for n_left in range(MAGIC_NBYTES, len(DATA) - 1, 23):
+        check(ptsave.load, DATA[:n_left], path)
 
 
 def test_changed_bytes(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import torch
 from stock_comparison import saved_bytes, stock_save, typed_storage, zip_records
 from torch import _weights_only_unpickler
 from torch.utils._python_dispatch import TorchDispatchMode
+from unpickler_mutation import N_MUTATIONS
 
 from ptsave import _C
 from ptsave.archive import unpickling
@@ -48,15 +49,6 @@ def _pickle_of(obj: object, **options: Any) -> bytes:
 
 
 # ------------------------------------------------------------------------------ what is written
-
-
-class _Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(3, 4)
-        self.norm = torch.nn.BatchNorm1d(4)
-        self.last = torch.nn.Linear(4, 3)
-        self.last.bias = self.first.bias[:3].detach().requires_grad_()  # type: ignore[assignment]
 
 
 def _trained() -> dict[str, Any]:
@@ -249,8 +241,7 @@ _BLIND = {
     "no hooks": _v2(hooks=b"N"),
     "hooks that hold a tensor": _v2(hooks=_dict(b"K\x01", _T)),
     "metadata": _v2(
-        storage=_STORAGE.replace(b"Long", b"ComplexFloat"),
-        metadata=_dict(_text("conj"), b"\x88"),
+        storage=_STORAGE.replace(b"Long", b"ComplexFloat"), metadata=_dict(_text("conj"), b"\x88")
     ),
     "metadata and more": _v2(metadata=_ODICT + b"(" + _text("neg") + b"\x89u"),
     "dropped": _T + b"0" + _T,
@@ -565,22 +556,12 @@ def test_blind_runs_no_operator_that_looks(name: str) -> None:
         assert names <= _BLIND_OPERATORS
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Size(tensor)",
-        "complex(tensor)",
-        "bytes(tensor)",
-        "set(tensor)",
-        "OrderedDict(tensor)",
-        "tensor in size",
-        "tensor in stride",
-        "tensor as offset",
-        "tensor as metadata",
-        "tensor in metadata",
-        "append attribute",
-    ],
-)
+_SEEN = ["Size(tensor)", "complex(tensor)", "bytes(tensor)", "set(tensor)", "OrderedDict(tensor)"]
+_SEEN += ["tensor in size", "tensor in stride", "tensor as offset", "tensor as metadata"]
+_SEEN += ["tensor in metadata", "append attribute"]
+
+
+@pytest.mark.parametrize("name", _SEEN)
 def test_the_watch_sees_looking(name: str) -> None:
     """Or the tests around this one would prove nothing."""
     names = set().union(*_operators_of(b"\x80\x02" + _LOOKS[name] + b"."))
@@ -617,18 +598,18 @@ def _mutations(n: int) -> Iterator[bytes]:
 
 
 def test_mutations_never_crash() -> None:
-    for data in _mutations(100_000):
+    for data in _mutations(10 * N_MUTATIONS):
         _is_blind(data)
 
 
 def test_mutations_that_are_blind_do_not_look() -> None:
     n_blind = 0
-    for data in _mutations(30_000):
+    for data in _mutations(4 * N_MUTATIONS):
         if _is_blind(data):
             n_blind += 1
             for names in _operators_of(data):
                 assert names <= _BLIND_OPERATORS, data
-    assert n_blind > 1_000
+    assert n_blind > N_MUTATIONS // 8
 
 
 # ------------------------------------------------------------------------------------- loading
@@ -683,8 +664,8 @@ def test_speed() -> None:
     data = _pickle_of({f"layers.{i}.attention.weight": part for i, part in enumerate(parts)})
     times = []
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         assert _is_blind(data)
-        times.append(time.perf_counter() - begin)
+        times.append(time.thread_time() - begin)
     assert len(data) > 10_000_000
     assert min(times) < 0.2  # 0.06 was measured

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import ForkedRanks
+from forked_ranks import ForkedRanks, fail_read
 from stock_comparison import assert_same_object, failure_of
 from torch import distributed, nn
 
 import ptsave
 from ptsave.archive import group_archive, group_records
-from ptsave.archive.spans import EngineSpans
 from ptsave.models import group_weights
 from ptsave.support import group_call, torch_distributed
 
@@ -122,17 +121,8 @@ def test_what_fails_on_one_host_fails_on_all(
     path = folder / "model.pt"
 
     def load(rank: int) -> None:
-        read, n_reads = EngineSpans.read, 0
-
-        def fail(*args: Any, **options: Any) -> None:
-            nonlocal n_reads
-            n_reads += 1
-            if n_reads == 3:
-                raise OSError(5, "Input/output error", str(path))
-            read(*args, **options)
-
         if rank == 1:
-            monkeypatch.setattr(EngineSpans, "read", fail)
+            fail_read(monkeypatch, 3, path)
         error = failure_of(lambda: ptsave.load(path, process_group=distributed.group.WORLD))
         assert isinstance(error, OSError)
         assert (error.errno, error.filename) == (5, str(path))

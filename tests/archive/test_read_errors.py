@@ -10,11 +10,11 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from _system import run_python
 from safetensors.torch import save_file
 
 import ptsave
@@ -140,14 +140,8 @@ def test_read_errors_name_the_file(shim: Path, tmp_path: Path, kind: str) -> Non
         save_file(state, path)
     else:
         torch.save(state, path, _use_new_zipfile_serialization=kind == "archive")
-    ended = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(path), str(tmp_path / "out.pt")],
-        env={**os.environ, "LD_PRELOAD": str(shim)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    environment = {**os.environ, "LD_PRELOAD": str(shim)}
+    ended = run_python(_CHILD, path, tmp_path / "out.pt", env=environment)
     wrong, untouched = json.loads(ended.stdout)
     assert not wrong, "\n".join(wrong)
     assert not untouched, "their first read is to fail"
@@ -155,23 +149,31 @@ def test_read_errors_name_the_file(shim: Path, tmp_path: Path, kind: str) -> Non
 
 _LIMITED = """
 import os, resource, sys, torch, ptsave
-from ptsave.training import checkpoint
 
-path, extra = sys.argv[1], int(sys.argv[2])
-with open(path, "rb") as file:  # not in the page cache: buffers are needed
-    os.fsync(file.fileno())
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+path, call = sys.argv[1:3]
 target = {"weight": torch.zeros(16 << 20)}
+load = ptsave.load if call == "load" else lambda path: ptsave.load_into(path, target)
 ptsave.preload()
-used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-resource.setrlimit(resource.RLIMIT_AS, (used + extra,) * 2)
-call = ptsave.load if sys.argv[3] == "load" else lambda path: ptsave.load_into(path, target)
-try:
-    call(path)
-except MemoryError as error:
-    print(error)
-else:
-    print("loaded")
+
+def load_with(extra):
+    with open(path, "rb") as file:  # not in the page cache: buffers are needed
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + extra,) * 2)
+    try:
+        load(path)
+    except MemoryError as error:
+        print(error, flush=True)
+    else:
+        print("loaded", flush=True)
+
+for extra in map(int, sys.argv[3:]):
+    child = os.fork()
+    if child == 0:
+        load_with(extra)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
 
 
@@ -186,20 +188,12 @@ def test_a_limit_of_memory(tmp_path: Path, call: str) -> None:
     nbytes = path.stat().st_size
     refusal = f"{path}: the system has no memory for its 64.0 MiB"
 
-    def outcome(extra: int) -> str:
-        result = subprocess.run(
-            [sys.executable, "-c", _LIMITED, path, str(extra), call],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=100,
-        )
-        assert result.stdout.startswith(("loaded", refusal)), result.stdout
-        return result.stdout[:6]
-
-    assert outcome(nbytes // 2) != "loaded"
-    for extra in (8, 24, 60, 140):
-        assert any(outcome(nbytes + (extra << 20)) == "loaded" for _ in range(3)), extra
+    thrice = [nbytes + (extra << 20) for extra in (8, 24, 60, 140) for _ in range(3)]
+    found = run_python(_LIMITED, path, call, nbytes // 2, *thrice).stdout.splitlines()
+    assert len(found) == 13
+    assert all(line.startswith(("loaded", refusal)) for line in found)
+    assert found[0] != "loaded"
+    assert all("loaded" in found[i : i + 3] for i in (1, 4, 7, 10)), found
 
 
 _DAMAGED = """
@@ -218,13 +212,7 @@ def test_a_name_in_another_encoding(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(100)}, path)
     path.write_bytes(path.read_bytes()[:-30])
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    result = subprocess.run(
-        [sys.executable, "-c", _DAMAGED, path],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, **ascii_only},
-    )
+    result = run_python(_DAMAGED, path, env={**os.environ, **ascii_only})
     assert result.stdout == "ascii\n"
 
 

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 from command_line import succeed
-from stock_comparison import assert_interchangeable, assert_same_object, stock_load, stock_save
+from stock_comparison import (
+    assert_interchangeable,
+    assert_same_bytes,
+    assert_same_object,
+    saved_bytes,
+    stock_load,
+    stock_save,
+)
 from torch import Tensor, nn
 
 import ptsave
@@ -126,9 +133,7 @@ def test_save_and_load(state: dict[str, Tensor], tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [dtype for dtype, _ in _QUANTIZED], ids=str)
 def test_elements_beyond_the_storage(dtype: torch.dtype) -> None:
     """A shape of more elements than the storage has bits for is refused, as for whole bytes."""
-    stream = io.BytesIO()
-    stock_save({"t": _per_tensor(dtype)}, stream)
-    data, shape = stream.getvalue(), b"K\x03K\x05\x86"
+    data, shape = saved_bytes(stock_save, {"t": _per_tensor(dtype)}), b"K\x03K\x05\x86"
     assert data.count(shape) == 1
     for rows, columns in ((3, 255), (255, 5), (6, 5)):
         other = data.replace(shape, bytes([0x4B, rows, 0x4B, columns, 0x86]))
@@ -210,12 +215,7 @@ def test_restores_are_refused_before_anything_is_changed(tmp_path: Path) -> None
 def test_opaque_dtypes(name: str, tmp_path: Path) -> None:
     state = {"t": _opaque(name), "plain": torch.ones(2)}
     path = tmp_path / "ptsave" / "file.pt"
-    ptsave_bytes, stock_bytes = io.BytesIO(), io.BytesIO()
-    ptsave.save(state, ptsave_bytes)
-    stock_save(state, stock_bytes)
-    assert ptsave_bytes.getvalue() == stock_bytes.getvalue()
-    path.parent.mkdir()
-    path.write_bytes(stock_bytes.getvalue())
+    assert_same_bytes(state, tmp_path)
     expected = _bytes(state["t"])
     every: list[dict[str, Any]] = [{}, {"weights_only": False}, {"mmap": True}]
     for options in every:

@@ -31,14 +31,13 @@ from stock_comparison import (
     zipped,
 )
 from torch import _weights_only_unpickler
-from unpickler_mutation import SAFE_GLOBALS, Subject, corpus, disagreement, mutated
+from unpickler_mutation import N_MUTATIONS, SAFE_GLOBALS, Subject, corpus, disagreement, mutated
 
 import ptsave
 from ptsave import _C
 from ptsave.archive import unpickling
 
 _CORPUS = corpus()
-_N_MUTATIONS = int(os.environ.get("PTSAVE_MUTATIONS", "8000"))
 
 
 @pytest.fixture(autouse=True)
@@ -128,13 +127,13 @@ def test_mutations(subjects: dict[str, Subject]) -> None:
     pickles = [subject.pickle for subject in subjects.values()]
     names = list(subjects)
     n_accepted = 0
-    for _ in range(_N_MUTATIONS):
+    for _ in range(N_MUTATIONS):
         subject = subjects[source.choice(names)]
         data = mutated(subject.pickle, pickles, source)
         difference = disagreement(subject, data, storages_are_plain=source.random() < 0.8)
         assert difference is None, f"{difference}; {data!r}"
         n_accepted += subject.by_engine(data, storages_are_plain=True).error is None
-    assert n_accepted > _N_MUTATIONS // 20  # or the comparison of results has not been tested
+    assert n_accepted > N_MUTATIONS // 20  # or the comparison of results has not been tested
 
 
 @pytest.mark.parametrize("shape", [b"K\x05\x85", b"K\xff\x85", b"K\x05K\x05\x86"])

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from reports import list_file
 from torch import nn
 
 import ptsave
@@ -13,7 +14,6 @@ from ptsave.comparison.compare import compare
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import read_entries
-from ptsave.inspection.listing import list_file
 from ptsave.inspection.required_globals import required_globals
 from ptsave.inspection.verification import verify_file
 

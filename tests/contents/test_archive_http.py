@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import re
 import threading
@@ -17,7 +16,7 @@ import fsspec
 import pytest
 import torch
 from safetensors.torch import save as save_safetensors
-from stock_comparison import assert_same_object
+from stock_comparison import assert_same_object, saved_bytes
 
 import ptsave
 
@@ -26,16 +25,10 @@ OBJ = {"weight": WEIGHT, "bias": torch.ones(1024)}
 OVERHEAD = 150_000  # headers, the archive's directory, the pickle, the beginning of the file
 
 
-def saved(**options: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(OBJ, stream, **options)
-    return stream.getvalue()
-
-
 FILES = {
-    "/model.pt": saved(),
+    "/model.pt": saved_bytes(torch.save, OBJ),
     "/model.safetensors": save_safetensors(OBJ),
-    "/legacy.pt": saved(_use_new_zipfile_serialization=False),
+    "/legacy.pt": saved_bytes(torch.save, OBJ, _use_new_zipfile_serialization=False),
 }
 SHARDS = {
     "/model/weight.safetensors": save_safetensors({"weight": WEIGHT}),

@@ -5,15 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import zipfile
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
 import torch
-from stock_comparison import assert_same_object
+from stock_comparison import assert_same_object, saved_bytes
 
 import ptsave
 
@@ -27,31 +25,17 @@ def checkpoint() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved() -> bytes:
-    stream = io.BytesIO()
-    ptsave.save(checkpoint(), stream)
-    return stream.getvalue()
+    return saved_bytes(ptsave.save, checkpoint())
 
 
-@pytest.fixture
-def fetched(saved: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The sizes of what has been fetched of memory://folder/model.pt."""
-    memory = fsspec.filesystem("memory")
-    memory.pipe("/folder/model.pt", saved)
-    sizes: list[int] = []
-    cat_ranges = type(memory).cat_ranges
-
-    def counting(
-        self: Any, paths: Sequence[str], starts: Sequence[int], ends: Sequence[int], **kwargs: Any
-    ) -> Any:
-        sizes.extend(end - start for start, end in zip(starts, ends, strict=True))
-        return cat_ranges(self, paths, starts, ends, **kwargs)
-
-    monkeypatch.setattr(type(memory), "cat_ranges", counting)
-    yield sizes
-    memory.rm("/folder", recursive=True)
+URL = "memory://fetched/model.pt"
 
 
-URL = "memory://folder/model.pt"
+@pytest.fixture(autouse=True)
+def _model(fetched: list[int], saved: bytes) -> None:
+    fsspec.filesystem("memory").pipe("/fetched/model.pt", saved)
+
+
 OVERHEAD = 100_000  # the end of the file, where its directory is, and the pickle
 
 
@@ -78,7 +62,6 @@ def test_small_tensors_come_in_few_requests(fetched: list[int]) -> None:
         assert sum(fetched) < WEIGHT.nbytes + OVERHEAD
 
 
-@pytest.mark.usefixtures("fetched")
 def test_same_object() -> None:
     with ptsave.open(URL) as archive:
         assert_same_object(archive["model"], checkpoint()["model"])
@@ -92,8 +75,8 @@ def test_numpy_beside_tensors(fetched: list[int]) -> None:
     obj = {**checkpoint(), **extra}
     stream = io.BytesIO()
     torch.save(obj, stream)
-    fsspec.filesystem("memory").pipe("/folder/numpy.pt", stream.getvalue())
-    with ptsave.open("memory://folder/numpy.pt") as archive:
+    fsspec.filesystem("memory").pipe("/fetched/numpy.pt", stream.getvalue())
+    with ptsave.open("memory://fetched/numpy.pt") as archive:
         for name, value in extra.items():
             assert_same_object(archive[name], value)
         assert sum(fetched) < OVERHEAD
@@ -101,7 +84,7 @@ def test_numpy_beside_tensors(fetched: list[int]) -> None:
     dtypes = [np.dtypes.Float64DType, np.dtypes.UInt32DType]
     with torch.serialization.safe_globals([*functions, *dtypes, np.dtype, np.ndarray]):
         fetched.clear()
-        with ptsave.open("memory://folder/numpy.pt") as archive:
+        with ptsave.open("memory://fetched/numpy.pt") as archive:
             stream.seek(0)
             expected = torch.load(stream, weights_only=True)
             for name in extra:
@@ -114,32 +97,8 @@ def test_numpy_beside_tensors(fetched: list[int]) -> None:
         assert torch.equal(model["model"]["weight"], WEIGHT)
 
 
-def test_local_file_system(saved: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    path.write_bytes(saved)
-    with ptsave.open(f"file://{path}") as archive:
-        assert torch.equal(archive["model.weight"], WEIGHT)
-
-
-def test_chained_url(saved: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "models.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("model.pt", saved)
-    with ptsave.open(f"zip://model.pt::file://{path}") as opened:
-        assert torch.equal(opened["model.weight"], WEIGHT)
-
-
 class Stream(io.BytesIO):
     """A file object of a kind that the engine does not read."""
-
-
-@pytest.mark.parametrize("begin", [0, 1000])
-def test_file_object(saved: bytes, begin: int) -> None:
-    stream = Stream(bytes(begin) + saved)
-    stream.seek(begin)
-    with ptsave.open(stream) as archive:
-        assert torch.equal(archive["model.weight"], WEIGHT)
-        assert archive.get_slice("model.weight")[5, 7] == WEIGHT[5, 7]
 
 
 def test_damage_is_found(saved: bytes) -> None:
@@ -159,8 +118,7 @@ def test_damage_is_found(saved: bytes) -> None:
 
 def test_headers_as_torch_does_not_write_them() -> None:
     """Another zip writer puts payloads elsewhere than the directory lets expect."""
-    stream = io.BytesIO()
-    torch.save({"weight": torch.arange(1000.0)}, stream)
+    stream = io.BytesIO(saved_bytes(torch.save, {"weight": torch.arange(1000.0)}))
     repacked = Stream()
     with zipfile.ZipFile(stream) as old, zipfile.ZipFile(repacked, "w") as new:
         for info in old.infolist():
@@ -175,13 +133,13 @@ def test_headers_as_torch_does_not_write_them() -> None:
 def test_missing_and_foreign_files(fetched: list[int]) -> None:
     memory = fsspec.filesystem("memory")
     with pytest.raises(FileNotFoundError):
-        ptsave.open("memory://folder/none.pt")
-    memory.pipe("/folder/page.pt", b"<!doctype html><p>no")
+        ptsave.open("memory://fetched/none.pt")
+    memory.pipe("/fetched/page.pt", b"<!doctype html><p>no")
     with pytest.raises(ptsave.NotCheckpointError, match="HTML"):
-        ptsave.open("memory://folder/page.pt")
-    memory.pipe("/folder/half.pt", b"PK\x03\x04" + bytes(5000))
+        ptsave.open("memory://fetched/page.pt")
+    memory.pipe("/fetched/half.pt", b"PK\x03\x04" + bytes(5000))
     with pytest.raises(ptsave.CorruptCheckpointError):
-        ptsave.open("memory://folder/half.pt")
+        ptsave.open("memory://fetched/half.pt")
 
 
 def test_file_that_shrinks(saved: bytes) -> None:
@@ -202,16 +160,15 @@ def test_files_that_load_as_a_whole(kind: str, fetched: list[int]) -> None:
     with ptsave.open(stream) as archive:
         assert torch.equal(archive["weight"], WEIGHT[:10])
     assert not stream.closed
-    fsspec.filesystem("memory").pipe("/folder/whole.pt", stream.getvalue()[10:])
-    with ptsave.open("memory://folder/whole.pt") as archive:
+    fsspec.filesystem("memory").pipe("/fetched/whole.pt", stream.getvalue()[10:])
+    with ptsave.open("memory://fetched/whole.pt") as archive:
         assert torch.equal(archive["sparse"].to_dense(), torch.eye(3))
 
 
 def test_damage_that_torch_does_not_expect() -> None:
-    stream = io.BytesIO()
-    torch.save({"weight": torch.ones(3)}, stream)
+    whole = saved_bytes(torch.save, {"weight": torch.ones(3)})
     for old, new in ((b"little", b"middle"), (b"weight", b"w\xffight")):
-        data = stream.getvalue().replace(old, new)
+        data = whole.replace(old, new)
         for damaged in (io.BytesIO(data), Stream(data)):
             with pytest.raises(ptsave.CorruptCheckpointError):
                 ptsave.open(damaged, verify=False)

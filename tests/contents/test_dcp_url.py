@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as _dcp
-from click.testing import CliRunner
+from command_line import run
 from forked_ranks import ForkedRanks
 from stock_comparison import assert_same_object
 from torch import distributed
@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ptsave
-from ptsave.cli.commands import commands
 from ptsave.dcp import fetched_files
 from ptsave.distributed import StorageReader, StorageWriter
 from ptsave.sources.ranges import FsspecFile
@@ -69,10 +68,6 @@ def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let everything be fetched in several pieces."""
     monkeypatch.setattr(fetched_files, "_BATCH_NBYTES", 20_000)
     monkeypatch.setattr(fetched_files, "_REQUEST_NBYTES", 8192)
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(commands, [str(each) for each in arguments])
 
 
 @pytest.mark.usefixtures("few_bytes")

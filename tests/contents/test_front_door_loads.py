@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import fsspec
 import pytest
 import torch
+from _corruption import flipped
+from safetensors import SafetensorError
 from safetensors.torch import save
-from stock_comparison import assert_same_object, deflated, saved_bytes, stock_load, stock_save
+from stock_comparison import (
+    assert_same_load_failure,
+    assert_same_object,
+    deflated,
+    save_without_checksums,
+    saved_bytes,
+    stock_load,
+    stock_save,
+)
 from torch import Tensor, nn
 
 import ptsave
@@ -42,6 +55,35 @@ KINDS: dict[str, bytes] = {
 
 class Subclass(io.BytesIO):
     """Which may do anything with its bytes, so that it is read through its methods."""
+
+
+class OnlyWhatTorchNeeds:
+    """A seekable file without a name, a descriptor, or `readinto`."""
+
+    def __init__(self, data: bytes) -> None:
+        stream = io.BytesIO(data)
+        self._read, self.readline, self.seek, self.tell = (
+            getattr(stream, name) for name in ("read", "readline", "seek", "tell")
+        )
+        self.largest_read = 0
+
+    def read(self, nbytes: int = -1) -> bytes:
+        piece: bytes = self._read(nbytes)
+        self.largest_read = max(self.largest_read, len(piece))
+        return piece
+
+
+def gzipped(data: bytes, path: Path) -> Any:
+    with gzip.open(path, "wb", 1) as stream:
+        stream.write(data)
+    return gzip.open(path, "rb")
+
+
+def member_of_a_zip(data: bytes) -> Any:
+    outer = io.BytesIO()
+    with zipfile.ZipFile(outer, "w") as archive:
+        archive.writestr("model.pt", data)
+    return zipfile.ZipFile(outer).open("model.pt")
 
 
 def spooled(data: bytes, folder: Path, max_size: int = 0) -> Any:
@@ -87,6 +129,12 @@ SOURCES: dict[str, Callable[[bytes, Path], Any]] = {
     "spooled in memory": lambda data, folder: spooled(data, folder, 1 << 30),
     "spooled on disk": lambda data, folder: spooled(data, folder, 1),
     "fsspec file": lambda data, _: fsspec.open(in_memory(data), "rb").open(),
+    "fsspec cached file": lambda data, folder: fsspec.open(
+        f"filecache::{in_memory(data)}", "rb", filecache={"cache_storage": str(folder / "cache")}
+    ).open(),
+    "gzip": lambda data, folder: gzipped(data, folder / "model.gz"),
+    "member of a zip": lambda data, _: member_of_a_zip(data),
+    "only what torch needs": lambda data, _: OnlyWhatTorchNeeds(data),
     "fsspec local file": lambda data, folder: fsspec.open(
         str(written(data, folder / "model.y")), "rb"
     ).open(),
@@ -150,12 +198,23 @@ def opened(tmp_path: Path) -> Iterator[Callable[[str, bytes], Any]]:
             getattr(stream, "close", int)()
 
 
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("source", SOURCES)
+# What loads and where the bytes come from are two decisions.
+EVERYWHERE = ["load", "load_into a module", "load_model"]
+DOORS = [
+    (source, kind, load)
+    for source in SOURCES
+    for kind in KINDS
+    for load in LOADS
+    if load in EVERYWHERE or kind == "archive" or source in ("path", "memory URL", "BytesIO")
+]
+
+
+@pytest.mark.parametrize(("source", "kind", "load"), DOORS)
 def test_every_source_through_every_door(
     opened: Callable[[str, bytes], Any], source: str, kind: str, load: str
 ) -> None:
+    if (source, kind) == ("only what torch needs", "legacy"):
+        return  # which torch does not read either
     found = LOADS[load](opened(source, KINDS[kind]))
     if kind == "safetensors":  # which has an order of its own
         found = {name: found[name] for name in STATE}
@@ -182,25 +241,47 @@ def test_directories_of_shards(tmp_path: Path, suffix: str, how: str, load: str)
     check_state({name: found[name] for name in STATE})
 
 
+def checkpoint() -> dict[str, Any]:
+    shared = torch.arange(1000.0)
+    return {
+        "model": {"weight": torch.randn(300, 40), "view": shared[100:200], "whole": shared},
+        "sparse": torch.eye(5).to_sparse(),
+        "empty": torch.empty(0),
+        "scalar": torch.tensor(3, dtype=torch.bfloat16),
+        "parameter": nn.Parameter(torch.ones(3)),
+        "epoch": 7,
+    }
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_values_are_torchs(opened: Callable[[str, bytes], Any], source: str) -> None:
+    obj = checkpoint()
+    for location in (None, "cpu", "meta", lambda storage, _: storage):
+        data = saved_bytes(stock_save, obj)
+        for weights_only in (True, False):
+            options: dict[str, Any] = {"weights_only": weights_only, "map_location": location}
+            expected = stock_load(io.BytesIO(data), **options)
+            with ptsave.installed():
+                assert_same_object(torch.load(opened(source, data), **options), expected)
+        obj.pop("sparse", None)
+
+
 # ------------------------------------------------------------------------------------ options
 
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "location",
-    ["cpu", "meta", torch.device("cpu"), {"cpu": "meta"}, lambda storage, _: storage],
-    ids=["cpu", "meta", "device", "dict", "callable"],
-)
-def test_map_location(
-    opened: Callable[[str, bytes], Any], source: str, kind: str, location: Any
-) -> None:
-    found = ptsave.load(opened(source, KINDS[kind]), map_location=location)
-    expected = stock_load(io.BytesIO(KINDS["legacy"]), map_location=location)
-    for name, tensor in STATE.items():
-        assert found[name].device == expected[name].device
-        assert found[name].shape == expected[name].shape
-        assert found[name].is_meta or torch.equal(found[name], tensor)
+def test_map_location(opened: Callable[[str, bytes], Any], source: str, kind: str) -> None:
+    if (source, kind) == ("only what torch needs", "legacy"):
+        return
+    locations: list[Any] = ["cpu", "meta", torch.device("cpu"), {"cpu": "meta"}]
+    for location in (*locations, lambda storage, _: storage):
+        found = ptsave.load(opened(source, KINDS[kind]), map_location=location)
+        expected = stock_load(io.BytesIO(KINDS["legacy"]), map_location=location)
+        for name, tensor in STATE.items():
+            assert found[name].device == expected[name].device
+            assert found[name].shape == expected[name].shape
+            assert found[name].is_meta or torch.equal(found[name], tensor)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -252,6 +333,14 @@ def test_progress(
         assert "loading: 100%" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_files_without_checksums_warn(opened: Callable[[str, bytes], Any], source: str) -> None:
+    data = saved_bytes(save_without_checksums, [torch.ones(1000)])
+    with pytest.warns(ptsave.CheckpointWarning, match="without checksums") as caught:
+        ptsave.load(opened(source, data))
+    assert caught[0].filename == __file__
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_afterwards(kind: str) -> None:
     """Behind the last storage, where torch leaves it."""
@@ -272,8 +361,7 @@ def test_positions_afterwards(kind: str) -> None:
 
 
 def damaged(data: bytes) -> bytes:
-    at_byte = data.index(STATE["1.weight"].numpy().tobytes()) + 9
-    return data[:at_byte] + bytes([data[at_byte] ^ 4]) + data[at_byte + 1 :]
+    return flipped(data, data.index(STATE["1.weight"].numpy().tobytes()) + 9, 2)
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -282,19 +370,22 @@ def test_damaged_records(
     opened: Callable[[str, bytes], Any], tmp_path: Path, source: str, load: str
 ) -> None:
     data = damaged(KINDS["archive"])
+    assert stock_load(io.BytesIO(data))  # which stock does not notice
     with pytest.raises(ptsave.CorruptCheckpointError) as expected:
         ptsave.load(written(data, tmp_path / "plain.pt"))
     with pytest.raises(ptsave.CorruptCheckpointError, match="CRC-32") as caught:
         LOADS[load](opened(source, data))
     assert caught.value.record == expected.value.record
+    assert caught.value.offset == expected.value.offset
     assert caught.value.entries == expected.value.entries == ["1.weight"]
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_damage_loads_if_asked(opened: Callable[[str, bytes], Any], source: str) -> None:
-    found = ptsave.load(opened(source, damaged(KINDS["archive"])), verify=False)
+    data = damaged(KINDS["archive"])
+    found = ptsave.load(opened(source, data), verify=False)
     assert not torch.equal(found["1.weight"], STATE["1.weight"])
-    assert torch.equal(found["0.weight"], STATE["0.weight"])
+    assert_same_object(found, stock_load(io.BytesIO(data)))
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -306,6 +397,13 @@ def test_files_that_are_cut_short(
     data = KINDS[kind]
     with pytest.raises(ptsave.CorruptCheckpointError):
         LOADS[load](opened(source, data[: len(data) * 3 // 4]))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_archives_that_are_cut_anywhere(opened: Callable[[str, bytes], Any], source: str) -> None:
+    for n in (3, 100, 700, -400, -30, -1):
+        with pytest.raises((RuntimeError, UnpicklingError, SafetensorError)):
+            ptsave.load(opened(source, KINDS["archive"][:n]))
 
 
 # ----------------------------------------------------------- sources that make no sense for a load
@@ -409,3 +507,52 @@ def test_kinds_are_not_mixed_up(tmp_path: Path) -> None:
         found = load(tmp_path / "a")
         check_state({name: found[name] for name in STATE})
     shutil.rmtree(tmp_path / "a")
+
+
+# ------------------------------------------------------------------------------------ streams
+
+
+def test_storages_are_read_one_at_a_time() -> None:
+    stream = OnlyWhatTorchNeeds(saved_bytes(stock_save, [torch.ones(3 << 20), torch.ones(3 << 20)]))
+    ptsave.load(stream)
+    assert stream.largest_read <= 8 << 20  # of 24 MiB
+
+
+def test_what_the_stream_raises_is_passed_on() -> None:
+    class Failing(Subclass):
+        n_left = 12
+
+        def read(self, nbytes: int | None = -1) -> bytes:
+            self.n_left -= 1
+            if self.n_left == 0:
+                raise ConnectionResetError("gone")
+            return super().read(nbytes)
+
+    with pytest.raises(ConnectionResetError, match="gone"):
+        ptsave.load(Failing(saved_bytes(stock_save, [torch.ones(10) for _ in range(30)])))
+
+
+def test_what_cannot_seek_is_torchs_to_refuse() -> None:
+    class Pipe(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            return 0
+
+    error = assert_same_load_failure(Pipe)
+    assert isinstance(error, io.UnsupportedOperation)
+
+
+def test_a_stream_gives_fewer_bytes_than_it_has() -> None:
+    class Shrinking(Subclass):
+        def read(self, nbytes: int | None = -1) -> bytes:
+            return super().read(nbytes) if self.tell() < 3000 or self.tell() > 40_000 else b""
+
+    with pytest.raises(OSError, match="got 0 bytes"):
+        ptsave.load(Shrinking(saved_bytes(stock_save, [torch.ones(1000) for _ in range(12)])))
+
+
+def test_progress_counts_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    ptsave.load(Subclass(saved_bytes(stock_save, [torch.ones(1000)])), progress=True)
+    assert "loading" in capsys.readouterr().err

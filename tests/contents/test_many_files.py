@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from _corruption import flip
+from _system import run_python
 from _weights import write_file
 
 import ptsave
@@ -83,10 +83,7 @@ def test_files_that_have_to_be_open_together(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
         "ptsave.convert(sys.argv[1], sys.argv[2])"
     )
-    command = [sys.executable, "-c", code, str(tmp_path), str(tmp_path / "all.safetensors")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=environment, check=False
-    )
+    done = run_python(code, tmp_path, tmp_path / "all.safetensors", env=environment, status=1)
     assert "the 50 of this set are read together: raise the limit (ulimit -n)" in done.stderr
     assert not (tmp_path / "all.safetensors").exists()

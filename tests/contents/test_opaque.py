@@ -19,15 +19,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as _dcp
-from click.testing import CliRunner
+from command_line import run
 from safetensors.torch import load_file
-from stock_comparison import assert_same_object
+from stock_comparison import assert_same_object, saved_bytes, zip_records
 
 import ptsave
 from ptsave import _C
 from ptsave.archive.cut import CutArchive
 from ptsave.archive.plain_values import opaque_globals
-from ptsave.cli.commands import commands
 from ptsave.comparison.compare import compare
 from ptsave.inspection.verification import verify_file
 from ptsave.sources.ranges import Buffer
@@ -104,15 +103,6 @@ def _nothing_is_built() -> Any:
     assert not BUILT
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "last.ckpt"
-
-
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(commands, [*map(str, arguments)])
-
-
 @pytest.mark.parametrize("name", OPAQUE)
 def test_each_is_a_leaf_beside_tensors(path: Path, name: str) -> None:
     obj = {"model": {"w": torch.arange(6.0)}, name: OPAQUE[name], "epoch": 3}
@@ -179,11 +169,8 @@ def test_both_in_one_file(path: Path) -> None:
 def test_tensors_stay_unread_beside_objects() -> None:
     """Of an object nothing is called, whatever tensors it holds; so nothing looks at values."""
     for name in ("loud", "namespace", "named", "listed", "color", "partial", "module"):
-        stream = io.BytesIO()
-        torch.save({"w": torch.ones(3), "o": OPAQUE[name]}, stream)
-        stream.seek(0)
-        reader = torch._C.PyTorchFileReader(stream)
-        data = reader.get_record("data.pkl")
+        obj = {"w": torch.ones(3), "o": OPAQUE[name]}
+        data = zip_records(saved_bytes(torch.save, obj))["data.pkl"]
         dtypes = {"float32", "int64"}
         assert not _C.rebuilds_blindly(data, dtypes), name
         opaque = opaque_globals(data)

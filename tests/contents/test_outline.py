@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import warnings
 from collections import OrderedDict
 from itertools import product
@@ -14,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import unpickler_mutation
+from _system import run_python
 from checkpoint_strategies import CHECKPOINTS
-from hypothesis import given, settings
+from hypothesis import given
 from outlines import assert_equal_or_left_to_torch, by_torch, outlined
 from safetensors.torch import save_file
 from stock_comparison import saved_bytes, stock_save, zip_records, zipped
@@ -42,7 +41,6 @@ def test_objects(name: str, tmp_path: Path) -> None:
     assert has_outline or name not in PLAIN
 
 
-@settings(max_examples=150, deadline=None)
 @given(CHECKPOINTS)
 def test_any_checkpoint(tmp_path_factory: Any, obj: Any) -> None:
     with warnings.catch_warnings():
@@ -159,10 +157,5 @@ def test_the_commands_import_no_torch(tmp_path: Path) -> None:
     paths = (tmp_path / "a.pt", next(shards.glob("*.safetensors")), shards, tmp_path / "pt")
     for path, word in product((*paths, shards / INDEX), ("ls", "verify", "globals")):
         option = "--json" if path.is_file() else "--quiet"
-        result = subprocess.run(
-            [sys.executable, "-c", code, word, option, str(path)],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+        result = run_python(code, word, option, path)
         assert (result.stderr[-5:], bool(result.stdout)) == ("False", True), (word, path)

@@ -11,16 +11,11 @@ from typing import Any
 import pytest
 import torch
 from _corruption import flip_middle
-from click.testing import CliRunner
+from command_line import run
 from stock_comparison import assert_same_object
 
 import ptsave
-from ptsave.cli.commands import commands
 from ptsave.tree.tree import EntryTree
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(commands, [*map(str, arguments)])
 
 
 def assert_holds(archive: ptsave.Archive, whole: Any) -> None:

@@ -13,10 +13,11 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import doors
 import pytest
 import torch
 from reports import verify_directory
-from stock_comparison import failure_of, stock_load
+from stock_comparison import failure_of, saved_bytes, stock_load
 
 import ptsave
 
@@ -28,9 +29,7 @@ LFS_POINTER = (
 
 
 def saved() -> bytes:
-    stream = io.BytesIO()
-    torch.save({"weight": torch.arange(1000.0)}, stream)
-    return stream.getvalue()
+    return saved_bytes(torch.save, {"weight": torch.arange(1000.0)})
 
 
 def as_tar() -> bytes:
@@ -176,28 +175,24 @@ OF_ANOTHER_PROGRAM = {"gguf", "hdf5", "onnx", "numpy", "gzip", "bzip2", "xz"}
 
 
 DOORS: dict[str, Callable[[Path], object]] = {
-    "load": ptsave.load,
-    "load, weights_only=False": lambda path: ptsave.load(path, weights_only=False),
-    "load_into": lambda path: ptsave.load_into(path, torch.nn.Linear(1, 1)),
-    "load_checkpoint": lambda path: ptsave.load_checkpoint(path, model=torch.nn.Linear(1, 1)),
-    "load_model": lambda path: ptsave.load_model(torch.nn.Linear(1, 1), path),
+    **doors.LOADS,
     "open": ptsave.open,
     "load, a file": lambda path: ptsave.load(io.BytesIO(path.read_bytes())),
 }
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".gguf", ".safetensors", ".bin"])
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", FOREIGN_EVERYWHERE)
-def test_every_door_says_what_it_is(name: str, door: str, suffix: str, tmp_path: Path) -> None:
+def test_every_door_says_what_it_is(name: str, door: str, tmp_path: Path) -> None:
     make, words = FOREIGN_EVERYWHERE[name]
-    path = tmp_path / f"model{suffix}"
-    path.write_bytes(make())
-    with pytest.raises(ptsave.NotCheckpointError, match=words) as caught:
-        DOORS[door](path)
-    # Whoever is told that it is a GGUF model need not be told how to trust a pickle.
-    assert "weights_only" not in str(caught.value) or name not in OF_ANOTHER_PROGRAM
-    assert type(pickle.loads(pickle.dumps(caught.value))) is type(caught.value)
+    for suffix in (".pt", ".gguf", ".safetensors", ".bin"):
+        path = tmp_path / f"model{suffix}"
+        path.write_bytes(make())
+        with pytest.raises(ptsave.NotCheckpointError, match=words) as caught:
+            DOORS[door](path)
+        # Whoever is told that it is a GGUF model need not be told how to trust a pickle.
+        assert "weights_only" not in str(caught.value) or name not in OF_ANOTHER_PROGRAM
+        assert type(pickle.loads(pickle.dumps(caught.value))) is type(caught.value)
 
 
 def test_programs_that_expect_torchs_types(tmp_path: Path) -> None:

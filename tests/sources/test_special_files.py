@@ -14,35 +14,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import doors
 import pytest
 import torch
-from reports import list_file
 
 import ptsave
-from ptsave.comparison.compare import compare
-from ptsave.conversion.compacting import compact
-from ptsave.conversion.converting import convert
-from ptsave.inspection.extraction import read_entries
-from ptsave.inspection.required_globals import required_globals
-from ptsave.inspection.verification import verify_file
 from ptsave.sources import kinds as not_checkpoints
 
-READERS: dict[str, Callable[[str], Any]] = {
-    "load": ptsave.load,
+READERS: dict[str, Callable[[Any], Any]] = {
+    **doors.LOADS,
+    **doors.INSPECTIONS,
     "load mapped": lambda path: ptsave.load(path, mmap=True),
     "load pathlib": lambda path: ptsave.load(Path(path)),
-    "load without weights_only": lambda path: ptsave.load(path, weights_only=False),
-    "load_into": lambda path: ptsave.load_into(path, torch.nn.Linear(2, 2)),
-    "load_checkpoint": lambda path: ptsave.load_checkpoint(path, model=torch.nn.Linear(2, 2)),
-    "load_model": lambda path: ptsave.load_model(torch.nn.Linear(2, 2), path),
-    "open": ptsave.open,
-    "ls": list_file,
-    "verify": verify_file,
-    "globals": required_globals,
-    "extract": lambda path: read_entries(path, ["weight"]),
-    "convert": lambda path: convert(path, f"{path}.out.pt"),
-    "compact": lambda path: compact(path, f"{path}.out.pt"),
-    "compare": lambda path: compare(path, path),
 }
 
 
@@ -110,7 +93,7 @@ def test_a_file_that_becomes_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     os.mkfifo(path)
     monkeypatch.setattr(not_checkpoints, "refuse_special_file", lambda path: None)
     n_open = len(os.listdir("/proc/self/fd"))
-    for reader in ("load", "open", "verify", "globals"):
+    for reader in ("load", "open", "verify_file", "required_globals"):
         with pytest.raises(OSError, match="it is a pipe"):
             READERS[reader](str(path))
     assert len(os.listdir("/proc/self/fd")) == n_open
@@ -162,20 +145,17 @@ STREAMS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("reader", [each for each in READERS if each not in TORCHS])
 @pytest.mark.parametrize("kind", STREAMS)
-def test_file_objects_that_cannot_be_read(tmp_path: Path, kind: str, reader: str) -> None:
+def test_file_objects_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, reader: str
+) -> None:
     """The error says which one it is and how to open it."""
     torch.save({"weight": torch.ones(2, 2)}, tmp_path / "model.pt")
     is_text = kind not in ("pipe", "socket")
     error: type[Exception] = TypeError if is_text else OSError
     words = "is open for text: open it with mode 'rb'" if is_text else "Illegal seek: it"
-    writers: dict[str, Callable[[Any, Path], object]] = {"convert": convert, "compact": compact}
-    target = (tmp_path / "out.pt",) if reader in writers else ()
-    call: Callable[..., object] = writers.get(reader, READERS[reader])
-    with (
-        STREAMS[kind](tmp_path / "model.pt") as stream,
-        pytest.raises(error, match=words) as caught,
-    ):
-        call(stream, *target)
+    monkeypatch.chdir(tmp_path)
+    with STREAMS[kind](Path("model.pt")) as stream, pytest.raises(error, match=words) as caught:
+        READERS[reader](stream)
     if isinstance(caught.value, OSError):
         assert caught.value.errno == errno.ESPIPE
         assert caught.value.filename is not None

@@ -10,25 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import doors
 import fsspec
 import pytest
 import torch
-from click.testing import CliRunner
+from command_line import run
 from fsspec.registry import known_implementations
-from reports import list_file
 from stock_comparison import assert_same_object, stock_load, stock_save
 from torch import nn
 
 import ptsave
 from ptsave.bench.disk import plan_disk
-from ptsave.cli.bench import command as bench_command
-from ptsave.cli.commands import commands as main
-from ptsave.comparison.compare import compare
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
-from ptsave.inspection.extraction import read_entries, write_entries
-from ptsave.inspection.required_globals import required_globals
-from ptsave.inspection.verification import verify_file
+from ptsave.inspection.extraction import write_entries
 
 URLS = [
     "s3://bucket/run/model.pt",
@@ -91,27 +86,15 @@ SERVED: dict[str, Callable[[Any], object]] = {
     "compact in place": compact,
     "write_entries": lambda f: write_entries({"a": torch.ones(2)}, f),
 }
-SAVES: dict[str, Callable[[Any], object]] = {
-    "bench": lambda f: plan_disk(f, 32 << 20),
-}
-LOADS: dict[str, Callable[[Any], object]] = {
-    "load": ptsave.load,
-    "load, weights_only=False": lambda f: ptsave.load(f, weights_only=False),
+SAVES: dict[str, Callable[[Any], object]] = {"bench": lambda f: plan_disk(f, 32 << 20)}
+LOADS: dict[str, Callable[..., object]] = {
+    **doors.LOADS,
     "load, mmap": lambda f: ptsave.load(f, mmap=True),
     "load, map_location": lambda f: ptsave.load(f, map_location="cpu"),
-    "load_into": lambda f: ptsave.load_into(f, nn.Linear(2, 2)),
     "load_into, assign": lambda f: ptsave.load_into(f, nn.Linear(2, 2), assign=True),
-    "load_checkpoint": lambda f: ptsave.load_checkpoint(f, model=nn.Linear(2, 2)),
-    "load_model": lambda f: ptsave.load_model(nn.Linear(2, 2), f),
 }
 # These read URLs, but not what pathlib makes of one.
-READS: dict[str, Callable[[Any], object]] = {
-    "open": ptsave.open,
-    "list_file": list_file,
-    "verify_file": verify_file,
-    "required_globals": required_globals,
-    "convert from": lambda f: convert(f, "local.pt"),
-}
+READS = doors.INSPECTIONS
 OPERATIONS = {**SAVES, **LOADS}
 ALL = {**SERVED, **OPERATIONS}
 TYPES_OF_BYTES = ["save_model", "AsyncCheckpointer", "load_model"]
@@ -230,16 +213,10 @@ def test_a_checkpoint_is_left_alone() -> None:
     assert_same_object(dict(model.state_dict()), before)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["bench", "URL"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", [["bench", "URL"]], ids=" ".join)
 @pytest.mark.parametrize("url", URLS[:4])
 def test_commands(command: list[str], url: str) -> None:
-    found = CliRunner().invoke(main, [url if word == "URL" else word for word in command])
+    found = run(*(url if word == "URL" else word for word in command))
     assert found.exit_code == 2
     assert found.stderr.startswith(f"ptsave: {url}: URLs are not served here, only local files")
     assert os.listdir() == []
@@ -256,14 +233,14 @@ def test_commands(command: list[str], url: str) -> None:
 )
 def test_commands_that_write_urls(command: list[str]) -> None:
     for url in UNWRITABLE_URLS:
-        found = CliRunner().invoke(main, [url if word == "URL" else word for word in command])
+        found = run(*(url if word == "URL" else word for word in command))
         assert found.exit_code == 2
         assert found.stderr.startswith(f"ptsave: {url}: nothing can be written to this URL")
-    found = CliRunner().invoke(main, [word.replace("URL", "memory://new/x.pt") for word in command])
+    found = run(*(word.replace("URL", "memory://new/x.pt") for word in command))
     assert found.exit_code == 0
     with fsspec.open("memory://new/x.pt") as stream:
         assert stock_load(stream) is not None
-    found = CliRunner().invoke(main, [word.replace("URL", "memory://new/x.pt") for word in command])
+    found = run(*(word.replace("URL", "memory://new/x.pt") for word in command))
     assert "exists already" in found.stderr or "there is such a file" in found.stderr
     fsspec.filesystem("memory").rm("/new", recursive=True)
     assert os.listdir() == []
@@ -271,7 +248,7 @@ def test_commands_that_write_urls(command: list[str]) -> None:
 
 def test_the_picture_of_a_benchmark() -> None:
     pytest.importorskip("matplotlib")
-    found = CliRunner().invoke(bench_command, ["--plot", "s3://bucket/speeds.png"])
+    found = run("bench", "--plot", "s3://bucket/speeds.png")
     assert found.exit_code == 2
     assert os.listdir() == []
 
@@ -280,9 +257,9 @@ def test_the_picture_of_a_benchmark() -> None:
 def test_commands_that_read_urls(command: str) -> None:
     """They go on reading them, and refuse what pathlib makes of them, and unknown ones."""
     fsspec.filesystem("memory").pipe("/urls/a.pt", Path("../local.pt").read_bytes())
-    assert CliRunner().invoke(main, [command, "memory://urls/a.pt"]).exit_code == 0
+    assert run(command, "memory://urls/a.pt").exit_code == 0
     for url in ("memory:/urls/a.pt", "MEMORY://urls/a.pt", "nothing://urls/a.pt"):
-        found = CliRunner().invoke(main, [command, url])
+        found = run(command, url)
         assert found.exit_code == 2
         assert found.stderr.startswith(f"ptsave: {url}: URLs are not served here, only local files")
 
@@ -290,25 +267,20 @@ def test_commands_that_read_urls(command: str) -> None:
 def test_directories_at_urls() -> None:
     fsspec.filesystem("memory").pipe("/urls/shards/a.pt", Path("../local.pt").read_bytes())
     url = "memory://urls/shards"
-    operations: list[Callable[[Any], object]] = [*READS.values()]
-    operations.append(lambda f: read_entries(f, ["weight"]))
-    for operation in operations:
-        operation(url)
-        Path("local.pt").unlink(missing_ok=True)  # which one of them writes
+    for name in ("open", "list_file", "verify_file", "required_globals", "convert", "read_entries"):
+        READS[name](url)
         with pytest.raises(FileNotFoundError):
-            operation("memory://urls/none")
+            READS[name]("memory://urls/none")
 
 
 def test_urls_that_are_read() -> None:
     fsspec.filesystem("memory").pipe("/urls/a.pt", Path("../local.pt").read_bytes())
     url = "memory://urls/a.pt"
-    for operation in (ptsave.open, list_file, verify_file, required_globals):
-        operation(url)
-    assert compare(url, url).equal
-    assert read_entries(url, ["bias"])["bias"].tolist() == [1, 1]
+    found = {name: read(url) for name, read in READS.items()}
+    assert found["compare"].equal
+    assert found["read_entries"]["bias"].tolist() == [1, 1]
     convert(url, "b.safetensors")
-    compact(url, "c.pt")
-    assert sorted(os.listdir()) == ["b.safetensors", "c.pt"]
+    assert sorted(os.listdir()) == ["b.safetensors", "compacted.pt", "converted.pt"]
 
 
 # ------------------------------------------------------------------- local names that look like it
