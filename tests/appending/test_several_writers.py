@@ -16,11 +16,6 @@ import ptsave
 N_ENTRIES = 30
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run.pt"
-
-
 def entries_of(number: int) -> dict[str, Any]:
     return {f"{number}/{i}": torch.full((10_000 + i,), number) for i in range(N_ENTRIES)}
 

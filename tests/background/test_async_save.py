@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,8 @@ import numpy as np
 import pytest
 import torch
 from _pickling import PICKLED, QUIET, cycles
-from _system import in_threads
-from stock_comparison import (
-    assert_same_failure,
-    saved_bytes,
-    stock_load,
-    stock_save,
-)
+from _system import Gate, eventually, in_threads
+from stock_comparison import assert_same_failure, saved_bytes, stock_load, stock_save
 
 import ptsave
 from ptsave import _C
@@ -42,39 +37,6 @@ pytestmark = [*QUIET, pytest.mark.usefixtures("_everything_ends")]
 MIB = 1 << 20
 STAGINGS: list[Any] = ["blocking", "background"]
 ANSWERS_TO_FULL: list[Any] = ["wait", "raise"]
-
-
-@pytest.fixture
-def _everything_ends() -> Iterator[None]:
-    """Fail if a test leaves threads, files or staged bytes behind."""
-    gc.collect()  # what earlier tests have left may have files
-    descriptors = len(os.listdir("/proc/self/fd"))
-    yield
-    eventually(lambda: not any(t.name.startswith("ptsave") for t in threading.enumerate()))
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert _C.staging_statistics()["used_nbytes"] == 0
-    assert background._budget._held == {}
-    eventually(lambda: not background._unfinished)
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "never"
-        time.sleep(0.005)
-
-
-class Gate(io.BytesIO):
-    """Nothing is written before it opens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.opened, self.reached = threading.Event(), threading.Event()
-
-    def write(self, data: Any) -> int:
-        self.reached.set()
-        assert self.opened.wait(30)
-        return super().write(data)
 
 
 @pytest.fixture

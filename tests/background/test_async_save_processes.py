@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from _system import Child, in_child
+from _system import Child, Gate, in_child, run_python
+from kill_rounds import ROUNDS, SEED
 
 import ptsave
 from ptsave import _C
 
 MIB = 1 << 20
-ROUNDS = int(os.environ.get("PTSAVE_KILL_ROUNDS", "25"))
 
 SAVES = """
 import atexit, os, resource, sys, threading, time
@@ -43,10 +39,7 @@ def limit():
 
 def run(script: str, folder: Path, *options: str, status: int = 0) -> str:
     """Run a script in a fresh process; returns what it wrote to stderr."""
-    command = [sys.executable, *options, "-c", SAVES + script, str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == status, result.stderr
-    return result.stderr
+    return run_python(SAVES + script, folder, options=options, status=status).stderr
 
 
 def assert_complete(path: Path, n: int = 1 << 20) -> None:
@@ -58,10 +51,7 @@ def assert_complete(path: Path, n: int = 1 << 20) -> None:
 # -------------------------------------------------------------------------------------------- exit
 
 
-@pytest.mark.parametrize(
-    ("end", "status"),
-    [("sys.exit(3)", 3), ("raise KeyboardInterrupt", -2)],
-)
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("raise KeyboardInterrupt", -2)])
 def test_exit_waits(end: str, status: int, tmp_path: Path) -> None:
     script = f"""
 hold_up()
@@ -97,8 +87,7 @@ atexit.register(leave)
 hold_up()
 atexit.register(save, "before")
 """
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    result = run_python(script, tmp_path)
     assert_complete(tmp_path / "before.pt")
     assert_complete(tmp_path / "background.pt", 9)
     if limited:
@@ -141,16 +130,6 @@ for staging in ("blocking", "background"):
 
 
 # -------------------------------------------------------------------------------------------- fork
-
-
-class Gate(io.BytesIO):
-    def __init__(self) -> None:
-        super().__init__()
-        self.opened = threading.Event()
-
-    def write(self, data: Any) -> int:
-        assert self.opened.wait(30)
-        return super().write(data)
 
 
 def test_fork_with_pending_saves(tmp_path: Path) -> None:
@@ -224,7 +203,7 @@ def test_forks_at_any_moment(tmp_path: Path) -> None:
     threads = [threading.Thread(target=keep_saving, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
-    for _ in range(25):
+    for _ in range(ROUNDS):
         in_child(child, lambda: signal.alarm(30))
     stop.set()
     for thread in threads:
@@ -270,7 +249,7 @@ def test_kill(tmp_path: Path) -> None:
     for version in versions:
         ptsave.save(version, path)
         whole.append(path.read_bytes())
-    generator = random.Random(7)
+    generator = random.Random(SEED)
     for _ in range(ROUNDS):
         child = Child(keep_saving)
         time.sleep(generator.uniform(0.01, 0.1))

@@ -7,14 +7,14 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
-from _system import Child, mounted, needs_root
+from _system import Child, eventually, mounted, needs_root
 from safetensors.torch import save_file
 from stock_comparison import stock_save
 
@@ -74,14 +74,11 @@ class Slow:
         self.error: BaseException | None = None
 
     def __call__(self) -> None:
-        end = time.monotonic() + 10
-        while not self.is_written():
-            assert time.monotonic() < end, "nothing is written"
-            time.sleep(0.01)
+        eventually(self.is_written)
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+def slow(_everything_ends: None, monkeypatch: pytest.MonkeyPatch) -> Slow:
     """Let each copy begin after the write."""
     slow = Slow()
 
@@ -103,13 +100,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
             super().copy(n_threads=n_threads, progress=progress_or_error)
 
     monkeypatch.setattr(_C, "Snapshot", SlowSnapshot)
-    yield slow
-    background._writing.put(threading.Event().set)
-    while background._writing._thread is not None:
-        time.sleep(0.01)
-    assert _C.staging_statistics()["used_nbytes"] == 0
-    assert background._budget._held == {}
-    assert not background._unfinished
+    return slow
 
 
 @pytest.fixture(params=["pt", "safetensors"])
@@ -351,10 +342,7 @@ def test_a_save_of_a_callback_is_written_after_its_copy(tmp_path: Path, slow: Sl
     future = ptsave.async_save(values, tmp_path / "file.pt")
     future.add_done_callback(save_again)
     future.result(30)
-    end = time.monotonic() + 30
-    while not later:
-        assert time.monotonic() < end, "the callback could not save"
-        time.sleep(0.01)
+    eventually(lambda: later, 30)
     later[0].result(30)
     assert (tmp_path / "again" / "file.pt").read_bytes() == stock_bytes(values, tmp_path)
 

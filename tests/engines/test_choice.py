@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from _system import run_python
 
 import ptsave
 from ptsave.engines import choice
@@ -96,7 +96,7 @@ def test_engine_that_does_not_fit(own: Path) -> None:
 
 def test_engine_of_another_release() -> None:
     code = "import ptsave._built; ptsave._built.VERSION = '9.9.9'; import ptsave._C"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python(code, status=1)
     assert f"is of ptsave {ptsave.__version__}, not 9.9.9: compile one" in done.stderr
 
 
@@ -113,9 +113,7 @@ except ImportError as error:
 def test_import_is_refused_at_once(tmp_path: Path) -> None:
     code = PROGRAM.format(version="2.98.0")
     home = str(Path(ptsave.__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=home
-    )
+    done = run_python(code, cwd=home)
     assert "torch 2.98.0 is installed: compile one for it by" in done.stdout
 
 
@@ -125,16 +123,7 @@ def test_the_command_needs_no_engine(tmp_path: Path) -> None:
     shutil.copytree(home, tmp_path / "ptsave", ignore=shutil.ignore_patterns("torch_*_*"))
     torch.save(torch.ones(3), tmp_path / "a.pt")
     code = "import sys; from ptsave.cli.main import main; sys.exit(main())"
-    listed = subprocess.run(
-        [sys.executable, "-c", code, "ls", "a.pt"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
+    listed = run_python(code, "ls", "a.pt", cwd=tmp_path)
     assert "float32" in listed.stdout, listed.stderr
-    code = "import ptsave; ptsave.save"
-    refused = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    refused = run_python("import ptsave; ptsave.save", cwd=tmp_path, status=1)
     assert "has engines for torch none, and torch" in refused.stderr

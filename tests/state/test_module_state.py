@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
-import subprocess
-import sys
 import warnings
 import weakref
 from collections import OrderedDict
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from _state_dicts import Case, Log, assert_same_load, built, saved, stock_load_state_dict
+from _system import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from stock_comparison import assert_same_object
@@ -43,35 +42,47 @@ def nested() -> nn.Sequential:
     )
 
 
-# --------------------------------------------------------------------------------- plain modules
-
-
-@case
-def everything_fits(log: Log) -> Any:
-    module = nested()
+def fits(module: nn.Module) -> Any:
     return module, saved(module)
 
 
-@case
-def a_leaf(log: Log) -> Any:
-    module = nn.Linear(2, 2)
-    return module, saved(module)
+def and_more(module: nn.Module, entries: dict[Any, Any]) -> Any:
+    return module, {**saved(module), **entries}
 
 
-@case
-def an_empty_state_dict(log: Log) -> Any:
-    return nested(), {}
+def changed(module: nn.Module, change: Callable[[Any], object]) -> Any:
+    return module, {key: change(value) for key, value in saved(module).items()}
 
 
-@case
-def a_module_without_anything(log: Log) -> Any:
-    return nn.Module(), {"a": torch.ones(1), "a.b": torch.ones(1)}
+ONE = torch.ones(1)
+CASES |= {
+    "everything_fits": lambda log: fits(nested()),
+    "a_leaf": lambda log: fits(nn.Linear(2, 2)),
+    "an_empty_state_dict": lambda log: (nested(), {}),
+    "a_module_without_anything": lambda log: (nn.Module(), {"a": ONE.clone(), "a.b": ONE.clone()}),
+    "keys_that_end_in_dots": lambda log: and_more(
+        nested(),
+        dict.fromkeys(
+            ("0.", "0..weight", "1..", "..", "0.weight.", "10.weight", "1.1.1.x"), ONE.clone()
+        ),
+    ),
+    "extra_state_that_nobody_wants": lambda log: and_more(
+        nested(), {"_extra_state": 1, "1._extra_state": 2, "2._extra_state.x": 3}
+    ),
+    "another_dtype": lambda log: changed(nested(), Tensor.double),
+    "a_half_precision_module": lambda log: (nested().half(), saved(nested())),
+    "parameters_as_entries": lambda log: changed(
+        nested(), lambda value: nn.Parameter(value, False) if value.is_floating_point() else value
+    ),
+    "entries_that_require_grad": lambda log: changed(nn.Linear(2, 2), Tensor.requires_grad_),
+    "its_own_state_dict": lambda log: ((m := nested()), m.state_dict(keep_vars=True)),
+    "its_own_detached_state_dict": lambda log: ((m := nested()), m.state_dict()),
+}
 
 
 @case
 def missing_and_unexpected(log: Log) -> Any:
-    module = nested()
-    state_dict = saved(module)
+    module, state_dict = fits(nested())
     for key in ("0.bias", "1.1.0.weight", "2.b.weight"):
         del state_dict[key]
     for key in ("0.weight.more", "1.extra", "1.1.7.weight", "nowhere", "nowhere.at.all", "", "."):
@@ -80,33 +91,18 @@ def missing_and_unexpected(log: Log) -> Any:
 
 
 @case
-def keys_that_end_in_dots(log: Log) -> Any:
-    module = nested()
-    names = ("0.", "0..weight", "1..", "..", "0.weight.", "10.weight", "1.1.1.x")
-    return module, {**saved(module), **dict.fromkeys(names, torch.ones(1))}
-
-
-@case
 def keys_in_another_order(log: Log) -> Any:
-    module = nested()
-    state_dict = saved(module)
+    module, state_dict = fits(nested())
     keys = list(state_dict)
     return module, OrderedDict((key, state_dict[key]) for key in keys[::2] + keys[::-2])
 
 
 @case
 def several_errors(log: Log) -> Any:
-    module = nested()
-    state_dict = saved(module)
+    module, state_dict = fits(nested())
     del state_dict["2.a.weight"]
     state_dict.update({"x": 1, "0.weight": torch.ones(5), "1.0.bias": "no tensor", "0.bias": None})
     return module, state_dict
-
-
-@case
-def extra_state_that_nobody_wants(log: Log) -> Any:
-    module = nested()
-    return module, {**saved(module), "_extra_state": 1, "1._extra_state": 2, "2._extra_state.x": 3}
 
 
 @case
@@ -119,37 +115,10 @@ def one_element_for_no_dimension(log: Log) -> Any:
 
 
 @case
-def another_dtype(log: Log) -> Any:
-    module = nested()
-    return module, {key: value.double() for key, value in saved(module).items()}
-
-
-@case
-def a_half_precision_module(log: Log) -> Any:
-    module = nested()
-    return module.half(), saved(nested())
-
-
-@case
-def parameters_as_entries(log: Log) -> Any:
-    module = nested()
-    return module, {
-        key: nn.Parameter(value, False) if value.is_floating_point() else value
-        for key, value in saved(module).items()
-    }
-
-
-@case
-def entries_that_require_grad(log: Log) -> Any:
-    module = nn.Linear(2, 2)
-    return module, {key: value.requires_grad_() for key, value in saved(module).items()}
-
-
-@case
 def frozen_parameters(log: Log) -> Any:
     module = nested()
     module[0].requires_grad_(False)
-    return module, saved(module)
+    return fits(module)
 
 
 @case
@@ -176,27 +145,14 @@ def tied_parameters(log: Log) -> Any:
 @case
 def a_shared_submodule(log: Log) -> Any:
     shared = nn.Linear(2, 2)
-    module = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": shared})
-    return module, saved(module)
+    return fits(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": shared}))
 
 
 @case
 def children_that_are_none(log: Log) -> Any:
     module = nested()
     module[1].register_module("gone", None)
-    return module, {**saved(module), "1.gone.weight": torch.ones(1)}
-
-
-@case
-def its_own_state_dict(log: Log) -> Any:
-    module = nested()
-    return module, module.state_dict(keep_vars=True)
-
-
-@case
-def its_own_detached_state_dict(log: Log) -> Any:
-    module = nested()
-    return module, module.state_dict()
+    return and_more(module, {"1.gone.weight": torch.ones(1)})
 
 
 # ------------------------------------------------------------------------------- unusual tensors
@@ -230,56 +186,41 @@ class NoTensor:
         return NotImplemented
 
 
-def alternate(log: Log) -> Any:
-    base = torch.zeros(4)
-    return with_parameter(base[:3], base[1:])
-
-
 ZEROS = torch.zeros(2, dtype=torch.cfloat)
 
+PAIRS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "transposed target": lambda: (torch.zeros(3, 2).t(), torch.rand(2, 3)),
+    "strided target": lambda: (torch.zeros(8)[::2], torch.rand(4)),
+    "expanded target": lambda: (torch.zeros(1).expand(3), torch.rand(3)),
+    "overlapping target": lambda: (torch.zeros(4).as_strided((3, 2), (1, 1)), torch.rand(3, 2)),
+    "expanded source": lambda: (torch.zeros(3), torch.rand(1).expand(3)),
+    "overlapping source": lambda: ((base := torch.zeros(4))[:3], base[1:]),
+    "complex": lambda: (ZEROS.clone(), torch.rand(2, dtype=torch.cdouble)),
+    "complex to real": lambda: (torch.zeros(2), ZEROS + 1),
+    "real to complex": lambda: (ZEROS.clone(), torch.rand(2)),
+    "conjugate source": lambda: (ZEROS.clone(), torch.tensor([1j, 2j]).conj()),
+    "conjugate target": lambda: (ZEROS.clone().conj(), torch.tensor([1j, 2j])),
+    "negative source": lambda: (torch.zeros(2), torch.tensor([1j, 2j]).conj().imag),
+    "float8": lambda: (torch.zeros(2).to(torch.float8_e5m2), torch.rand(2).to(torch.float8_e5m2)),
+    "float to float8": lambda: (torch.zeros(2).to(torch.float8_e5m2), torch.rand(2)),
+    "bool": lambda: (torch.zeros(2).bool(), torch.tensor([0.5, 0.0])),
+    "sparse": lambda: (torch.zeros(2, 2).to_sparse(), torch.eye(2).to_sparse()),
+    "sparse to strided": lambda: (torch.zeros(2, 2), torch.eye(2).to_sparse()),
+    "strided to sparse": lambda: (torch.zeros(2, 2).to_sparse(), torch.eye(2)),
+    "meta source": lambda: (torch.zeros(2), torch.ones(2, device="meta")),
+    "meta target": lambda: (torch.zeros(2, device="meta"), torch.ones(2)),
+    "both meta": lambda: (torch.zeros(2, device="meta"), torch.ones(2, device="meta")),
+    "zero tensor": lambda: (torch.ones(2), torch._efficientzerotensor((2,))),
+    "subclass source": lambda: (torch.zeros(2), torch.ones(2).as_subclass(TaggedTensor)),
+    "subclass target": lambda: (torch.zeros(2).as_subclass(TaggedTensor), torch.ones(2)),
+    "no tensor": lambda: (torch.zeros(2), NoTensor()),
+    "a list": lambda: (torch.zeros(2), [1.0, 2.0]),
+    "empty": lambda: (torch.zeros(0, 3), torch.zeros(0, 3)),
+    "other empty": lambda: (torch.zeros(0, 3), torch.zeros(0, 4)),
+}
 TENSORS: dict[str, Case] = {
-    "transposed target": lambda log: with_parameter(torch.zeros(3, 2).t(), torch.rand(2, 3)),
-    "strided target": lambda log: with_parameter(torch.zeros(8)[::2], torch.rand(4)),
-    "expanded target": lambda log: with_parameter(torch.zeros(1).expand(3), torch.rand(3)),
-    "overlapping target": lambda log: with_parameter(
-        torch.zeros(4).as_strided((3, 2), (1, 1)), torch.rand(3, 2)
-    ),
-    "expanded source": lambda log: with_parameter(torch.zeros(3), torch.rand(1).expand(3)),
-    "overlapping source": alternate,
-    "complex": lambda log: with_parameter(ZEROS.clone(), torch.rand(2, dtype=torch.cdouble)),
-    "complex to real": lambda log: with_parameter(torch.zeros(2), ZEROS + 1),
-    "real to complex": lambda log: with_parameter(ZEROS.clone(), torch.rand(2)),
-    "conjugate source": lambda log: with_parameter(ZEROS.clone(), torch.tensor([1j, 2j]).conj()),
-    "conjugate target": lambda log: with_parameter(ZEROS.clone().conj(), torch.tensor([1j, 2j])),
-    "negative source": lambda log: with_parameter(
-        torch.zeros(2), torch.tensor([1j, 2j]).conj().imag
-    ),
-    "float8": lambda log: with_parameter(
-        torch.zeros(2).to(torch.float8_e5m2), torch.rand(2).to(torch.float8_e5m2)
-    ),
-    "float to float8": lambda log: with_parameter(
-        torch.zeros(2).to(torch.float8_e5m2), torch.rand(2)
-    ),
-    "bool": lambda log: with_parameter(torch.zeros(2).bool(), torch.tensor([0.5, 0.0])),
-    "sparse": lambda log: with_parameter(torch.zeros(2, 2).to_sparse(), torch.eye(2).to_sparse()),
-    "sparse to strided": lambda log: with_parameter(torch.zeros(2, 2), torch.eye(2).to_sparse()),
-    "strided to sparse": lambda log: with_parameter(torch.zeros(2, 2).to_sparse(), torch.eye(2)),
-    "meta source": lambda log: with_parameter(torch.zeros(2), torch.ones(2, device="meta")),
-    "meta target": lambda log: with_parameter(torch.zeros(2, device="meta"), torch.ones(2)),
-    "both meta": lambda log: with_parameter(
-        torch.zeros(2, device="meta"), torch.ones(2, device="meta")
-    ),
-    "zero tensor": lambda log: with_parameter(torch.ones(2), torch._efficientzerotensor((2,))),
-    "subclass source": lambda log: with_parameter(
-        torch.zeros(2), torch.ones(2).as_subclass(TaggedTensor)
-    ),
-    "subclass target": lambda log: with_parameter(
-        torch.zeros(2).as_subclass(TaggedTensor), torch.ones(2)
-    ),
-    "no tensor": lambda log: with_parameter(torch.zeros(2), NoTensor()),
-    "a list": lambda log: with_parameter(torch.zeros(2), [1.0, 2.0]),
-    "empty": lambda log: with_parameter(torch.zeros(0, 3), torch.zeros(0, 3)),
-    "other empty": lambda log: with_parameter(torch.zeros(0, 3), torch.zeros(0, 4)),
+    name: lambda log, make=make: with_parameter(*make())  # type: ignore[misc]
+    for name, make in PAIRS.items()
 }
 
 
@@ -319,47 +260,23 @@ class ReadOnly(Mapping[str, Any]):
         return len(self.items_)
 
 
-@case
-def a_mapping_that_is_no_dict(log: Log) -> Any:
-    module = nested()
-    return module, ReadOnly(saved(module), log)
-
-
-@case
-def a_mapping_proxy(log: Log) -> Any:
-    module = nested()
-    return module, MappingProxyType(dict(saved(module)))
-
-
-@case
-def no_mapping(log: Log) -> Any:
-    return nested(), [1, 2]
-
-
-@case
-def a_number_as_key(log: Log) -> Any:
-    module = nested()
-    state_dict: dict[Any, Any] = saved(module)
-    return module, {**state_dict, 3: torch.ones(1)}
-
-
-@case
-def bytes_as_key(log: Log) -> Any:
-    module = nested()
-    state_dict: dict[Any, Any] = saved(module)
-    return module, {**state_dict, b"x": torch.ones(1)}
-
-
 class OddString(str):
     """A string of another type."""
 
     __slots__ = ()
 
 
-@case
-def strings_of_another_type(log: Log) -> Any:
-    module = nested()
-    return module, {OddString(key): value for key, value in saved(module).items()}
+CASES |= {
+    "a_mapping_that_is_no_dict": lambda log: ((m := nested()), ReadOnly(saved(m), log)),
+    "a_mapping_proxy": lambda log: ((m := nested()), MappingProxyType(dict(saved(m)))),
+    "no_mapping": lambda log: (nested(), [1, 2]),
+    "a_number_as_key": lambda log: and_more(nested(), {3: torch.ones(1)}),
+    "bytes_as_key": lambda log: and_more(nested(), {b"x": torch.ones(1)}),
+    "strings_of_another_type": lambda log: (
+        (m := nested()),
+        {OddString(key): value for key, value in saved(m).items()},
+    ),
+}
 
 
 # --------------------------------------------------------------------------------------- metadata
@@ -367,10 +284,9 @@ def strings_of_another_type(log: Log) -> Any:
 
 @case
 def batch_norm_of_version_1(log: Log) -> Any:
-    module = nested()
-    state_dict = saved(module)
+    module, state_dict = fits(nested())
     del state_dict["1.0.num_batches_tracked"]
-    state_dict._metadata["1.0"]["version"] = 1  # type: ignore[attr-defined]
+    state_dict._metadata["1.0"]["version"] = 1
     return module, state_dict
 
 
@@ -410,17 +326,15 @@ def instance_norm_of_torch_0_3(log: Log) -> Any:
 
 @case
 def metadata_of_an_odd_type(log: Log) -> Any:
-    module = nested()
-    state_dict = saved(module)
-    state_dict._metadata["1.0"] = None  # type: ignore[attr-defined]
+    module, state_dict = fits(nested())
+    state_dict._metadata["1.0"] = None
     return module, state_dict
 
 
 @case
 def assignment_asked_for_by_metadata(log: Log) -> Any:
-    module = nested()
-    state_dict = saved(module)
-    state_dict._metadata["1.0"]["assign_to_params_buffers"] = True  # type: ignore[attr-defined]
+    module, state_dict = fits(nested())
+    state_dict._metadata["1.0"]["assign_to_params_buffers"] = True
     return module, state_dict
 
 
@@ -476,8 +390,7 @@ class WithExtraState(nn.Module):
 @case
 def extra_state_of_every_type(log: Log) -> Any:
     values = (None, 3, {"a": 1}, "text", [1, 2])
-    module = nn.Sequential(*(WithExtraState(log, value) for value in values))
-    return module, saved(module)
+    return fits(nn.Sequential(*(WithExtraState(log, value) for value in values)))
 
 
 @case
@@ -486,14 +399,12 @@ def extra_state_that_is_a_tensor(log: Log) -> Any:
         def set_extra_state(self, state: Any) -> None:
             self.log.append(state.tolist())
 
-    module = nn.Sequential(Set(log, torch.rand(2)))
-    return module, saved(module)
+    return fits(nn.Sequential(Set(log, torch.rand(2))))
 
 
 @case
 def extra_state_is_missing(log: Log) -> Any:
-    module = nn.Sequential(WithExtraState(log, 1), WithExtraState(log, 2))
-    state_dict = saved(module)
+    module, state_dict = fits(nn.Sequential(WithExtraState(log, 1), WithExtraState(log, 2)))
     del state_dict["1._extra_state"]
     state_dict["junk"] = 1
     return module, state_dict
@@ -505,8 +416,7 @@ def extra_state_that_is_refused(log: Log) -> Any:
         def set_extra_state(self, state: Any) -> None:
             raise ValueError("not this one")
 
-    module = nn.Sequential(nn.Linear(2, 2), Refuse(log, 1), nn.Linear(2, 2))
-    return module, saved(module)
+    return fits(nn.Sequential(nn.Linear(2, 2), Refuse(log, 1), nn.Linear(2, 2)))
 
 
 @case
@@ -618,7 +528,7 @@ def root_hook(function: Any) -> Case:
             function(state_dict)
 
         module._register_load_state_dict_pre_hook(hook)
-        return module, saved(module)
+        return fits(module)
 
     return build
 
@@ -656,7 +566,7 @@ def a_post_hook_that_edits(log: Log) -> Any:
 def a_post_hook_that_returns(log: Log) -> Any:
     module = nested()
     module[1].register_load_state_dict_post_hook(lambda owner, keys: keys)
-    return module, saved(module)
+    return fits(module)
 
 
 @case
@@ -667,7 +577,7 @@ def a_hook_that_removes_a_child(log: Log) -> Any:
         del module[1]._modules["1"]
 
     module[1][0]._register_load_state_dict_pre_hook(remove)  # type: ignore[index]
-    return module, saved(module)
+    return fits(module)
 
 
 @case
@@ -678,7 +588,7 @@ def a_hook_that_adds_a_child(log: Log) -> Any:
         module[1].append(nn.Linear(1, 1))  # type: ignore[operator]
 
     module[1]._register_load_state_dict_pre_hook(append)
-    return module, {**saved(module), "1.2.weight": torch.ones(1, 1)}
+    return and_more(module, {"1.2.weight": torch.ones(1, 1)})
 
 
 @case
@@ -689,7 +599,7 @@ def a_hook_that_replaces_a_child(log: Log) -> Any:
         module._modules["2"] = nn.Linear(1, 1)
 
     module[0]._register_load_state_dict_pre_hook(replace)
-    return module, {**saved(module), "2.weight": torch.ones(1, 1)}
+    return and_more(module, {"2.weight": torch.ones(1, 1)})
 
 
 @case
@@ -704,7 +614,7 @@ def a_hook_that_edits_its_parents_dict_later(log: Log) -> Any:
         del kept[0]["2.a.weight"]
 
     module[1]._register_load_state_dict_pre_hook(edit_later)
-    return module, saved(module)
+    return fits(module)
 
 
 @case
@@ -717,7 +627,7 @@ def a_hook_that_edits_a_view_of_its_parents_dict(log: Log) -> Any:
         kept[0]().pop("2.b.bias")
 
     module[1][0].register_load_state_dict_post_hook(edit_later)  # type: ignore[index]
-    return module, saved(module)
+    return fits(module)
 
 
 @case
@@ -725,40 +635,10 @@ def hooks_on_siblings(log: Log) -> Any:
     module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
     for each in module.modules():
         each._register_load_state_dict_pre_hook(lambda state, prefix, *_: log.append(list(state)))
-    return module, saved(module)
+    return fits(module)
 
 
 # ------------------------------------------------------------------------------- unusual modules
-
-
-@case
-def lazy_modules(log: Log) -> Any:
-    return nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()), saved(
-        nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    )
-
-
-@case
-def lazy_modules_from_lazy_modules(log: Log) -> Any:
-    return nn.Sequential(nn.LazyLinear(3)), nn.Sequential(nn.LazyLinear(3)).state_dict()
-
-
-@case
-def usual_modules_from_lazy_modules(log: Log) -> Any:
-    return nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.LazyLinear(3)).state_dict()
-
-
-@case
-def weight_norm(log: Log) -> Any:
-    module = nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)))
-    return module, saved(module)
-
-
-@case
-def weight_norm_of_old(log: Log) -> Any:
-    module = nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)))
-    values = {"0.bias": torch.ones(2), "0.weight_g": torch.ones(2, 1), "0.weight_v": torch.eye(2)}
-    return module, values
 
 
 class Symmetric(nn.Module):
@@ -773,42 +653,35 @@ class Symmetric(nn.Module):
 def a_parametrization(log: Log) -> Any:
     module = nn.Sequential(nn.Linear(3, 3))
     nn.utils.parametrize.register_parametrization(module[0], "weight", Symmetric())
-    return module, saved(module)
+    return fits(module)
 
 
-@case
-def compiled(log: Log) -> Any:
-    module = nested()
-    return torch.compile(module), saved(torch.compile(nested()))  # type: ignore[arg-type]
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(3))
 
 
-@case
-def compiled_without_prefix(log: Log) -> Any:
-    return torch.compile(nested()), saved(nested())
-
-
-@case
-def data_parallel(log: Log) -> Any:
-    module = nn.DataParallel(nested())
-    return module, saved(module)
-
-
-@case
-def recurrent(log: Log) -> Any:
-    module = nn.Sequential(nn.LSTM(2, 3, bidirectional=True), nn.GRU(2, 2))
-    return module, saved(module)
-
-
-@case
-def a_transformer(log: Log) -> Any:
-    module = nn.TransformerEncoderLayer(4, 2, 4)
-    return module, saved(module)
-
-
-@case
-def synchronized_batch_norm(log: Log) -> Any:
-    module = nn.SyncBatchNorm(2)
-    return module, dict(saved(module))
+CASES |= {
+    "lazy_modules": lambda log: (
+        nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()),
+        saved(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))),
+    ),
+    "lazy_modules_from_lazy_modules": lambda log: (lazy(), lazy().state_dict()),
+    "usual_modules_from_lazy_modules": lambda log: (
+        nn.Sequential(nn.Linear(2, 3)),
+        lazy().state_dict(),
+    ),
+    "weight_norm": lambda log: fits(nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)))),
+    "weight_norm_of_old": lambda log: (
+        nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2))),
+        {"0.bias": torch.ones(2), "0.weight_g": torch.ones(2, 1), "0.weight_v": torch.eye(2)},
+    ),
+    "compiled": lambda log: (torch.compile(nested()), saved(torch.compile(nested()))),  # type: ignore[arg-type]
+    "compiled_without_prefix": lambda log: (torch.compile(nested()), saved(nested())),
+    "data_parallel": lambda log: fits(nn.DataParallel(nested())),
+    "recurrent": lambda log: fits(nn.Sequential(nn.LSTM(2, 3, bidirectional=True), nn.GRU(2, 2))),
+    "a_transformer": lambda log: fits(nn.TransformerEncoderLayer(4, 2, 4)),
+    "synchronized_batch_norm": lambda log: ((m := nn.SyncBatchNorm(2)), dict(saved(m))),
+}
 
 
 @case
@@ -828,7 +701,7 @@ def names_with_dots(log: Log) -> Any:
     module._modules["a.b"] = nn.Linear(1, 1)
     module._modules["a"] = nn.ModuleDict({"b": nn.Linear(1, 1)})
     module._modules[""] = nn.Linear(1, 1)
-    return module, saved(module)
+    return fits(module)
 
 
 @case
@@ -853,16 +726,10 @@ class Override(nn.Module):
 
 
 @case
-def an_override_without_super(log: Log) -> Any:
-    module = nn.Sequential(Override(), nn.Linear(2, 2))
-    return module, saved(module)
-
-
-@case
 def an_override_on_the_instance(log: Log) -> Any:
     module = nested()
     module[1]._load_from_state_dict = lambda *args: log.append(args[1])  # type: ignore[method-assign]
-    return module, saved(module)
+    return fits(module)
 
 
 class CountingNorm(nn.BatchNorm1d):
@@ -881,12 +748,6 @@ class MixedNorm(nn.BatchNorm1d, Mixin):
     """Whose norm's super() is somebody else's."""
 
 
-@case
-def overridden_norms(log: Log) -> Any:
-    module = nn.Sequential(CountingNorm(2), MixedNorm(2))
-    return module, dict(saved(module))
-
-
 class Watching(nn.Module):
     """Notes what is set."""
 
@@ -901,12 +762,6 @@ class Watching(nn.Module):
         super().__setattr__(name, value)
 
 
-@case
-def attributes_that_are_watched(log: Log) -> Any:
-    module = nn.Sequential(Watching(log))
-    return module, saved(module)
-
-
 class OwnLoading(nn.Linear):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Any, strict: bool = True, **options: Any
@@ -914,15 +769,16 @@ class OwnLoading(nn.Linear):
         return ("own", list(state_dict), strict, options)
 
 
-@case
-def an_overridden_load_state_dict(log: Log) -> Any:
-    return OwnLoading(1, 1), {"a": 1}
-
-
-@case
-def an_overridden_load_state_dict_below(log: Log) -> Any:
-    module = nn.Sequential(OwnLoading(1, 1))
-    return module, saved(module)
+CASES |= {
+    "an_override_without_super": lambda log: fits(nn.Sequential(Override(), nn.Linear(2, 2))),
+    "overridden_norms": lambda log: (
+        (m := nn.Sequential(CountingNorm(2), MixedNorm(2))),
+        dict(saved(m)),
+    ),
+    "attributes_that_are_watched": lambda log: fits(nn.Sequential(Watching(log))),
+    "an_overridden_load_state_dict": lambda log: (OwnLoading(1, 1), {"a": 1}),
+    "an_overridden_load_state_dict_below": lambda log: fits(nn.Sequential(OwnLoading(1, 1))),
+}
 
 
 @case
@@ -944,7 +800,7 @@ def deep_nesting(log: Log) -> Any:
     module: nn.Module = nn.Linear(1, 1)
     for _ in range(200):
         module = nn.Sequential(module)
-    return module, saved(module)
+    return fits(module)
 
 
 # --------------------------------------------------------------------------------------- the tests
@@ -1030,7 +886,7 @@ def test_registration_hooks_see_what_is_assigned() -> None:
     logs: list[Log] = []
     for load in (stock_load_state_dict, ptsave.load_state_dict):
         log: Log = []
-        module, state_dict = built(everything_fits, [])
+        module, state_dict = built(CASES["everything_fits"], [])
         handle = register_module_parameter_registration_hook(
             lambda owner, name, value, log=log: log.append((type(owner), name, value.tolist()))
         )
@@ -1048,7 +904,7 @@ def test_methods_that_are_replaced_are_called(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         nn.Module, "_load_from_state_dict", lambda *args: calls.append((type(args[0]), args[2]))
     )
-    module, state_dict = everything_fits([])
+    module, state_dict = CASES["everything_fits"]([])
     ptsave.load_state_dict(module, state_dict)
     assert len(calls) == len([*module.modules()])
     monkeypatch.setattr(nn.Module, "load_state_dict", lambda *args: "replaced")
@@ -1078,7 +934,7 @@ replace("load_state_dict")
 ptsave.load_state_dict(module, module.state_dict())
 assert calls == ["_load_from_state_dict", "load_state_dict", "_load_from_state_dict"]
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    run_python(script)
 
 
 def test_a_state_dict_that_comes_back_from_hooks() -> None:

@@ -260,24 +260,10 @@ def test_other_shapes_in_a_users_optimizer() -> None:
     assert_refused(stepped([["bb", "a"]], Users), saved.state_dict(), RuntimeError, message)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "ASGD",
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "Muon",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    ],
-)
+KINDS = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
+
+
+@pytest.mark.parametrize("kind", KINDS.split())
 def test_every_state_of_torchs_optimizers(kind: str) -> None:
     """What has a parameter's shape is known to have it: a transposed one is noticed."""
     if not hasattr(torch.optim, kind):

@@ -210,19 +210,6 @@ def present(make_buffers: Callable[[list[Parameter]], list[Any]]) -> Any:
     return optimizer
 
 
-def one_buffer(params: list[Parameter]) -> list[Any]:
-    return [torch.zeros(2)] * 3
-
-
-def halves(params: list[Parameter]) -> list[Any]:
-    memory = torch.zeros(3)
-    return [memory[:2], memory[1:], torch.zeros(2)]
-
-
-def the_parameter(params: list[Parameter]) -> list[Any]:
-    return [params[1].detach(), params[0].detach(), torch.zeros(2)]
-
-
 def around_a_parameter(params: list[Parameter]) -> list[Any]:
     memory = torch.zeros(20)
     params[0].data = memory[4:6]
@@ -236,24 +223,16 @@ def odd_tensors(params: list[Parameter]) -> list[Any]:
     return [torch.zeros(1).expand(2), torch.zeros(2).to_sparse(), inference]
 
 
-def other_tensors(params: list[Parameter]) -> list[Any]:
-    return [torch.zeros(2).double(), torch.zeros(1, 2), torch.zeros(2, device="meta")]
-
-
-def no_tensors(params: list[Parameter]) -> list[Any]:
-    return [None, [torch.zeros(2)], torch.zeros(2, requires_grad=True)]
-
-
 @pytest.mark.parametrize(
     ("make_buffers", "n_filled"),
     [
-        (one_buffer, 0),
-        (halves, 1),
-        (the_parameter, 1),
+        (lambda params: [torch.zeros(2)] * 3, 0),
+        (lambda params: [(memory := torch.zeros(3))[:2], memory[1:], torch.zeros(2)], 1),
+        (lambda params: [params[1].detach(), params[0].detach(), torch.zeros(2)], 1),
         (around_a_parameter, 2),
         (odd_tensors, 0),
-        (other_tensors, 0),
-        (no_tensors, 0),
+        (lambda _: [torch.zeros(2).double(), torch.zeros(1, 2), torch.zeros(2).to("meta")], 0),
+        (lambda _: [None, [torch.zeros(2)], torch.zeros(2, requires_grad=True)], 0),
     ],
 )
 def test_what_cannot_be_filled(make_buffers: Any, n_filled: int) -> None:

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from stock_comparison import assert_same_failure, assert_same_object, failure_of
+from stock_comparison import (
+    assert_same_failure,
+    assert_same_object,
+    failure_of,
+    saved_bytes,
+    stock_load,
+    stock_save,
+)
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -46,6 +53,14 @@ def assert_same_loading(make_case: Callable[[], Case]) -> Any:
     return ours
 
 
+CASES: dict[str, Callable[[], Case]] = {}
+
+
+def case(function: Callable[[], Case]) -> Callable[[], Case]:
+    CASES[function.__name__] = function
+    return function
+
+
 def parts_of(optimizer: Any, state_dict: Any) -> list[Any]:
     return [optimizer.param_groups, optimizer.state, optimizer.defaults, state_dict]
 
@@ -77,64 +92,51 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
-@pytest.mark.parametrize("target_dtype", DTYPES, ids=str)
+def stepped(name: str, n_steps: int = 2) -> Any:
+    optimizer = OPTIMIZERS[name](make_parameters())
+    step(optimizer, n_steps)
+    return optimizer
+
+
+def own_state(name: str) -> Case:
+    optimizer = stepped(name)
+    return optimizer, optimizer.state_dict()
+
+
+def read_by_torch(state_dict: Any) -> Any:
+    return stock_load(io.BytesIO(saved_bytes(stock_save, state_dict)), weights_only=True)
+
+
+HOW: dict[str, Callable[[str], Case]] = {
+    **{
+        str(dtype): lambda name, dtype=dtype: (  # type: ignore[misc]
+            OPTIMIZERS[name](make_parameters(dtype)),
+            stepped(name).state_dict(),
+        )
+        for dtype in DTYPES
+    },
+    "into an optimizer with state": lambda name: (stepped(name), stepped(name, 3).state_dict()),
+    "its own state": own_state,
+    "after torch.load": lambda name: (
+        OPTIMIZERS[name](make_parameters()),
+        read_by_torch(stepped(name).state_dict()),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_of_torch(name: str, target_dtype: torch.dtype) -> None:
-    """Into a new optimizer, whose parameters may have another dtype."""
-
-    def make_case() -> Case:
-        saved = OPTIMIZERS[name](make_parameters())
-        step(saved)
-        return OPTIMIZERS[name](make_parameters(target_dtype)), saved.state_dict()
-
-    ours = assert_same_loading(make_case)
-    if target_dtype is torch.float32:
+def test_optimizers_of_torch(name: str, how: str) -> None:
+    ours = assert_same_loading(lambda: HOW[how](name))
+    if how == str(torch.float32):
         step(ours)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_into_an_optimizer_with_state(name: str) -> None:
-    def make_case() -> Case:
-        saved, target = (OPTIMIZERS[name](make_parameters()) for _ in range(2))
-        step(saved, 3)
-        step(target)
-        return target, saved.state_dict()
-
-    assert_same_loading(make_case)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_its_own_state(name: str) -> None:
-    def make_case() -> Case:
-        optimizer = OPTIMIZERS[name](make_parameters())
-        step(optimizer)
-        return optimizer, optimizer.state_dict()
-
-    assert_same_loading(make_case)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_after_torch_load(name: str) -> None:
-    saved = OPTIMIZERS[name](make_parameters())
-    step(saved)
-    stream = io.BytesIO()
-    torch.save(saved.state_dict(), stream)
-
-    def make_case() -> Case:
-        stream.seek(0)
-        state_dict = torch.load(stream, weights_only=True)
-        return OPTIMIZERS[name](make_parameters()), state_dict
-
-    assert_same_loading(make_case)
-
-
-def test_sparse_adam() -> None:
-    def make_case() -> Case:
-        saved, target = (torch.optim.SparseAdam(make_parameters(shapes=[(3, 2)])) for _ in "ab")
-        step(saved, sparse=True)
-        return target, saved.state_dict()
-
-    assert_same_loading(make_case)
+@case
+def sparse_adam() -> Case:
+    saved, target = (torch.optim.SparseAdam(make_parameters(shapes=[(3, 2)])) for _ in "ab")
+    step(saved, sparse=True)
+    return target, saved.state_dict()
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -181,24 +183,20 @@ def test_a_step_that_is_a_number() -> None:
     assert all(isinstance(state["step"], Tensor) for state in ours.state.values())
 
 
-def test_integer_and_complex_parameters() -> None:
-    def make_case() -> Case:
-        params = [torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.complex64)]
-        state = {i: {"buffer": torch.ones(2, dtype=torch.float64)} for i in range(2)}
-        groups = [{"params": [0, 1]}]
-        return torch.optim.SGD(params), {"state": state, "param_groups": groups}
-
-    assert_same_loading(make_case)
+@case
+def integer_and_complex_parameters() -> Case:
+    params = [torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.complex64)]
+    state = {i: {"buffer": torch.ones(2, dtype=torch.float64)} for i in range(2)}
+    groups = [{"params": [0, 1]}]
+    return torch.optim.SGD(params), {"state": state, "param_groups": groups}
 
 
-def test_on_the_meta_device() -> None:
-    def make_case() -> Case:
-        saved = torch.optim.Adam(make_parameters())
-        step(saved)
-        target = torch.optim.Adam([Parameter(p.to("meta")) for p in make_parameters()])
-        return target, saved.state_dict()
-
-    assert_same_loading(make_case)
+@case
+def on_the_meta_device() -> Case:
+    saved = torch.optim.Adam(make_parameters())
+    step(saved)
+    target = torch.optim.Adam([Parameter(p.to("meta")) for p in make_parameters()])
+    return target, saved.state_dict()
 
 
 # -------------------------------------------------------------------------------------- groups, ids
@@ -266,16 +264,14 @@ def test_ids(ids: Any) -> None:
     assert_same_loading(lambda: (make_sgd(2, 1), state_dict_of(ids, fused=True)))
 
 
-def test_equal_ids_of_other_types() -> None:
-    def make_case() -> Case:
-        state_dict = state_dict_of([[0, 1], [2]], capturable=True)
-        state_dict["state"] = {
-            1.0: {"step": torch.tensor(1.0).double()},
-            False: {"step": torch.ones(1)},
-        }
-        return make_sgd(2, 1), state_dict
-
-    assert_same_loading(make_case)
+@case
+def equal_ids_of_other_types() -> Case:
+    state_dict = state_dict_of([[0, 1], [2]], capturable=True)
+    state_dict["state"] = {
+        1.0: {"step": torch.tensor(1.0).double()},
+        False: {"step": torch.ones(1)},
+    }
+    return make_sgd(2, 1), state_dict
 
 
 class Either(int):
@@ -304,14 +300,12 @@ def test_an_id_in_two_groups(param_id: Any, first: bool) -> None:
     assert_same_loading(make_case)
 
 
-def test_an_id_in_two_groups_that_differ() -> None:
-    def make_case() -> Case:
-        state_dict = state_dict_of([[0, 1], [1]])
-        state_dict["param_groups"][0]["capturable"] = True
-        state_dict["state"] = {1: {"step": torch.tensor(3.0).double()}}
-        return make_sgd(2, 1), state_dict
-
-    assert_same_loading(make_case)
+@case
+def an_id_in_two_groups_that_differ() -> Case:
+    state_dict = state_dict_of([[0, 1], [1]])
+    state_dict["param_groups"][0]["capturable"] = True
+    state_dict["state"] = {1: {"step": torch.tensor(3.0).double()}}
+    return make_sgd(2, 1), state_dict
 
 
 def test_state_of_unknown_ids_is_kept() -> None:
@@ -325,32 +319,22 @@ def test_state_of_unknown_ids_is_kept() -> None:
     assert ours.state["never seen"] == {}
 
 
-def test_groups_that_share_objects() -> None:
+@case
+def groups_that_share_objects() -> Case:
     """A deep copy keeps what is one object one object, and so do we."""
-
-    def make_case() -> Case:
-        shared: list[Any] = [1, 2.5]
-        lists: list[Any] = [shared, shared]
-        state_dict = state_dict_of([[0, 1], [2]], betas=shared, lists=lists, loop=[])
-        state_dict["param_groups"][0]["loop"].append(state_dict["param_groups"][1])
-        state_dict["param_groups"][1]["tensor"] = torch.ones(2)
-        state_dict["param_groups"][0]["view"] = state_dict["param_groups"][1]["tensor"][:1]
-        return make_sgd(2, 1), state_dict
-
-    assert_same_loading(make_case)
+    shared: list[Any] = [1, 2.5]
+    lists: list[Any] = [shared, shared]
+    state_dict = state_dict_of([[0, 1], [2]], betas=shared, lists=lists, loop=[])
+    state_dict["param_groups"][0]["loop"].append(state_dict["param_groups"][1])
+    state_dict["param_groups"][1]["tensor"] = torch.ones(2)
+    state_dict["param_groups"][0]["view"] = state_dict["param_groups"][1]["tensor"][:1]
+    return make_sgd(2, 1), state_dict
 
 
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_a_parameter_that_is_there_twice() -> None:
-    def make_case() -> Case:
-        parameter = Parameter(torch.zeros(2))
-        return torch.optim.SGD([parameter, parameter], lr=0.1), state_dict_of([[0, 1]])
-
-    assert_same_loading(make_case)
-
-
-def test_empty() -> None:
-    assert_same_loading(lambda: (make_sgd(0), {"state": {}, "param_groups": [{"params": []}]}))
+@case
+def a_parameter_that_is_there_twice() -> Case:
+    parameter = Parameter(torch.zeros(2))
+    return torch.optim.SGD([parameter, parameter], lr=0.1), state_dict_of([[0, 1]])
 
 
 # ---------------------------------------------------------------------------------------- odd state
@@ -393,22 +377,18 @@ def odd_state() -> dict[Any, Any]:
     }
 
 
-def test_odd_state() -> None:
-    def make_case() -> Case:
-        state_dict = state_dict_of([[0, 1], [2]])
-        state_dict["state"] = {0: odd_state(), 1: [torch.ones(2).double()], 2: torch.ones(2).half()}
-        return make_sgd(2, 1), state_dict
-
-    assert_same_loading(make_case)
+@case
+def state_of_odd_things() -> Case:
+    state_dict = state_dict_of([[0, 1], [2]])
+    state_dict["state"] = {0: odd_state(), 1: [torch.ones(2).double()], 2: torch.ones(2).half()}
+    return make_sgd(2, 1), state_dict
 
 
-def test_state_as_another_mapping() -> None:
-    def make_case() -> Case:
-        state_dict = OrderedDict(state_dict_of([[0, 1]]))
-        state_dict["state"] = defaultdict(dict, state_dict["state"])
-        return make_sgd(2), state_dict
-
-    assert_same_loading(make_case)
+@case
+def state_as_another_mapping() -> Case:
+    state_dict = OrderedDict(state_dict_of([[0, 1]]))
+    state_dict["state"] = defaultdict(dict, state_dict["state"])
+    return make_sgd(2), state_dict
 
 
 def test_strings_become_what_torch_makes_of_them() -> None:
@@ -443,6 +423,15 @@ def test_another_policy() -> None:
 
 
 # ------------------------------------------------------------------------------------ people's code
+
+
+CASES["empty"] = lambda: (make_sgd(0), {"state": {}, "param_groups": [{"params": []}]})
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("name", CASES)
+def test_as_torch_loads(name: str) -> None:
+    assert_same_loading(CASES[name])
 
 
 class WithHistory(torch.optim.SGD):
@@ -482,14 +471,8 @@ def test_hooks_and_setstate() -> None:
     (stock, stock_dict), (ours, our_dict) = make_case(), make_case()
     stock.load_state_dict(stock_dict)
     ptsave.load_optimizer_state_dict(ours, our_dict)
-    assert [event for event, *_ in ours.history] == [
-        "first",
-        "second",
-        "before",
-        "after",
-        "post",
-        "last",
-    ]
+    events = [event for event, *_ in ours.history]
+    assert events == ["first", "second", "before", "after", "post", "last"]
     assert_same_object(
         [ours.history, *parts_of(ours, our_dict)], [stock.history, *parts_of(stock, stock_dict)]
     )

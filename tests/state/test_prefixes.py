@@ -14,10 +14,6 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 import ptsave
 
 
-def state_dict_of(module: nn.Module) -> Any:
-    return module.state_dict()
-
-
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
@@ -27,7 +23,7 @@ def metadata_of(state_dict: Any) -> Any:
 
 
 def test_what_data_parallel_saves_is_stripped_as_torch_strips_it() -> None:
-    wrapped = state_dict_of(nn.DataParallel(model()))
+    wrapped: Any = nn.DataParallel(model()).state_dict()
     expected = copy.deepcopy(wrapped)
     consume_prefix_in_state_dict_if_present(expected, "module.")
     before = (list(wrapped), list(wrapped._metadata))
@@ -79,12 +75,8 @@ def test_modules_that_are_compiled_one_by_one() -> None:
 
 def test_only_the_first_prefix_is_stripped() -> None:
     values = {"module.module.a": 1, "b.module.c": 2, "modules.d": 3, "module": 4}
-    assert list(ptsave.strip_prefix(values, "module.")) == [
-        "module.a",
-        "b.module.c",
-        "modules.d",
-        "module",
-    ]
+    stripped = ptsave.strip_prefix(values, "module.")
+    assert list(stripped) == ["module.a", "b.module.c", "modules.d", "module"]
 
 
 def test_without_metadata() -> None:

@@ -31,10 +31,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         lambda file, folder, **options: ptsave.load_into(file, STATE, **options),
         ("verify",),
     ),
-    "open": (
-        lambda file, folder, **options: ptsave.open(file, **options),
-        ("verify", "recover"),
-    ),
+    "open": (lambda file, folder, **options: ptsave.open(file, **options), ("verify", "recover")),
     "convert": (
         lambda file, folder, **options: ptsave.convert(file, folder / "n.safetensors", **options),
         ("drop", "force", "fsync", "recover"),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _system import run_python
 
 from ptsave.background.saves import StagingBudget
 from ptsave.errors import StagingFullError
@@ -164,16 +163,8 @@ def test_odd_names(system: System) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        b"",
-        b"max",
-        UNLIMITED_V1.encode(),
-        b"-1",
-        b"0",
-        b"0x10",
-        b"1 2",
-        b"1e9",
-        b"\xff\x00",
-        b"9" * 5000,
+        *(b"", b"max", UNLIMITED_V1.encode(), b"-1", b"0", b"0x10"),
+        *(b"1 2", b"1e9", b"\xff\x00", b"9" * 5000),
     ],
 )
 def test_no_limit(system: System, text: bytes) -> None:
@@ -191,15 +182,8 @@ def test_no_limit(system: System, text: bytes) -> None:
 @pytest.mark.parametrize(
     "garbage",
     [
-        b"",
-        b"\n\n",
-        b"::",
-        b"0:",
-        b"0::job",
-        b"4:memory:",
-        b"\xff\xfe\x00",
-        b"0::/\x00",
-        b"- - -\n - cgroup2",
+        *(b"", b"\n\n", b"::", b"0:", b"0::job", b"4:memory:"),
+        *(b"\xff\xfe\x00", b"0::/\x00", b"- - -\n - cgroup2"),
     ],
 )
 def test_malformed_proc(system: System, garbage: bytes) -> None:
@@ -375,13 +359,5 @@ def test_a_container_is_not_killed_for_memory(group: Path, tmp_path: Path) -> No
     def enter() -> None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
 
-    result = subprocess.run(
-        [sys.executable, "-c", SAVES, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        preexec_fn=enter,
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == "1024\n512\n"
+    result = run_python(SAVES, tmp_path, preexec_fn=enter)
+    assert (result.stderr, result.stdout) == ("", "1024\n512\n")

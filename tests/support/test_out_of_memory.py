@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from _system import run_python
 
 from ptsave.support.threads import Thread, ThreadPool
 
@@ -117,16 +117,14 @@ def failing_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_nothing_hangs(operation: str, failing_calls: Path, tmp_path: Path) -> None:
-    arguments = [str(failing_calls), str(tmp_path), operation]
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, *arguments],
-        capture_output=True,
-        text=True,
+    result = run_python(
+        SCRIPT,
+        *(failing_calls, tmp_path, operation),
+        options=["-W", "ignore"],
         timeout=500,
-        check=False,
         env={**os.environ, "LD_PRELOAD": str(failing_calls)},
     )
-    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    assert result.stdout == "", result.stderr
 
 
 # ----------------------------------------------------------------------------------------- threads

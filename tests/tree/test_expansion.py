@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_line import fail, succeed
 from safetensors.torch import load_file
 from stock_comparison import stock_load
 from torch import Tensor, nn
 
 import ptsave
-from ptsave.cli.commands import commands
 from ptsave.comparison.compare import compare
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
@@ -41,11 +40,6 @@ def bomb(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "bomb.pt"
 
 
-def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(commands, [*map(str, arguments)])
-    return result.exit_code, result.stderr
-
-
 @pytest.fixture(autouse=True)
 def _nothing_large_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     from ptsave.streaming import payload_sources
@@ -64,8 +58,7 @@ def _nothing_large_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_convert_refuses_before_the_first_byte(bomb: Path, tmp_path: Path, target: str) -> None:
     before = sorted(os.listdir(tmp_path))
     form = ["--format", "pt"] if target == "bin/" else []
-    code, said = run("convert", bomb, f"{tmp_path}/{target}", *form)
-    assert code == 2
+    said = fail("convert", bomb, f"{tmp_path}/{target}", *form)
     assert len(said.splitlines()) == 1
     assert "--max-size" in said
     assert str(bomb) in said
@@ -78,8 +71,7 @@ def test_convert_refuses_before_the_first_byte(bomb: Path, tmp_path: Path, targe
 def test_extract_refuses_before_the_first_byte(tmp_path: Path, output: str) -> None:
     torch.save(bombs()["beside others"], tmp_path / "bomb.pt")
     before = sorted(os.listdir(tmp_path))
-    code, said = run("extract", tmp_path / "bomb.pt", "w", "-o", tmp_path / output)
-    assert code == 2
+    said = fail("extract", tmp_path / "bomb.pt", "w", "-o", tmp_path / output)
     assert len(said.splitlines()) == 1
     assert "--max-size" in said
     assert sorted(os.listdir(tmp_path)) == before
@@ -133,8 +125,8 @@ def test_max_size_is_what_counts(tmp_path: Path) -> None:
     convert(tmp_path / "w.pt", tmp_path / "w.safetensors", max_size="8MiB")
     assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], torch.ones(2 * MIB))
     output = tmp_path / "w.npy"
-    assert run("extract", tmp_path / "w.pt", "w", "-o", output, "--max-size", "1MB")[0] == 2
-    assert run("extract", tmp_path / "w.pt", "w", "-o", output, "--max-size", "9MB")[0] == 0
+    fail("extract", tmp_path / "w.pt", "w", "-o", output, "--max-size", "1MB")
+    succeed("extract", tmp_path / "w.pt", "w", "-o", output, "--max-size", "9MB")
 
 
 def test_ties_count_once_where_they_stay(tmp_path: Path) -> None:
@@ -154,8 +146,7 @@ def test_diff_of_what_is_expanded_in_the_same_way(tmp_path: Path) -> None:
 def test_diff_of_what_is_expanded_in_different_ways(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1 << 18, 1).expand(1 << 18, 1 << 18)}, tmp_path / "a.pt")
     torch.save({"w": torch.zeros(1, 1 << 18).expand(1 << 18, 1 << 18)}, tmp_path / "b.pt")
-    code, said = run("diff", tmp_path / "a.pt", tmp_path / "b.pt")
-    assert code == 2
+    said = fail("diff", tmp_path / "a.pt", tmp_path / "b.pt")
     assert said.startswith("ptsave: w: ")
     assert "convert --max-size" in said
 
@@ -195,6 +186,6 @@ def test_save_model_looks_for_room_before_it_copies(tmp_path: Path, kind: Any) -
 
 @pytest.mark.parametrize("command", ["convert", "extract"])
 def test_the_default_is_in_the_help(command: str) -> None:
-    text = CliRunner().invoke(commands, [command, "--help"]).output
+    text = succeed(command, "--help").output
     assert "--max-size" in text
     assert "1GiB" in "".join(text.split())

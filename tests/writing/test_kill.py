@@ -2,7 +2,7 @@
 
 Children that keep overwriting a checkpoint are forked from this process, which has torch and ptsave
 imported already, and killed after a random time.  ``PTSAVE_KILL_ROUNDS`` sets how often (default
-50, `make kill` does 1000), ``PTSAVE_KILL_SEED`` repeats a run's times.
+14, `make kill` does 1000), ``PTSAVE_KILL_SEED`` repeats a run's times.
 """
 
 from __future__ import annotations

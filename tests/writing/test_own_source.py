@@ -18,10 +18,9 @@ import numpy as np
 import pytest
 import torch
 from _system import as_nobody, mounted, needs_root
-from click.testing import CliRunner
+from command_line import succeed
 
 import ptsave
-from ptsave.cli.commands import commands
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
 
@@ -111,11 +110,7 @@ def test_compact_where_only_the_file_may_be_written(folder: Path) -> None:
     put(path, wasteful())
     path.chmod(0o666)
 
-    def run() -> None:
-        result = CliRunner().invoke(commands, ["compact", str(path), "--in-place"])
-        assert result.exit_code == 0, result.output
-
-    as_nobody(run)
+    as_nobody(lambda: succeed("compact", path, "--in-place"))
     assert equal(torch.load(path), wasteful())
     assert path.stat().st_size < 2_000_000
     assert os.listdir(folder) == ["model.pt"]
@@ -173,53 +168,36 @@ def test_convert_into_a_directory_that_links_to_the_source(tmp_path: Path) -> No
 def test_extract(place: Path) -> None:
     state = {"a": torch.arange(2_000_000.0), "b": torch.ones(3)}
     put(place, state)
-    arguments = ["extract", str(place), "a", "-o", str(place), "--force"]
-    result = CliRunner().invoke(commands, arguments)
-    assert result.exit_code == 0, result.output
+    succeed("extract", place, "a", "-o", place, "--force")
     assert torch.equal(torch.load(place), state["a"])
 
 
 # ---------------------------------------------------------------------------------------- save
 
 
-def _by_load(path: Path) -> State:
-    return dict(ptsave.load(path, mmap=True))
-
-
-def _by_stock_load(path: Path) -> State:
-    return dict(torch.load(path, mmap=True))
-
-
-def _by_storage(path: Path) -> State:
-    storage: Any = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+def by_storage(path: Path, shared: bool) -> State:
+    storage: Any = torch.UntypedStorage.from_file(str(path), shared, path.stat().st_size)
     return {"bytes": torch.tensor([], dtype=torch.uint8).set_(storage)}
 
 
-def _by_shared_storage(path: Path) -> State:
-    storage: Any = torch.UntypedStorage.from_file(str(path), True, path.stat().st_size)
-    return {"bytes": torch.tensor([], dtype=torch.uint8).set_(storage)}
-
-
-def _by_numpy(path: Path) -> State:
-    return {"bytes": torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c"))}
-
-
-MAPPINGS = [_by_load, _by_stock_load, _by_storage, _by_shared_storage, _by_numpy]
+MAPPINGS: dict[str, Callable[[Path], State]] = {
+    "load": lambda path: dict(ptsave.load(path, mmap=True)),
+    "torch.load": lambda path: dict(torch.load(path, mmap=True)),
+    "storage": lambda path: by_storage(path, False),
+    "shared storage": lambda path: by_storage(path, True),
+    "numpy": lambda path: {"bytes": torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c"))},
+}
 
 
 @pytest.mark.parametrize("mapped", MAPPINGS)
 @pytest.mark.parametrize("atomic", [False, True])
-def test_tensors_that_are_mapped_from_the_file(
-    place: Path, mapped: Callable[[Path], State], atomic: bool
-) -> None:
+def test_tensors_that_are_mapped_from_the_file(place: Path, mapped: str, atomic: bool) -> None:
     before = put(place, {"a": torch.arange(300_000.0), "b": torch.ones(3)})
-    state = mapped(place)
+    state = MAPPINGS[mapped](place)
     expected = {name: tensor.clone() for name, tensor in state.items()}
     obj = {"pad": torch.zeros(12345, dtype=torch.uint8), **state}
     if is_mounted(place):
-        with pytest.raises(ptsave.SaveError, match="mapped") as caught:
-            ptsave.save(obj, place, atomic=atomic)
-        assert caught.value.errno == errno.EBUSY
+        assert_mapped(obj, place, atomic=atomic)
         assert place.read_bytes() == before
     else:
         ptsave.save(obj, place, atomic=atomic)
@@ -245,15 +223,18 @@ def test_mapped_file_that_only_may_be_overwritten(folder: Path) -> None:
     path = folder / "model.pt"
     before = put(path, {"a": torch.arange(300_000.0)})
     path.chmod(0o666)
-
-    def run() -> None:
-        state = ptsave.load(path, mmap=True)
-        with pytest.raises(ptsave.SaveError, match="mapped") as caught:
-            ptsave.save(dict(state), path)
-        assert caught.value.errno == errno.EBUSY
-
-    as_nobody(run)
+    state = ptsave.load(path, mmap=True)
+    as_nobody(lambda: assert_mapped(state, path))
+    with path.open("r+b") as stream:
+        assert_mapped(state, f"/proc/self/fd/{stream.fileno()}")
     assert path.read_bytes() == before
+
+
+def assert_mapped(state: Any, path: Any, **options: Any) -> None:
+    """Fail unless the file is refused as the one that the tensors are mapped from."""
+    with pytest.raises(ptsave.SaveError, match="mapped") as caught:
+        ptsave.save(dict(state), path, **options)
+    assert caught.value.errno == errno.EBUSY
 
 
 @pytest.mark.parametrize("atomic", [False, True])
@@ -264,16 +245,6 @@ def test_tensors_of_an_open_archive(place: Path, atomic: bool) -> None:
         found = {"pad": torch.zeros(9), **{name: archive[name] for name in state}}
         ptsave.save(found, place, atomic=atomic)
     assert equal(torch.load(place), {"pad": torch.zeros(9), **state})
-
-
-@needs_root
-def test_open_file_that_tensors_are_mapped_from(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    before = put(path, {"a": torch.arange(300_000.0)})
-    state = ptsave.load(path, mmap=True)
-    with path.open("r+b") as stream, pytest.raises(ptsave.SaveError, match="mapped"):
-        ptsave.save(state, f"/proc/self/fd/{stream.fileno()}")
-    assert path.read_bytes() == before
 
 
 # ---------------------------------------------------------------------------------- save_model

@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 import torch
 from _pickling import PICKLED, QUIET, assert_pickled, cycles, fresh, stock_pickle
-from stock_comparison import (
-    assert_same_bytes,
-    assert_same_failure,
-    stock_save,
-    typed_storage,
-)
+from stock_comparison import assert_same_bytes, assert_same_failure, stock_save, typed_storage
 
 import ptsave
 from ptsave import _C

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stock_comparison import assert_same_failure, saved_bytes, stock_save, typed_storage
+from stock_comparison import assert_same_failure, dtypes, saved_bytes, stock_save, typed_storage
 from torch import nn
 
 import ptsave
@@ -24,19 +24,10 @@ from ptsave import _C
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex32,
-    torch.uint16,
-    torch.float8_e4m3fn,
-    torch.float8_e8m0fnu,
-]
+DTYPES = dtypes(
+    "float32 float64 bfloat16 int64 uint8 bool complex64 complex32"
+    " uint16 float8_e4m3fn float8_e8m0fnu"
+)
 # Strings that are one object wherever they are written in a source, and that torch writes too.
 WORDS = ["storage", "cpu", "meta", "0", "1", "10", "torch", "FloatStorage", "latin1", "conj", ""]
 

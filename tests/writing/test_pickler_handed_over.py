@@ -15,12 +15,7 @@ import numpy as np
 import pytest
 import torch
 from _pickling import QUIET, Factory, Point, assert_handed_over, assert_pickled, stock_pickle
-from stock_comparison import (
-    assert_same_bytes,
-    assert_same_failure,
-    stock_save,
-    typed_storage,
-)
+from stock_comparison import assert_same_bytes, assert_same_failure, stock_save, typed_storage
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 import torch
 from _pickling import PICKLED, QUIET, Factory, Point, cycles, stock_pickle
-from stock_comparison import (
-    saved_bytes,
-    zip_records,
-)
+from stock_comparison import saved_bytes, zip_records
 
 import ptsave
 from ptsave import _C

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from _system import run_python
+from command_line import succeed
 from s3_server import S3Server, running_server
 from stock_comparison import stock_save
 from torch import nn
 
 import ptsave
-from ptsave.cli.commands import commands
+from ptsave.writing import url_targets
 
 pytest.importorskip("moto", reason="the S3 server of these tests is moto's: pip install moto")
 s3fs = pytest.importorskip("s3fs", reason="fsspec reaches S3 by s3fs: pip install s3fs")
 
 MIB = 1 << 20
 SMALL = {"weight": torch.arange(300_000.0), "step": 3}
-# More than two parts.
-LARGE = {"weight": torch.arange(10 * MIB, dtype=torch.int32), "step": 3}
+# More than two parts, which are as small here as S3 lets them be.
+LARGE = {"weight": torch.arange(3 * MIB, dtype=torch.int32), "step": 3}
 URL = "s3://bucket/run/model.pt"
 
 
@@ -36,8 +35,9 @@ def server() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def bucket(server: S3Server) -> Iterator[Any]:
+def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The file system, with an empty bucket."""
+    monkeypatch.setattr(url_targets, "_PART_NBYTES", 5 * MIB)
     fs = s3fs.S3FileSystem(**server.options)
     fs.mkdir("bucket")
     yield fs
@@ -65,11 +65,10 @@ def save(obj: object, options: dict[str, Any]) -> None:
     ptsave.save(obj, URL, storage_options=options)
 
 
-def save_later(obj: object, options: dict[str, Any]) -> None:
-    ptsave.async_save(obj, URL, storage_options=options).result()
-
-
-SAVES = [save, save_later]
+SAVES: list[Callable[[object, dict[str, Any]], object]] = [
+    save,
+    lambda obj, options: ptsave.async_save(obj, URL, storage_options=options).result(),
+]
 
 
 @pytest.mark.parametrize("action", SAVES)
@@ -97,17 +96,16 @@ def test_failures(
     method, query = failed
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
     obj = LARGE if query else SMALL
-    for before in ([], [1]):
+    for before, action in zip(([], [1]), SAVES if how == 403 else reversed(SAVES), strict=True):
         if before:
             ptsave.save(before, URL, storage_options=server.options)
         old = objects(bucket)
-        for action in SAVES:
-            with server.failing(method, query, how), pytest.raises(ptsave.SaveError) as caught:
-                action(obj, server.options)
-            assert caught.value.filename == URL
-            assert isinstance(caught.value, PermissionError) == (how == 403)
-            assert objects(bucket) == old
-            assert uploads(bucket) == []
+        with server.failing(method, query, how), pytest.raises(ptsave.SaveError) as caught:
+            action(obj, server.options)
+        assert caught.value.filename == URL
+        assert isinstance(caught.value, PermissionError) == (how == 403)
+        assert objects(bucket) == old
+        assert uploads(bucket) == []
 
 
 def test_passing_failures_are_tried_again(tmp_path: Path, server: S3Server, bucket: Any) -> None:
@@ -201,8 +199,7 @@ print(peak() - before)
 @pytest.mark.parametrize("kind", ["save", "async_save"])
 def test_memory(server: S3Server, bucket: Any, kind: str) -> None:
     """A save of 200 MiB takes a few parts, beside the copy of a save in the background."""
-    command = [sys.executable, "-c", MEMORY, json.dumps(server.options), kind]
-    found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    found = run_python(MEMORY, json.dumps(server.options), kind)
     assert int(found.stdout) < 80 * MIB
     assert objects(bucket)["bucket/model.pt"][:4] == b"PK\3\4"
 
@@ -219,8 +216,7 @@ ptsave.async_save(value, "s3://bucket/b/model.pt", storage_options=options)
 def test_exit_waits(server: S3Server, bucket: Any) -> None:
     """The interpreter waits for uploads, and their connections still work meanwhile."""
     options = {**server.options, "endpoint_url": server.endpoint.replace("127.0.0.1", "localhost")}
-    command = [sys.executable, "-W", "error", "-c", EXIT, json.dumps(options)]
-    found = subprocess.run(command, stderr=subprocess.PIPE, check=True, text=True)
+    found = run_python(EXIT, json.dumps(options), options=["-W", "error"])
     assert found.stderr == ""
     assert sorted(objects(bucket)) == ["bucket/a/model.pt", "bucket/b/model.pt"]
 
@@ -293,6 +289,5 @@ def test_commands(tmp_path: Path, server: S3Server, bucket: Any) -> None:
         ["convert", str(small), copy, "--target-storage-options", options],
         ["diff", URL, copy, "--a-storage-options", options, "--b-storage-options", options],
     ):
-        found = CliRunner().invoke(commands, words)
-        assert found.exit_code == 0, found.output
+        succeed(*words)
     assert objects(bucket)["bucket/copy/model.pt"] == small.read_bytes()

@@ -21,23 +21,13 @@ from ptsave import errors
 STATE = {"weight": torch.arange(10.0)}
 
 
-def save(path: Path) -> None:
-    ptsave.save(STATE, path)
-
-
-def save_in_place(path: Path) -> None:
-    ptsave.save(STATE, path, atomic=False)
-
-
-def save_later(path: Path) -> None:
-    ptsave.async_save(STATE, path).result()
-
-
-def save_checkpoint(path: Path) -> None:
-    ptsave.save_checkpoint(path, model=STATE)
-
-
-SAVES = [save, save_in_place, save_later, save_checkpoint]
+SAVES: dict[str, Callable[[Path], object]] = {
+    "save": lambda path: ptsave.save(STATE, path),
+    "save in place": lambda path: ptsave.save(STATE, path, atomic=False),
+    "async_save": lambda path: ptsave.async_save(STATE, path).result(),
+    "save_checkpoint": lambda path: ptsave.save_checkpoint(path, model=STATE),
+}
+every_save = pytest.mark.parametrize("save", SAVES)
 
 
 def error_of_open(path: Path) -> OSError:
@@ -55,34 +45,47 @@ def assert_like(error: BaseException, expected: OSError, path: Path) -> None:
     assert (error.errno, error.filename) == (expected.errno, str(path))
 
 
-@pytest.mark.parametrize("action", SAVES)
+@every_save
 @pytest.mark.parametrize("name", ["missing/model.pt", "directory", "n" * 256, "loop"])
-def test_types_are_those_of_open(tmp_path: Path, action: Callable[[Path], None], name: str) -> None:
+def test_types_are_those_of_open(tmp_path: Path, save: str, name: str) -> None:
     (tmp_path / "directory").mkdir()
-    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "loop").symlink_to("round")
+    (tmp_path / "round").symlink_to("loop")
     path = tmp_path / name
     with pytest.raises(type(error_of_open(path))) as caught:
-        action(path)
+        SAVES[save](path)
     assert_like(caught.value, error_of_open(path), path)
     with pytest.raises(RuntimeError):
         torch.save(STATE, path)
+    assert sorted(os.listdir(tmp_path)) == ["directory", "loop", "round"]
+
+
+@every_save
+def test_a_file_in_place_of_the_directory(path: Path, save: str) -> None:
+    """torch says that there is no such directory, and so do we."""
+    path.touch()
+    with pytest.raises(ptsave.SaveError):
+        SAVES[save](path / "model.pt")
+    assert os.listdir(path.parent) == [path.name]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may set the attribute")
-@pytest.mark.parametrize("action", SAVES)
-def test_missing_permission(tmp_path: Path, action: Callable[[Path], None]) -> None:
+@every_save
+def test_missing_permission(tmp_path: Path, save: str) -> None:
     # An attribute that root has to respect, too.
     path = tmp_path / "model.pt"
-    path.touch()
+    path.write_bytes(b"before")
     chattr = shutil.which("chattr")
     if chattr is None or subprocess.run([chattr, "+i", path], check=False).returncode != 0:
         pytest.skip("no immutable files here")
     try:
         with pytest.raises(PermissionError) as caught:
-            action(path)
+            SAVES[save](path)
         assert_like(caught.value, error_of_open(path), path)
     finally:
         subprocess.run([chattr, "-i", path], check=True)
+    assert path.read_bytes() == b"before"
+    assert os.listdir(tmp_path) == ["model.pt"]
 
 
 def test_save_model(tmp_path: Path) -> None:
@@ -113,11 +116,8 @@ def test_checkpointer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", sorted(errno.errorcode))
 def test_every_number(number: int) -> None:
     """Pickling, copying and printing keep all that an OSError has."""
-    for arguments in [
-        (number, "message"),
-        (number, "message", "file"),
-        (number, "message", "file", None, "other"),
-    ]:
+    every = (number, "message", "file", None, "other")
+    for arguments in (every[:2], every[:3], every):
         error = ptsave.SaveError(*arguments)
         expected = OSError(*arguments)
         assert isinstance(error, type(expected))
@@ -149,19 +149,19 @@ def test_errors_of_malformed_pickles_can_be_pickled() -> None:
         assert vars(again) == vars(error)
 
 
-@pytest.mark.parametrize("save", SAVES)
-def test_a_deleted_working_directory(tmp_path: Path, save: Callable[[Path], None]) -> None:
+@every_save
+def test_a_deleted_working_directory(tmp_path: Path, save: str) -> None:
     """As with torch.save an absolute path needs none; of a relative one the error says why."""
 
     def without_directory() -> None:
         (tmp_path / "gone").mkdir()
         os.chdir(tmp_path / "gone")
         (tmp_path / "gone").rmdir()
-        save(tmp_path / "file.pt")
+        SAVES[save](tmp_path / "file.pt")
         with pytest.raises(ptsave.SaveError) as caught:
-            save(Path("file.pt"))
+            SAVES[save](Path("file.pt"))
         assert caught.value.errno == errno.ENOENT
-        assert "working directory" in str(caught.value) or save is save_in_place
+        assert "working directory" in str(caught.value) or save == "save in place"
 
     in_child(without_directory)
     assert torch.load(tmp_path / "file.pt")

@@ -1,6 +1,6 @@
 """Many save to one path, many read it: every reader finds a whole file, the old one or a new one.
 
-``PTSAVE_STRESS_SECONDS`` is how long all cases together take (default 8; ``make stress`` takes ten
+``PTSAVE_STRESS_SECONDS`` is how long all cases together take (default 3; ``make stress`` takes ten
 minutes).  tests/writing/test_two_savers.py has the moments that matter, one by one.
 """
 
@@ -26,7 +26,7 @@ from ptsave.inspection.verification import verify_file
 
 pytestmark = [pytest.mark.timeout(0), pytest.mark.usefixtures("_leaves_nothing_open")]
 
-SECONDS = float(os.environ.get("PTSAVE_STRESS_SECONDS", "8"))
+SECONDS = float(os.environ.get("PTSAVE_STRESS_SECONDS", "3"))
 STATE_NBYTES = 2 << 20
 LINK = "link.pt"
 _FORKING = threading.Lock()  # filelock, which some torch imports, refuses two forks at a time

@@ -40,30 +40,19 @@ def stock_bytes(folder: Path, obj: object, name: str = "model.pt", **options: An
     return (folder / name).read_bytes()
 
 
-def save(obj: object, url: str) -> None:
-    ptsave.save(obj, url)
-
-
-def save_in_place(obj: object, url: str) -> None:
-    ptsave.save(obj, url, atomic=False, fsync=True)
-
-
-def save_later(obj: object, url: str) -> None:
-    future = ptsave.async_save(obj, url)
-    future.result()
-
-
-SAVES = [save, save_in_place, save_later]
+SAVES: dict[str, Callable[[object, str], object]] = {
+    "save": ptsave.save,
+    "save in place": lambda obj, url: ptsave.save(obj, url, atomic=False, fsync=True),
+    "async_save": lambda obj, url: ptsave.async_save(obj, url).result(),
+}
 
 
 @pytest.mark.parametrize("protocol", REMOTE)
 @pytest.mark.parametrize("action", SAVES)
-def test_bytes_of_a_local_file(
-    tmp_path: Path, action: Callable[[object, str], None], protocol: str
-) -> None:
-    action(OBJECT, f"{protocol}://run/model.pt")
+def test_bytes_of_a_local_file(tmp_path: Path, action: str, protocol: str) -> None:
+    SAVES[action](OBJECT, f"{protocol}://run/model.pt")
     assert contents(protocol) == {"/run/model.pt": stock_bytes(tmp_path, OBJECT)}
-    action([1], f"{protocol}://run/model.pt")
+    SAVES[action]([1], f"{protocol}://run/model.pt")
     assert contents(protocol) == {"/run/model.pt": stock_bytes(tmp_path, [1])}
 
 
@@ -128,12 +117,10 @@ def test_from_a_thread(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["file", "local"])
 @pytest.mark.parametrize("action", SAVES)
-def test_urls_of_local_files(
-    tmp_path: Path, action: Callable[[object, str], None], scheme: str
-) -> None:
+def test_urls_of_local_files(tmp_path: Path, action: str, scheme: str) -> None:
     expected = stock_bytes(tmp_path, OBJECT)
     (tmp_path / "new").mkdir()
-    action(OBJECT, f"{scheme}://{tmp_path}/new/model.pt")
+    SAVES[action](OBJECT, f"{scheme}://{tmp_path}/new/model.pt")
     assert (tmp_path / "new" / "model.pt").read_bytes() == expected
     assert os.listdir(tmp_path / "new") == ["model.pt"]
 
@@ -163,7 +150,7 @@ def failures() -> list[tuple[str, BaseException, type[BaseException]]]:
 
 @pytest.mark.parametrize("action", SAVES)
 @pytest.mark.parametrize("number", range(len(failures())))
-def test_failures_leave_the_old_file(action: Callable[[object, str], None], number: int) -> None:
+def test_failures_leave_the_old_file(action: str, number: int) -> None:
     method, error, expected = failures()[number]
     url = "plain://run/model.pt"
     for before in ([], [1]):
@@ -171,7 +158,7 @@ def test_failures_leave_the_old_file(action: Callable[[object, str], None], numb
             ptsave.save(before, url)
         old = contents(PLAIN)
         with failing(method, error), pytest.raises(expected) as caught:
-            action(OBJECT, url)
+            SAVES[action](OBJECT, url)
         assert isinstance(caught.value, ptsave.SaveError)
         assert caught.value.filename == url
         assert url in str(caught.value)
@@ -218,7 +205,7 @@ def test_objects_that_cannot_be_saved(protocol: str) -> None:
 
 @pytest.mark.parametrize("url", ["memory://", "memory://run/", "plain://"])
 def test_directories(url: str) -> None:
-    for action in SAVES:
+    for action in SAVES.values():
         with pytest.raises(IsADirectoryError) as caught:
             action(OBJECT, url)
         assert caught.value.filename == url
