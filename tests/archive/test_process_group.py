@@ -164,7 +164,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
         refused(path, RuntimeError, "has been destroyed", process_group=pair)
 
     with pytest.raises(RuntimeError, match="init_process_group"):
-        ptsave.load(path, process_group=3)  # type: ignore[arg-type]
+        ptsave.load(path, process_group=3)
     ForkedRanks(tmp_path, load).join()
 
 

@@ -125,7 +125,7 @@ def become_nobody(groups: tuple[int, ...] = ()) -> None:
     os.setuid(NOBODY)
 
 
-def as_nobody(action: Callable[[], None]) -> None:
+def as_nobody(action: Callable[[], object]) -> None:
     """Run something as a user who owns nothing, and fail if it fails."""
     in_child(action, become_nobody)
 

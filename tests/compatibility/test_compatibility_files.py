@@ -912,4 +912,5 @@ def test_standard_streams_are_not_special(obj: Obj, data: bytes) -> None:
     """``python script.py > file.pt`` is a pipe or a file: what Python says it is."""
     script = "import sys, torch, ptsave; ptsave.save({'a': torch.arange(9)}, sys.stdout.buffer)"
     result = run_python(script, text=False)
-    assert result.stdout == saved_bytes(stock_save, {"a": torch.arange(9)})
+    written: Any = result.stdout
+    assert written == saved_bytes(stock_save, {"a": torch.arange(9)})

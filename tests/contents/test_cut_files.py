@@ -246,7 +246,8 @@ def test_elsewhere_and_with_another_name(damaged: Path, tmp_path: Path) -> None:
         with pytest.raises(ptsave.CorruptCheckpointError, match="recover=True"):
             ptsave.open(place)
         assert "without the entries t3, t4" in run("ls", place, "--recover").output
-        assert run("extract", place, "t1", "-o", str(tmp_path / "t1.pt"), "--recover", "-f")
+        words = ["extract", place, "t1", "-o", str(tmp_path / "t1.pt"), "--recover", "-f"]
+        assert run(*words).exit_code == 0
         assert torch.load(tmp_path / "t1.pt").tolist() == [1] * 99
         new = str(tmp_path / "new.pt")
         assert run("convert", place, new, "--recover", "--force").exit_code == 0

@@ -660,6 +660,10 @@ def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(3))
 
 
+def compiled() -> Any:
+    return torch.compile(nested())
+
+
 CASES |= {
     "lazy_modules": lambda log: (
         nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()),
@@ -675,8 +679,8 @@ CASES |= {
         nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2))),
         {"0.bias": torch.ones(2), "0.weight_g": torch.ones(2, 1), "0.weight_v": torch.eye(2)},
     ),
-    "compiled": lambda log: (torch.compile(nested()), saved(torch.compile(nested()))),  # type: ignore[arg-type]
-    "compiled_without_prefix": lambda log: (torch.compile(nested()), saved(nested())),
+    "compiled": lambda log: (compiled(), saved(compiled())),
+    "compiled_without_prefix": lambda log: (compiled(), saved(nested())),
     "data_parallel": lambda log: fits(nn.DataParallel(nested())),
     "recurrent": lambda log: fits(nn.Sequential(nn.LSTM(2, 3, bidirectional=True), nn.GRU(2, 2))),
     "a_transformer": lambda log: fits(nn.TransformerEncoderLayer(4, 2, 4)),
