@@ -30,6 +30,7 @@ NAMES = ["model.pt", "old.pt", "model.safetensors", "shards", "shards/model.safe
 
 READS: dict[str, Callable[..., Any]] = {
     **doors.LOADS,
+    "load_checkpoint": ptsave.load_checkpoint,  # a file of no "model"
     **doors.INSPECTIONS,
     "open": lambda f, **options: ptsave.open(f, **options)["weight"],
     "compact": lambda f, **options: compact(f, dry_run=True, **options),

@@ -22,7 +22,9 @@ LOADS: dict[str, Callable[..., Any]] = {
     "load": ptsave.load,
     "load, weights_only=False": functools.partial(ptsave.load, weights_only=False),
     "load_into": lambda f, **options: ptsave.load_into(f, nn.Linear(3, 2), **options),
-    "load_checkpoint": ptsave.load_checkpoint,
+    "load_checkpoint": lambda f, **options: ptsave.load_checkpoint(
+        f, model=nn.Linear(3, 2), **options
+    ),
     "load_model": lambda f, **options: ptsave.load_model(nn.Linear(3, 2), f, **options),
 }
 INSPECTIONS: dict[str, Callable[..., Any]] = {
