@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from warm_python import run_warm
 
 from ptsave.writing.targets import FileWriter
 
@@ -71,6 +69,5 @@ def share_of_the_engine(folder: Path, names: list[str]) -> float:
 
 def killed_by_itself(script: str, *arguments: object) -> None:
     """Run a script that kills its own process."""
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    result = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+    result = run_warm(script, *arguments, check=False)
     assert result.returncode == -signal.SIGKILL, result.stderr

@@ -142,7 +142,8 @@ def run_ranks(world_size: int, function: Callable[..., None], folder: Path, *arg
     """Run ``function(rank, world_size, *args)`` on so many processes with a gloo group."""
     store = folder / f"store-{world_size}-{len(list(folder.glob('store-*')))}"
     processes: Any = multiprocessing
-    processes.spawn(_enter, (world_size, str(store), function, args), nprocs=world_size, join=True)
+    arguments = (world_size, str(store), function, args)
+    processes.start_processes(_enter, arguments, world_size, start_method="fork")
 
 
 def _enter(

@@ -6,10 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+
+from warm_python import WarmProcess
 
 __all__ = ["Ranks"]
 
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import ptsave
+torch.set_num_threads(1)
 rank, size, folder, in_group, timeout = json.loads(sys.argv[1])
 folder = Path(folder)
 if in_group:
@@ -71,11 +73,11 @@ class Ranks:
         known = [(rank, size, str(folder), in_group, timeout) for rank in range(size)]
         environment = {name: value for name, value in os.environ.items() if "RANK" not in name}
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", text, json.dumps(arguments)],
+            WarmProcess(
+                text,
+                json.dumps(arguments),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
                 env={**environment, "OMP_NUM_THREADS": "1"},
             )
             for arguments in known

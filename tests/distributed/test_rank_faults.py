@@ -1,17 +1,9 @@
-"""Faults of ranks: errors, full disks, kills; the old checkpoint or the new one is whole.
-
-``PTSAVE_KILL_ROUNDS`` sets how often a rank is killed (default 20, `make kill` does 1000),
-``PTSAVE_KILL_SEED`` repeats a run's times.
-"""
+"""Faults of ranks: errors, full disks, kills; the old checkpoint or the new one is whole."""
 
 from __future__ import annotations
 
 import errno
-import os
-import random
 import resource
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,16 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as _dcp
 from dcp_states import differences, run_ranks, state_of
+from kill_rounds import ROUNDS, SEED
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from warm_python import run_warm
 
 import ptsave
 from ptsave.distributed import StorageReader, StorageWriter
 
 dcp: Any = _dcp  # a package that does not export its names to type checkers
-
-ROUNDS = int(os.environ.get("PTSAVE_KILL_ROUNDS", "20"))
-SEED = int(os.environ.get("PTSAVE_KILL_SEED", str(random.SystemRandom().randrange(1 << 32))))
 
 
 def save_state(folder: Path, world_size: int, **options: Any) -> None:
@@ -246,7 +237,6 @@ print("steps:", last)
 @pytest.mark.kill
 @pytest.mark.timeout(0)
 def test_killed_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(ROUNDS), str(SEED)]
-    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    result = run_warm(KILLED, tmp_path, ROUNDS, SEED, check=False, timeout=None)
     assert result.returncode == 0, f"seed {SEED}: {result.stderr[-3000:]}"
     assert int(result.stdout.rpartition("steps: ")[2]) > 0

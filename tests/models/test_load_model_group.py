@@ -281,7 +281,7 @@ def test_a_url(tmp_path: Path) -> None:
 
 def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_records, "CHUNK_NBYTES", 8 * MIB)
-    tensors = {str(i): torch.ones(4 * MIB) for i in range(6)}
+    tensors = {str(i): torch.ones(4 * MIB) for i in range(3)}
     write_shards(tmp_path, tensors, 3, ".bin", index=True)
 
     def peak() -> int:

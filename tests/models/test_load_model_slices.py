@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from _weights import assert_equal, write_file
-from torch import Tensor, distributed, nn
+from forked_ranks import ForkedRanks
+from torch import Tensor, nn
 
 import ptsave
 from ptsave.bench.system import make_cold
@@ -169,13 +168,12 @@ def test_slices_are_those_of_the_tensor(tmp_path: Path, suffix: str, order: str)
 # ------------------------------------------------------------------------------------------ DTensor
 
 
-def shard_and_load(rank: int, folder: str, address: str) -> None:
+def shard_and_load(folder: str) -> None:
     """Load sharded models on one of two ranks, and compare with the whole one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     expected = torch.load(os.path.join(folder, "expected.pt"))
     mesh = init_device_mesh("cpu", (2,))
 
@@ -215,7 +213,6 @@ def shard_and_load(rank: int, folder: str, address: str) -> None:
             packed_modules_mapping={"weight": ["first", "second"]},
         )
         assert torch.equal(fused.weight.full_tensor(), expected["0.weight"])
-    distributed.destroy_process_group()
 
 
 def test_ranks_read_their_parts_of_distributed_tensors(tmp_path: Path) -> None:
@@ -225,16 +222,7 @@ def test_ranks_read_their_parts_of_distributed_tensors(tmp_path: Path) -> None:
         first, second = saved["0.weight"].split([400, 601])
         write_file(tmp_path / f"parts{suffix}", {"first": first.clone(), "second": second.clone()})
     torch.save(dict(saved), tmp_path / "expected.pt")
-    address = f"file://{tmp_path / 'rendezvous'}"
-    code = f"import {__name__} as tests; tests.shard_and_load({{}}, {str(tmp_path)!r}, {address!r})"
-    folders = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code.format(rank)], env={**os.environ, "PYTHONPATH": folders}
-        )
-        for rank in range(2)
-    ]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    ForkedRanks(tmp_path, lambda rank: shard_and_load(str(tmp_path))).join()
 
 
 def test_slices_are_not_compared(tmp_path: Path) -> None:

@@ -1,8 +1,4 @@
-"""Training runs that are killed at random moments, and go on from their latest checkpoint.
-
-Like `test_kill`: ``PTSAVE_KILL_ROUNDS`` sets how often (default 20, `make kill` does 1000),
-``PTSAVE_KILL_SEED`` repeats a run's times.
-"""
+"""Training runs that are killed at random moments, and go on from their latest checkpoint."""
 
 from __future__ import annotations
 
@@ -19,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from _system import Child
+from kill_rounds import ROUNDS, SEED
 from stock_comparison import assert_same_object
 from torch import nn
 
@@ -26,8 +23,6 @@ import ptsave
 
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(0)]
 
-ROUNDS = int(os.environ.get("PTSAVE_KILL_ROUNDS", "20"))
-SEED = int(os.environ.get("PTSAVE_KILL_SEED", str(random.SystemRandom().randrange(1 << 32))))
 KEEP = 3
 TEMPORARY = re.compile(r"\.step-\d{8}\.pt\.[0-9a-f]{16}\.ptsave")
 BALLAST_NBYTES = 3_000_000  # so that a save takes longer than a step
@@ -189,16 +184,7 @@ def test_killed_trainings_keep_what_the_rules_promise(tmp_path: Path) -> None:
         assert_same_object(torch.load(tmp_path / f"step-{step:08d}.pt"), entries_of(step))
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """For results that are the same to the last bit in children, which have no others."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
-
-
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_torch_thread")  # or the results have other bits in children
 def test_killed_trainings_go_on_where_they_were(tmp_path: Path) -> None:
     generator = random.Random(SEED)
     print(f"PTSAVE_KILL_SEED={SEED}")  # shown if the test fails

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_processes import Ranks
 from torch import distributed
 
 import ptsave
@@ -40,17 +38,7 @@ def restored(folder: Path, **options: Any) -> Any:
 
 
 RANK_OF_SEVERAL = """
-import json, os, sys, warnings, torch, ptsave
-import torch.distributed as dist
-warnings.simplefilter("error")
-rank, folder = int(sys.argv[1]), sys.argv[2]
-found = {}
-
-def attempt(name, call):
-    try:
-        found[name] = call()
-    except Exception as error:
-        found[name] = f"{type(error).__name__}: {error}"
+folder = str(folder)
 
 def save(checkpointer, step):
     checkpointer.save(step, value={"x": torch.full((3,), float(rank))}).result()
@@ -78,22 +66,13 @@ dist.barrier()
 dist.destroy_process_group()
 after = ptsave.AsyncCheckpointer(folder + f"/after-{rank}")
 attempt("after", lambda: save(after, 1))
-print(json.dumps(found))
 """
 
 
 def test_two_ranks(tmp_path: Path) -> None:
     """Real processes, with a process group over gloo and nothing in the environment."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK_OF_SEVERAL, str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-        )
-        for rank in (0, 1)
-    ]
-    outputs = [process.communicate()[0].splitlines()[-1] for process in ranks]  # gloo may say more
-    assert [process.returncode for process in ranks] == [0, 0]
-    for rank, found in enumerate(map(json.loads, outputs)):
+    zero, one = ranks = Ranks(tmp_path, RANK_OF_SEVERAL, 2, in_group=False).found()
+    for rank, found in enumerate(ranks):
         assert found["unnamed"] is None  # a part of each, see test_rank_parts.py
         assert found["early"].startswith(f"RuntimeError: {tmp_path}/early-{rank}: of the 2 ranks")
         assert found["early files"] == []
@@ -102,7 +81,6 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert found["restore own"] == [rank] * 3
         assert found["restore other"] == [1 - rank] * 3
         assert found["after"] == [1]
-    zero, one = map(json.loads, outputs)
     assert zero["shared"] == [1]
     refused = f"RuntimeError: {tmp_path}/shared: this process is rank 1, and the checkpoints are"
     assert one["shared"].startswith(refused)
@@ -139,8 +117,7 @@ def test_set_after_the_checkpointer_was_made(
     assert torch.equal(target["x"], torch.ones(3))
 
 
-@pytest.mark.parametrize("rank", [None, 0, 3])
-@pytest.mark.parametrize("world_size", [None, "", "1"])
+@pytest.mark.parametrize(("rank", "world_size"), [(None, None), (0, ""), (3, "1")])
 def test_a_process_on_its_own_needs_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int | None, world_size: str | None
 ) -> None:

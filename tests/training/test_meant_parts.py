@@ -35,17 +35,6 @@ def _tensors_of(target: Any) -> dict[str, Any]:
     return dict(target) if isinstance(target, dict) else {}
 
 
-def test_a_module(tmp_path: Path) -> None:
-    path, saved = tmp_path / "c.pt", nn.Linear(2, 2).state_dict()
-    words = failure_of(path, {"net": saved, "epoch": 1}, nn.Linear(2, 2))
-    assert "entry 'net' fits: ptsave.load_checkpoint(path, net=model)" in words
-    words = failure_of(path, {"a": {"b c": saved}}, nn.Linear(2, 2))
-    assert "ptsave.load_state_dict(model, ptsave.load(path)['a']['b c'])" in words
-    two = {"generator": nn.Linear(3, 3, bias=False).state_dict(), "critic": saved}
-    assert "net=model" not in failure_of(path, two, nn.Linear(2, 2))
-    assert "critic=model" in failure_of(path, two, nn.Linear(2, 2))
-
-
 def test_an_optimizer(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     state = sgd().state_dict()

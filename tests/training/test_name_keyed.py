@@ -153,8 +153,10 @@ WRAPPERS = ["plain", "ddp", "inner ddp", "compiled", "compiled ddp", "checkpoint
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch.compile
 @pytest.mark.parametrize("flat", FORMS)
-@pytest.mark.parametrize("saved_as", ["plain", "ddp", "compiled ddp"])
-@pytest.mark.parametrize("loaded_as", WRAPPERS)
+@pytest.mark.parametrize(
+    ("saved_as", "loaded_as"),
+    [*(("plain", each) for each in WRAPPERS), ("compiled ddp", "compiled ddp")],
+)
 def test_wrappers(
     tmp_path: Path, one_rank: None, flat: bool, saved_as: str, loaded_as: str
 ) -> None:

@@ -23,14 +23,6 @@ import ptsave
 from ptsave import serialization
 from ptsave.writing import targets as writing
 
-ROOT = str(Path(ptsave.__file__).parents[1])
-
-
-def label(value: Any) -> str:
-    """Return the same name in every process, which addresses would not be."""
-    return type(value).__name__ if callable(value) or hasattr(value, "__next__") else str(value)
-
-
 OPTIONS = ["fsync", "atomic", "progress", "weights_only_check"]
 DEFAULT_TO_THE_CHECKPOINTERS = ("fsync", "weights_only_check")
 # Of other functions, which were entries of the file.
@@ -73,118 +65,85 @@ Saver = Callable[..., Path]
 
 @pytest.mark.parametrize("save", SAVERS)
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("value", [False, True])
-def test_options_are_no_entries(tmp_path: Path, save: Saver, name: str, value: bool) -> None:
-    model = nn.Linear(2, 2)
-    path = save(tmp_path, model=model, **{name: value})
-    assert list(stock_load(path)) == ["model"]
-    stock_save({"model": model.state_dict()}, tmp_path / path.name)
-    expected = (tmp_path / path.name).read_bytes()
-    assert save(tmp_path, model=model, **{name: value}).read_bytes() == expected
-
-
-@pytest.mark.parametrize("save", SAVERS)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(
-    "value", [{"loss": 0.5}, nn.Linear(1, 1), torch.ones(1), 0.5, 1, 0, None, "x", []], ids=repr
-)
-def test_objects_called_as_an_option_are_refused(
-    tmp_path: Path, save: Saver, name: str, value: Any
-) -> None:
-    if save is save_step and name in DEFAULT_TO_THE_CHECKPOINTERS and value is None:
-        return  # as the checkpointer
-    with pytest.raises(TypeError, match=f"'{name}' is an option of .*under another name"):
-        save(tmp_path, model=nn.Linear(2, 2), **{name: value})
+def test_options_are_no_entries(tmp_path: Path, save: Saver, name: str) -> None:
+    """An object that is called as one is refused."""
+    values: list[Any] = [{"loss": 0.5}, nn.Linear(1, 1), torch.ones(1), 0.5, 1, 0, "x", []]
+    if save is save_checkpoint or name not in DEFAULT_TO_THE_CHECKPOINTERS:
+        values.append(None)  # otherwise: as the checkpointer
+    for refused in values:
+        with pytest.raises(TypeError, match=f"'{name}' is an option of .*under another name"):
+            save(tmp_path, model=nn.Linear(2, 2), **{name: refused})
     assert os.listdir(tmp_path) == []
+    for value in (False, True):
+        model = nn.Linear(2, 2)
+        path = save(tmp_path, model=model, **{name: value})
+        assert list(stock_load(path)) == ["model"]
+        found = path.read_bytes()
+        stock_save({"model": model.state_dict()}, path)
+        assert found == path.read_bytes()
 
 
 @pytest.mark.parametrize("save", SAVERS)
-@pytest.mark.parametrize(("name", "value"), OTHER_VALUES, ids=label)
-def test_options_of_others_are_no_entries(
-    tmp_path: Path, save: Saver, name: str, value: Any
-) -> None:
-    with pytest.raises(TypeError, match=rf"{name}=.* is an option of \S+, which \S+ does not have"):
-        save(tmp_path, model=nn.Linear(2, 2), **{name: value})
-    assert os.listdir(tmp_path) == []
+def test_options_of_others_are_no_entries(tmp_path: Path, save: Saver) -> None:
+    """Their values are refused; objects of these names are saved."""
+    for name, value in OTHER_VALUES:
+        with pytest.raises(TypeError, match=OF_ANOTHER.format(name)):
+            save(tmp_path, model=nn.Linear(2, 2), **{name: value})
+        assert os.listdir(tmp_path) == []
+    for name in OTHERS:
+        saved: Any = {name: {"loss": torch.ones(2)}, "model": nn.Linear(2, 2).state_dict()}
+        assert_same_object(stock_load(save(tmp_path, **saved)), saved)
 
 
-@pytest.mark.parametrize("save", SAVERS)
-@pytest.mark.parametrize("name", OTHERS)
-def test_objects_called_as_options_of_others_are_entries(
-    tmp_path: Path, save: Saver, name: str
-) -> None:
-    saved: Any = {name: {"loss": torch.ones(2)}, "model": nn.Linear(2, 2).state_dict()}
-    path = save(tmp_path, **saved)
-    assert_same_object(stock_load(path), saved)
-
-
+OF_ANOTHER = r"{}=.* is an option of \S+, which \S+ does not have"
 OWN_OF_LOADING = {"strict", "map_location", "weights_only", "verify", "assign"}
 OWN_OF_LOADING |= {"ignore_mismatched_sizes", "match", "key_mapping"}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("fsync", True),
-        ("atomic", False),
-        ("weights_only_check", True),
-        *(pair for pair in OTHER_VALUES if pair[0] not in OWN_OF_LOADING),
-    ],
-    ids=label,
-)
-def test_load_checkpoint_takes_no_options_of_others(tmp_path: Path, name: str, value: Any) -> None:
+def restores_of(folder: Path) -> list[Callable[..., Any]]:
+    path = folder / "step-00000001.pt"
+    return [partial(ptsave.load_checkpoint, path), ptsave.AsyncCheckpointer(folder).restore]
+
+
+def test_loading_takes_no_options_of_others(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    stock_save({"model": nn.Linear(2, 2).state_dict(), name: 1}, tmp_path / "c.pt")
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    with pytest.raises(TypeError, match=rf"{name}=.* is an option of \S+, which \S+ does not have"):
-        ptsave.load_checkpoint(tmp_path / "c.pt", model=model, **{name: value})
+    others = [pair for pair in OTHER_VALUES if pair[0] not in OWN_OF_LOADING]
+    of_saving = [("fsync", True), ("atomic", False), ("weights_only_check", True)]
+    for name, value in (*of_saving, *others):
+        stock_save({"model": nn.Linear(2, 2).state_dict(), name: 1}, tmp_path / "step-00000001.pt")
+        for restore in restores_of(tmp_path)[: 1 if (name, value) in of_saving else 2]:
+            with pytest.raises(TypeError, match=OF_ANOTHER.format(name)):
+                restore(model=model, **{name: value})
     assert_same_object(dict(model.state_dict()), before)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [pair for pair in OTHER_VALUES if pair[0] not in OWN_OF_LOADING], ids=label
-)
-def test_restore_takes_no_options_of_others(tmp_path: Path, name: str, value: Any) -> None:
-    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
-    checkpointer.save(1, model=nn.Linear(2, 2)).result()
-    with pytest.raises(TypeError, match=rf"{name}=.* is an option of \S+, which \S+ does not have"):
-        checkpointer.restore(model=nn.Linear(2, 2), **{name: value})
 
 
 @pytest.mark.parametrize(
     "name",
     ["strict", "verify", "progress", "weights_only", "map_location", "match", "key_mapping"],
 )
-@pytest.mark.parametrize("value", [nn.Linear(1, 1), [], 0.5], ids=repr)
-def test_targets_called_as_an_option_of_load_checkpoint(
-    tmp_path: Path, name: str, value: Any
-) -> None:
+def test_targets_called_as_an_option_of_load_checkpoint(tmp_path: Path, name: str) -> None:
     stock_save({"model": nn.Linear(2, 2).state_dict(), name: {}}, tmp_path / "c.pt")
-    with pytest.raises(TypeError, match=f"'{name}' is an option of .*returns the entry"):
-        ptsave.load_checkpoint(tmp_path / "c.pt", model=nn.Linear(2, 2), **{name: value})
-
-
-@pytest.mark.parametrize("name", ["strict", "verify", "progress", "weights_only"])
-def test_a_dict_called_as_an_option_is_not_left_empty(tmp_path: Path, name: str) -> None:
+    for value in (nn.Linear(1, 1), [], 0.5):
+        with pytest.raises(TypeError, match=f"'{name}' is an option of .*returns the entry"):
+            ptsave.load_checkpoint(tmp_path / "c.pt", model=nn.Linear(2, 2), **{name: value})
+    if name in ("map_location", "match", "key_mapping"):
+        return
     stock_save({name: {"loss": torch.ones(2)}}, tmp_path / "c.pt")
-    targets: dict[str, Any] = {name: {"loss": torch.zeros(2)}}
+    targets: dict[str, Any] = {name: {"loss": torch.zeros(2)}}  # is not left empty
     with pytest.raises(TypeError, match=f"'{name}' is an option"):
         ptsave.load_checkpoint(tmp_path / "c.pt", **targets)
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *OTHERS])
-@pytest.mark.parametrize("value", [True, {"loss": 0.5}], ids=repr)
-def test_files_with_such_an_entry_load(tmp_path: Path, name: str, value: Any) -> None:
+def test_files_with_such_an_entry_load(tmp_path: Path) -> None:
     saved = nn.Linear(2, 2).state_dict()
-    stock_save({"model": saved, name: value}, tmp_path / "step-00000001.pt")
-    restores: list[Callable[..., Any]] = [
-        partial(ptsave.load_checkpoint, tmp_path / "step-00000001.pt"),
-        ptsave.AsyncCheckpointer(tmp_path).restore,
-    ]
-    for restore in restores:
-        model = nn.Linear(2, 2)
-        assert restore(model=model) == {name: value}
-        assert_same_object(dict(model.state_dict()), dict(saved))
+    for name in (*OPTIONS, *OTHERS):
+        for value in (True, {"loss": 0.5}):
+            stock_save({"model": saved, name: value}, tmp_path / "step-00000001.pt")
+            for restore in restores_of(tmp_path):
+                model = nn.Linear(2, 2)
+                assert restore(model=model) == {name: value}
+                assert_same_object(dict(model.state_dict()), dict(saved))
 
 
 @pytest.mark.parametrize("name", ["fsync", "atomic", "mmap"])

@@ -117,10 +117,14 @@ def assert_same_value(actual: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_restores_load_what_saves_accept(tmp_path: Path, way: Restore) -> None:
-    for value in VALUES:
-        stock_save({"value": value}, tmp_path / "stock.pt")
-        expected = stock_load(tmp_path / "stock.pt", weights_only=False)["value"]
-        assert_same_value(way(tmp_path, value), expected)
+    stock_save(VALUES, tmp_path / "stock.pt")
+    expected = stock_load(tmp_path / "stock.pt", weights_only=False)
+    if way is through_load_checkpoint:  # one by one, to name what is refused
+        found = [way(tmp_path, value) for value in VALUES]
+    else:
+        found = way(tmp_path, VALUES)
+    for mine, torchs in zip(found, expected, strict=True):
+        assert_same_value(mine, torchs)
 
 
 def test_many_of_them_together(tmp_path: Path) -> None:
@@ -352,7 +356,7 @@ def test_random_steps_never_crash() -> None:
     draw = random.Random(0)
     parts = [*HOSTILE.values(), F8, ARRAY, encoded("12345678"), number(1), b"N", b"]", b"}", b")"]
     operators = [b"b", b"R", b"a", b"s", b"\x81", b"\x85", b"\x86", b"0", b"q\1", b"h\1"]
-    for _ in range(3000):
+    for _ in range(600):
         steps = [draw.choice(parts + operators * 3) for _ in range(draw.randrange(1, 8))]
         data = b"\x80\x02" + b"".join(steps) + b"."
         try:

@@ -66,7 +66,7 @@ def _same(model: Any, other: Any) -> None:
     assert_same_object(dict(model.state_dict()), dict(other.state_dict()))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_every_rank_restores_its_own(tmp_path: Path, size: int) -> None:
     path, run = tmp_path / "model.pt", tmp_path / "run.pt"
     saved = _filled(1)

@@ -80,7 +80,7 @@ def test_a_rank_is_killed(tmp_path: Path, size: int) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     highest = -1
-    for run in range(max(ROUNDS // 5, 2)):
+    for run in range(max(ROUNDS // 5, 4)):
         children = [
             Child(lambda rank=rank, run=run: _train(folder, rank, size, run))  # type: ignore[misc]
             for rank in range(size)

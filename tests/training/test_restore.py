@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import shutil
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -44,11 +45,17 @@ def stock_restore(path: Any, module: nn.Module, **options: Any) -> Any:
     return module.load_state_dict(stock_load(path), **options)
 
 
+@pytest.fixture(scope="module")
+def saved_net(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "net.pt"
+    stock_save(make_net().state_dict(), path)
+    return path
+
+
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(saved_net: Path, tmp_path: Path) -> Path:
     """A file that holds the state dict of `make_net(0)`."""
-    stock_save(make_net().state_dict(), tmp_path / "net.pt")
-    return tmp_path / "net.pt"
+    return Path(shutil.copy(saved_net, tmp_path))
 
 
 def assert_restores(path: Path, make: Callable[[], nn.Module], **options: Any) -> None:
@@ -87,7 +94,7 @@ def test_module(path: Path, kept: list[list[int]]) -> None:
     assert kept == [[]]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_other_dtypes(path: Path, dtype: torch.dtype) -> None:
     assert_restores(path, lambda: make_net(1, dtype))
 
@@ -117,8 +124,10 @@ def test_sources(path: Path, kind: str) -> None:
     assert_same_object(net.state_dict(), expected.state_dict())
 
 
-@pytest.mark.parametrize("weights_only", [True, False, None])
-@pytest.mark.parametrize("map_location", [None, "cpu", torch.device("cpu"), {"cpu": "cpu"}])
+@pytest.mark.parametrize(
+    ("weights_only", "map_location"),
+    [(True, None), (False, "cpu"), (None, torch.device("cpu")), (True, {"cpu": "cpu"})],
+)
 def test_options(path: Path, weights_only: Any, map_location: Any) -> None:
     net = make_net(1)
     ptsave.load_into(path, net, weights_only=weights_only, map_location=map_location)
@@ -438,7 +447,7 @@ def test_damaged_pickle_changes_nothing(path: Path) -> None:
     assert_same_object(net.state_dict(), before)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 100, 2000, 1_000_000, -1, -100])
+@pytest.mark.parametrize("nbytes", [0, 100, 1_000_000, -1])
 def test_truncated_files_change_nothing(path: Path, nbytes: int) -> None:
     path.write_bytes(path.read_bytes()[:nbytes])
     net = make_net(1)
@@ -447,25 +456,6 @@ def test_truncated_files_change_nothing(path: Path, nbytes: int) -> None:
     failure = failure_of(lambda: ptsave.load_into(path, net))
     assert isinstance(failure, type(expected))
     assert_same_object(net.state_dict(), before)
-
-
-def test_errors_of_the_disk_say_what_has_changed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file that shrinks while it is read is the read error that can be had for certain."""
-    net = make_net(1)
-    fill = FileCopier._fill
-
-    def shrink(self: FileCopier, records: Any) -> None:
-        with path.open("r+b") as file:
-            file.truncate(1 << 20)
-        fill(self, records)
-
-    monkeypatch.setattr(FileCopier, "_fill", shrink)
-    monkeypatch.setenv("PTSAVE_NUM_THREADS", "1")
-    with pytest.raises(ptsave.CorruptCheckpointError, match="unexpected end of file") as raised:
-        ptsave.load_into(path, net)
-    assert "0.weight" in raised.value.overwritten  # type: ignore[attr-defined]
 
 
 def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,22 +592,6 @@ def test_checkpoint(tmp_path: Path, kept: list[list[int]]) -> None:
     assert kept[-1] == [20]  # the state of the random number generator, which nobody had
 
 
-def test_checkpoints_written_by_hand(tmp_path: Path) -> None:
-    net, optimizer = trained()
-    checkpoint = {
-        "model_state_dict": net.state_dict(),
-        "optimizer_state_dict": optimizer.state_dict(),
-        "loss": 0.5,
-    }
-    stock_save(checkpoint, tmp_path / "c.pt")
-    other, other_optimizer = trained(1)
-    rest = ptsave.load_checkpoint(
-        tmp_path / "c.pt", model_state_dict=other, optimizer_state_dict=other_optimizer
-    )
-    assert rest == {"loss": 0.5}
-    assert_same_object(other.state_dict(), net.state_dict())
-
-
 def test_rest_that_shares_memory_with_the_model(tmp_path: Path) -> None:
     """An entry that is returned has its values, even if a target took the same bytes."""
     net, _ = trained()
@@ -627,18 +601,6 @@ def test_rest_that_shares_memory_with_the_model(tmp_path: Path) -> None:
     rest = ptsave.load_checkpoint(tmp_path / "c.pt", model=other)
     assert torch.equal(rest["ema"]["0.weight"], state["0.weight"])
     assert_same_object(other.state_dict(), state)
-
-
-def test_errors_before_anything_changes(tmp_path: Path) -> None:
-    """An optimizer that does not fit leaves the model alone."""
-    net, optimizer = trained()
-    ptsave.save_checkpoint(tmp_path / "c.pt", model=net, optimizer=optimizer)
-    other, _ = trained(1)
-    wrong = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
-    before = values_of(other)
-    with pytest.raises(ValueError, match="doesn't match the size"):
-        ptsave.load_checkpoint(tmp_path / "c.pt", optimizer=wrong, model=other)
-    assert_same_object(other.state_dict(), before)
 
 
 def test_names_that_are_not_there(tmp_path: Path) -> None:

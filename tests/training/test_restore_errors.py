@@ -199,7 +199,8 @@ def test_a_method_that_only_calling_it_knows(tmp_path: Path) -> None:
         (lambda s: {"state_dict": s, "lr": 0.1}, "ptsave.load_checkpoint(path, state_dict=model)"),
         (lambda s: {"model_state_dict": s, "optimizer": {"state": {}}}, "model_state_dict=model)"),
         (lambda s: {"a b": s}, "ptsave.load_checkpoint(path, **{'a b': model})"),
-        (lambda s: {"ema": {"shadow": s}}, "ptsave.load(path)['ema']['shadow']"),
+        (lambda s: {"ema": {"b c": s}}, "model, ptsave.load(path)['ema']['b c'])"),
+        (lambda s: {"x": nn.Linear(3, 3).state_dict(), "critic": s}, "(path, critic=model)"),
         (lambda s: ptsave.add_prefix(s, "module."), "ptsave.strip_prefix(ptsave.load(path), 'mod"),
         (
             lambda s: {"model": ptsave.add_prefix(s, "module.")},

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -21,6 +20,7 @@ import torch
 from _system import in_threads
 from forked_ranks import ForkedRanks
 from torch import nn
+from warm_python import WarmProcess
 
 import ptsave
 from ptsave.background.saves import writes_held_back
@@ -35,7 +35,7 @@ def save_all(directory: object, entries: dict[int, dict[str, Any]], **rules: Any
         return checkpointer.steps()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_all_rules(tmp_path: Path, seed: int) -> None:
     """A second process, which knows files only, goes by the same rules."""
     rng = random.Random(seed)
@@ -233,9 +233,7 @@ print("ended", step)
 def test_a_run_saves_and_ends(tmp_path: Path, number: signal.Signals) -> None:
     steps = []
     for _ in range(2):
-        run = subprocess.Popen(
-            [sys.executable, "-c", _RUN, tmp_path], stdout=subprocess.PIPE, text=True
-        )
+        run = WarmProcess(_RUN, tmp_path, stdout=subprocess.PIPE)
         assert run.stdout is not None
         assert run.stdout.readline() == "ready\n"
         run.send_signal(number)

@@ -1,4 +1,4 @@
-"""AsyncCheckpointer on URLs: steps, pruning, restoring, failures, forks."""
+"""AsyncCheckpointer in every kind of place; on URLs pruning, failures and forks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from url_file_systems import MEMORY, PLAIN, contents, failing
 
 import ptsave
 
-URLS = ["memory://run", "plain://a/run/", "memory://"]
+PLACES = ["memory://run", "plain://a/run/", "memory://", "directory"]
 
 
 pytestmark = pytest.mark.usefixtures("_clean_file_systems")
@@ -29,48 +29,70 @@ def names_in(protocol: str) -> list[str]:
     return sorted(path.rpartition("/")[2] for path in contents(protocol))
 
 
-@pytest.mark.parametrize("url", URLS)
-def test_steps(tmp_path: Path, url: str) -> None:
-    protocol = url.partition(":")[0]
-    model, optimizer = nn.Linear(2, 2), torch.optim.AdamW(nn.Linear(2, 2).parameters())
-    checkpointer = ptsave.AsyncCheckpointer(url, keep=2)
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return request.param if "://" in request.param else tmp_path / "run"
+
+
+def files_in(place: str | Path) -> dict[str, bytes]:
+    if isinstance(place, Path):
+        return {path.name: path.read_bytes() for path in place.iterdir()}
+    found = contents(place.partition(":")[0])
+    return {path.rpartition("/")[2]: data for path, data in found.items()}
+
+
+def test_steps(tmp_path: Path, place: Any) -> None:
+    """Files are those of `save_checkpoint` and of torch."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model(torch.randn(5, 2)).sum().backward()
+    optimizer.step()
+    objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    checkpointer = ptsave.AsyncCheckpointer(place, keep=2)
     assert checkpointer.steps() == []
     assert checkpointer.latest() is None
     with checkpointer:
         for step in (1, 5, 20, 100):
-            checkpointer.save(step, model=model, optimizer=optimizer, step=step)
+            checkpointer.save(step, **objects, step=step)
     assert checkpointer.steps() == [20, 100]
-    assert names_in(protocol) == [file_of(20), file_of(100)]
-    base = url if url.endswith("/") else f"{url}/"
-    assert checkpointer.latest() == checkpointer.path(100) == f"{base}{file_of(100)}"
-    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    found = files_in(place)
+    assert sorted(found) == [file_of(20), file_of(100)]
+    path = checkpointer.latest()
+    base = place if isinstance(place, Path) or place.endswith("/") else f"{place}/"
+    assert path == checkpointer.path(100)
+    assert path == (base / file_of(100) if isinstance(base, Path) else f"{base}{file_of(100)}")
+    states = {name: obj.state_dict() for name, obj in objects.items()}
     stock_save({**states, "step": 100}, tmp_path / file_of(100))
-    expected = (tmp_path / file_of(100)).read_bytes()
-    found = {path.rpartition("/")[2]: data for path, data in contents(protocol).items()}
-    assert found[file_of(100)] == expected
-    again = ptsave.AsyncCheckpointer(url)
+    assert found[file_of(100)] == (tmp_path / file_of(100)).read_bytes()
+    ptsave.save_checkpoint(tmp_path / file_of(100), **objects, step=100)
+    assert found[file_of(100)] == (tmp_path / file_of(100)).read_bytes()
+    again = ptsave.AsyncCheckpointer(place)
     assert again.steps() == [20, 100]
     assert again.latest() == checkpointer.latest()
 
 
-@pytest.mark.parametrize("url", URLS)
-def test_restore(url: str) -> None:
+def test_restore(place: Any) -> None:
     model = nn.Linear(2, 2)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with ptsave.AsyncCheckpointer(url) as checkpointer:
+    with ptsave.AsyncCheckpointer(place) as checkpointer:
         checkpointer.save(1, model=model, note="one")
         with torch.no_grad():
             model.weight.zero_()
         checkpointer.save(2, model=model, note="two")
-    weight = model.weight
+    weight, memory = model.weight, model.weight.data_ptr()
     assert checkpointer.restore(1, model=model) == {"note": "one"}
     assert_same_object(dict(model.state_dict()), expected)
     assert model.weight is weight
+    assert model.weight.data_ptr() == memory
     assert checkpointer.restore(model=model) == {"note": "two"}
     assert not model.weight.any()
+    rest = checkpointer.restore(1)
+    assert rest.pop("note") == "one"
+    assert_same_object(dict(rest["model"]), expected)
     with pytest.raises(FileNotFoundError, match="no checkpoint of step 7, only of 1, 2") as caught:
         checkpointer.restore(7, model=model)
-    assert caught.value.filename == url
+    assert caught.value.filename == str(place)
 
 
 def test_other_files_are_left_alone() -> None:
@@ -88,14 +110,6 @@ def test_other_files_are_left_alone() -> None:
             checkpointer.save(step, value=step)
     assert checkpointer.steps() == [3]
     assert names_in(PLAIN) == sorted([*others, "model.pt", file_of(3)])
-
-
-def test_going_back_warns() -> None:
-    with ptsave.AsyncCheckpointer("memory://run") as checkpointer:
-        checkpointer.save(5, value=1).result()
-        with pytest.warns(ptsave.CheckpointWarning, match="step 5 is there already"):
-            checkpointer.save(4, value=1)
-    assert checkpointer.steps() == [4, 5]
 
 
 @pytest.mark.parametrize("method", ["open", "write", "mv", "ls"])
