@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from _system import in_threads
 
 TESTS = Path(__file__).resolve().parent.parent
 N = 10_000
-POISON = 0xDB
 SLOW = 100_000  # us
 
 
@@ -140,25 +138,6 @@ def test_waits(fake: Any, wait: str) -> None:
     assert torch.equal(target.cpu(), source)
 
 
-def test_query(fake: Any) -> None:
-    stream = torch.Stream(device="fake")
-    event = torch.Event(device="fake")
-    assert event.query()
-    with fake.held(stream):
-        with stream:
-            x = torch.zeros(N, device="fake")
-        event.record(stream)
-        assert fake.operations_in_flight() == 1
-        assert not event.query()
-        assert not stream.query()
-    event.synchronize()
-    assert event.query()
-    stream.synchronize()
-    assert stream.query()
-    assert fake.operations_in_flight() == 0
-    assert x.sum() == 0
-
-
 def test_event_waits_for_what_was_recorded_then(fake: Any) -> None:
     stream = torch.Stream(device="fake")
     event = stream.record_event()
@@ -172,42 +151,6 @@ def test_event_waits_for_what_was_recorded_then(fake: Any) -> None:
         assert not event.query()
     event.synchronize()
     assert x.sum() == 0
-
-
-def test_delay_that_cannot_be(fake: Any) -> None:
-    with pytest.raises(ValueError, match="delay"):
-        fake.set_delay(2, 1)
-
-
-def test_elapsed_time(fake: Any) -> None:
-    fake.set_delay(SLOW, SLOW)
-    first = torch.Event(device="fake", enable_timing=True)
-    second = torch.Event(device="fake", enable_timing=True)
-    first.record()
-    x = torch.zeros(N, device="fake")
-    second.record()
-    second.synchronize()
-    assert first.elapsed_time(second) >= SLOW / 1000
-    assert x.sum() == 0
-
-
-def test_streams_are_per_thread(fake: Any) -> None:
-    seen = []
-    with torch.Stream(device="fake:1") as stream:
-        assert torch.accelerator.current_stream() == stream
-        thread = threading.Thread(
-            target=lambda: seen.append(
-                (
-                    torch.accelerator.current_device_index(),
-                    torch.accelerator.current_stream("fake:1"),
-                )
-            )
-        )
-        thread.start()
-        thread.join()
-    assert seen[0][0] == 0
-    assert seen[0][1] != stream
-    assert torch.accelerator.current_device_index() == 0
 
 
 def test_many_threads(fake: Any) -> None:
@@ -224,6 +167,45 @@ def test_many_threads(fake: Any) -> None:
                 assert torch.equal(back, torch.full((N,), 100 * seed + i)), i
 
     in_threads(work, range(6))
+
+
+# ---------------------------------------------------------------------------------------- copies
+
+
+def test_copies_between_devices_are_ordered(fake: Any) -> None:
+    fake.set_delay(0, 2000)
+    expected = torch.arange(N)
+    for _ in range(10):
+        x = expected.to("fake:0").to("fake:1").clone().to("fake:0")
+        assert torch.equal(x.cpu(), expected)
+
+
+def test_gathers_and_scatters_are_asynchronous(fake: Any) -> None:
+    parts = [torch.arange(float(n)) for n in (3, 0, 5, 700)]
+    on_device = [part.to("fake:1") for part in parts]
+    back = [torch.zeros_like(part) for part in on_device]
+    out = torch.empty(708, device="fake:1")
+    torch.accelerator.synchronize(1)
+    with torch.Stream(device="fake:1") as stream, fake.held(stream):
+        torch.cat(on_device, out=out)
+        torch._foreach_copy_(back, list(out.split([3, 0, 5, 700])))
+        assert fake.operations_in_flight() == 2
+    stream.synchronize()
+    assert torch.equal(out.cpu(), torch.cat(parts))
+    assert all(torch.equal(x.cpu(), part) for x, part in zip(back, parts, strict=True))
+    assert (fake.stats()["cat"], fake.stats()["foreach_copy"]) == (1, 1)
+
+
+def test_statistics(fake: Any) -> None:
+    host = torch.zeros(100, dtype=torch.uint8)
+    x = host.to("fake:0")
+    y = x.to("fake:1")
+    y.cpu()
+    x.add_(1)
+    stats = fake.stats()
+    assert (stats["h2d"], stats["d2d"], stats["d2h"]) == ([100], [100], [100])
+    fake.reset()
+    assert fake.stats()["h2d"] == []
 
 
 # ---------------------------------------------------------------------------------------- errors

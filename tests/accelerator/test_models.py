@@ -81,8 +81,10 @@ def test_load_model_of_8_shards(
         assert torch.equal(model.get_parameter(name).detach().cpu(), tensor), name
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "stream"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("safetensors", torch.float16), ("pt", torch.float64), ("stream", torch.float64)],
+)
 def test_load_model_of_another_dtype(
     devices: list[str], tmp_path: Path, fake: Any, kind: Any, dtype: torch.dtype
 ) -> None:
@@ -119,8 +121,10 @@ def test_load_model_from_a_side_stream(devices: list[str], tmp_path: Path, fake:
         assert torch.equal(model.get_parameter(name).detach().cpu(), tensor.double()), name
 
 
-@pytest.mark.parametrize("loader", ["waits", "does not wait", "keeps"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "loader"),
+    [("pt", "waits"), ("safetensors", "does not wait"), ("pt", "keeps"), ("safetensors", "keeps")],
+)
 def test_weight_loaders(
     devices: list[str], tmp_path: Path, fake: Any, kind: Any, loader: str
 ) -> None:
@@ -201,11 +205,11 @@ def test_get_tensor_of_a_record(
 
 
 PARTS: dict[str, Any] = {
-    "rows": slice(100, 2900),
+    "rows": slice(100, 900),
     "columns": (slice(None), slice(3, 7)),
     "far apart": (slice(None, None, 9), slice(3, 11)),
     "every other": (slice(1, None), slice(None, None, 2)),
-    "with new dimensions": (None, slice(5, 1500), None, ...),
+    "with new dimensions": (None, slice(5, 500), None, ...),
 }
 
 
@@ -226,7 +230,7 @@ def host_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture(params=KINDS)
 def cube(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, Tensor]:
     """Return a file with a tensor "a", and that."""
-    tensor = torch.randn(3000, 12, 1024)
+    tensor = torch.randn(1000, 12, 1024)
     ptsave.save_model({"a": tensor}, tmp_path, format=request.param)
     (file,) = tmp_path.iterdir()
     return file, tensor
