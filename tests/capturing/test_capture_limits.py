@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import functools
 import io
-import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +17,7 @@ import pytest
 import torch
 from _system import Child, mounted
 from captured_runs import Run, captured
+from rank_processes import Ranks
 from torch import nn
 
 import ptsave
@@ -422,55 +420,37 @@ def test_what_a_capture_says_of_itself(path: Path) -> None:
 # -------------------------------------------------------------------------------------------- ranks
 
 RANK_OF_TWO = """
-import json, sys, warnings, torch, ptsave
-import torch.distributed as dist
-warnings.simplefilter("error")
-rank, folder = int(sys.argv[1]), sys.argv[2]
-model = torch.nn.Identity()
-found = {}
+model, folder = torch.nn.Identity(), str(folder)
 
-def run(name, path, **options):
-    try:
-        with ptsave.capture(model, path, **options):
-            model(torch.full((2,), float(rank)))
-        found[name] = "written"
-    except Exception as error:
-        found[name] = f"{type(error).__name__}: {error}"
+def run(path, **options):
+    with ptsave.capture(model, path, **options):
+        model(torch.full((2,), float(rank)))
+    return "written"
 
 capture = ptsave.capture(model, folder + "/early.pt")
 dist.init_process_group("gloo", init_method="file://" + folder + "/store", rank=rank, world_size=2)
-run("unnamed", folder + "/unnamed.pt")
-run("shared", folder + "/shared.pt", rank=0)
-run("own", folder + f"/own-{rank}.pt", rank=rank)
-try:
-    capture.start()
-except RuntimeError as error:
-    found["early"] = str(error)
+attempt("unnamed", lambda: run(folder + "/unnamed.pt"))
+attempt("shared", lambda: run(folder + "/shared.pt", rank=0))
+attempt("own", lambda: run(folder + f"/own-{rank}.pt", rank=rank))
+attempt("early", capture.start)
 dist.barrier()
 dist.destroy_process_group()
-run("after", folder + f"/after-{rank}.pt")
-print(json.dumps(found))
+attempt("after", lambda: run(folder + f"/after-{rank}.pt"))
 """
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RANK_OF_TWO]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE)
-        for rank in (0, 1)
-    ]
-    outputs = [process.communicate()[0].splitlines()[-1] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0]
-    for rank, found in enumerate(map(json.loads, outputs)):
+    zero, one = ranks = Ranks(tmp_path, RANK_OF_TWO, 2, in_group=False).found()
+    for rank, found in enumerate(ranks):
         assert found["unnamed"].startswith(
             f"RuntimeError: {tmp_path}/unnamed.pt: of the 2 ranks of this job, each would replace"
         )
         assert "rank=rank" in found["unnamed"]
+        assert found["early"].startswith("RuntimeError: ")
         assert "of the 2 ranks" in found["early"]
         assert found["own"] == found["after"] == "written"
         run = Run(tmp_path / f"own-{rank}.pt")
         assert run.tensor("0/forward/#0/inputs/0").tolist() == [rank, rank]
-    zero, one = map(json.loads, outputs)
     assert zero["shared"] == "written"
     assert "this process is rank 1, and the file is that of rank 0" in one["shared"]
 

@@ -107,9 +107,13 @@ def in_a_function(model: Model, backend: str) -> Function:
     return function
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
-    "prepare", [wrapped_elsewhere, class_compiled_before, compiled_in_place, a_part, in_a_function]
+    ("prepare", "backend"),
+    [
+        *((wrapped_elsewhere, "eager"), (wrapped_elsewhere, "aot_eager")),
+        *((class_compiled_before, "eager"), (compiled_in_place, "aot_eager")),
+        *((a_part, "eager"), (in_a_function, "aot_eager")),
+    ],
 )
 def test_code_that_was_compiled_before(
     path: Path, prepare: Callable[[Model, str], Function], backend: str

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.capturing.difference import TensorDifference, difference_of_rows
-from ptsave.comparison.numbers import Tolerance
+from ptsave.comparison.numbers import Tolerance, number_difference
 
 # Of torch: a prototype.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -89,6 +89,14 @@ def assert_like_torch(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0
             plain = math.ldexp(sum_found, scale)
             assert plain == pytest.approx(expected.sum().item(), abs=1e-11 * size)
     assert sum(found.ulps) == found.numel
+    # What comparisons of checkpoints tell is of the same engine.
+    rows = [each.resolve_conj().contiguous().view(-1) for each in (a, b)]
+    numbers = number_difference(*rows, Tolerance(rtol, atol))
+    assert (numbers.numel, numbers.n_different) == (found.numel, found.n_different)
+    assert (numbers.n_nan_a, numbers.n_nan_b) == (found.n_nan_only_a, found.n_nan_only_b)
+    assert (numbers.n_outside, numbers.max_abs, numbers.max_rel) == (
+        *(found.n_outside, found.max_abs, found.max_rel),
+    )
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX], ids=str)
@@ -108,14 +116,21 @@ def test_random_bits(dtype: torch.dtype) -> None:
     assert difference(a, a).first is None
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    list(itertools.permutations([*FLOATS, torch.int8, torch.int64, torch.complex64], 2)),
-    ids=str,
-)
-def test_two_dtypes(one: torch.dtype, other: torch.dtype) -> None:
-    a, b = random_bytes(one, (3001,), 3), random_bytes(other, (3001,), 4)
-    assert_like_torch(a, b, 0.5, 1e-3)
+def test_two_dtypes() -> None:
+    dtypes = [*FLOATS, torch.int8, torch.int64, torch.complex64]
+    for one, other in itertools.permutations(dtypes, 2):
+        a, b = random_bytes(one, (3001,), 3), random_bytes(other, (3001,), 4)
+        assert_like_torch(a, b, 0.5, 1e-3)
+
+
+@pytest.mark.parametrize("n", [1, 7, 2047, 2048, 2049, 262_144, 262_147, 1_100_000])
+def test_sizes_around_those_of_blocks(n: int) -> None:
+    a = torch.randn(n)
+    b = a.clone()
+    b.view(torch.int32)[n // 2 :: 3] ^= torch.randint(0, 256, (n,), dtype=torch.int32)[n // 2 :: 3]
+    assert_like_torch(a, b, 1e-6)
+    differ = (a != b).nonzero()
+    assert difference(a, b).first == (tuple(differ[0].tolist()) if len(differ) else None)
 
 
 def ordered(tensor: Tensor) -> Tensor:
@@ -179,6 +194,10 @@ def test_whole_numbers_are_exact() -> None:
     most = difference(torch.tensor([2**64 - 1], dtype=torch.uint64), torch.tensor([-(2**63)]))
     assert most.max_abs == 2**64 - 1 + 2**63
     assert difference(torch.tensor([True]), torch.tensor([3])).max_abs == 2
+    found = difference(torch.tensor([5, 2**62 + 1, -3]), torch.tensor([5, 2**62, -5]))
+    assert (found.n_different, found.ulps) == (2, (1, 1, 1))
+    a, b = torch.tensor([-1], dtype=torch.int8), torch.tensor([255], dtype=torch.uint8)
+    assert difference(a, b).max_abs == 256
 
 
 @given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), max_size=30))
@@ -293,6 +312,27 @@ def test_sizes_of_float64(pairs: list[tuple[float, float]], is_complex: bool) ->
     if norms[1] > 1e-290 and math.isfinite(found.max_abs):
         rms = norms[1] * math.sqrt(n_parts) / math.sqrt(len(pairs))
         assert found.relative_error == pytest.approx(found.max_abs / rms, rel=1e-12)
+
+
+def test_blocks_of_several_sizes() -> None:
+    """The largest decide, and zeros nothing."""
+    sizes = [0, 1e-200, 0, 1, 1e300, 1e-200, 0]
+    for n in range(1, len(sizes) + 1):
+        data = torch.cat([torch.full((2048,), x, dtype=torch.float64) for x in sizes[:n]])
+        found = difference(data, torch.ones_like(data))
+        norm = data.max().item() * math.sqrt(int((data == data.max()).sum()))
+        assert math.ldexp(math.sqrt(found.squares_a), found.scale_a) == pytest.approx(norm)
+        assert found.squares_b == len(data)
+
+
+def test_numbers_at_the_ends_of_float64() -> None:
+    a = torch.tensor([-1.5e308, 1, 2], dtype=torch.float64)
+    b = torch.tensor([1.5e308, 1, 2.5], dtype=torch.float64)
+    found = difference(a, b, 1.5)
+    assert (found.max_abs, found.max_rel, found.n_outside) == (math.inf, 2, 1)
+    a, b = (torch.tensor(x, dtype=torch.float64) * 5e-324 for x in ([7, 3], [5, 2]))
+    found = difference(a, b)
+    assert (found.max_rel, found.max_abs) == (0.5, 2 * 5e-324)
 
 
 def test_parts_of_several_sizes() -> None:

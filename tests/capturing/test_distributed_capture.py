@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from captured_runs import Run, captured
+from rank_processes import Ranks
 from torch import Tensor, distributed, nn
 
 pytestmark = [
@@ -18,14 +17,12 @@ pytestmark = [
 ]
 
 RANK = """
-import sys, torch, ptsave
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-kind, rank, n_ranks, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+kind, n_ranks, folder = KIND, size, str(folder)
 dist.init_process_group(
     "gloo", init_method="file://" + folder + "/store", rank=rank, world_size=n_ranks
 )
@@ -75,17 +72,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "dtensor"])
 def test_ranks(tmp_path: Path, kind: str, n_ranks: int) -> None:
     """Losses are those without a capture; each rank records its own part."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, kind, str(rank), str(n_ranks), str(tmp_path)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(n_ranks)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    Ranks(tmp_path, RANK.replace("KIND", repr(kind)), n_ranks, in_group=False).found()
     for rank in range(n_ranks):
         run = Run(tmp_path / f"run-{rank}.pt")
         assert run.entries["capture/end"]["steps"] == 2

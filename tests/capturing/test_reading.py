@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import command_line
 import pytest
 import torch
 from captured_runs import tensors_in
+from client_checkpoints import killed_by_itself
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_modules import build, first_tensor, trees
@@ -213,8 +211,7 @@ model(torch.ones(2, 4))
 
 def test_a_killed_run(tmp_path: Path) -> None:
     """Steps that had been written before the kill are all there."""
-    command = [sys.executable, "-c", _KILLED, str(tmp_path / "run.pt")]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    killed_by_itself(_KILLED, tmp_path / "run.pt")
     (leftover,) = tmp_path.glob(".run.pt.*.ptsave")
     with ptsave.open(leftover, recover=True) as run:
         calls = run.calls()

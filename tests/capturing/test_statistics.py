@@ -70,7 +70,7 @@ def assert_like_torch(tensor: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
-@pytest.mark.parametrize("n", [1, 2, 1000, 70_000])
+@pytest.mark.parametrize("n", [1, 2, 3, 17, 4095, 4096, 4097, 100_000])
 def test_floats(dtype: torch.dtype, n: int) -> None:
     wide = torch.complex128 if dtype.is_complex else torch.float64
     assert_like_torch((3 + 2 * torch.randn(n, dtype=wide)).to(dtype))
@@ -136,6 +136,19 @@ def test_an_image_in_another_memory_format_has_the_same_checksum() -> None:
 
 def test_large_tensors() -> None:
     assert_like_torch(1e4 + torch.randn(3_000_001))
+
+
+def test_blocks_of_several_sizes() -> None:
+    sizes = [0, 1e-200, 0, 1, 1e300, 1e-200, 0]
+    for n in range(1, len(sizes) + 1):
+        data = torch.cat([torch.full((4096,), x, dtype=torch.float64) for x in sizes[:n]])
+        largest, size = data.max().item(), len(data)
+        share = int((data == largest).sum()) / size
+        statistics = found(data)
+        assert statistics.mean == pytest.approx(largest * share)
+        std = largest * math.sqrt(share * (1 - share) * size / (size - 1))
+        assert statistics.std == pytest.approx(std, abs=1e-12 * largest)
+        assert statistics.norm == pytest.approx(largest * math.sqrt(share * size))
 
 
 def test_tensors_without_plain_values() -> None:

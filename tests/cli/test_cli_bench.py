@@ -118,13 +118,11 @@ def test_states(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "only root can make memory cold" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["speeds.png", "speeds.svg"])
-def test_plot(fake: Fake, tmp_path: Path, name: str) -> None:
+def test_plot(fake: Fake, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    result = bench(str(tmp_path), "--plot", str(tmp_path / name))
+    result = bench(str(tmp_path), "--plot", str(tmp_path / "speeds.svg"))
     assert result.exit_code == 0, result.stderr
-    begins = (tmp_path / name).read_bytes()[:100]
-    assert begins.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
+    assert (tmp_path / "speeds.svg").read_bytes().startswith(b"<?xml")
 
 
 def test_plot_without_matplotlib(
@@ -230,13 +228,6 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     assert process.returncode == (130 if number == signal.SIGINT else 143)
     assert said.count("\n") == (2 if number == signal.SIGINT else 1), said
     assert os.listdir(tmp_path) == []
-
-
-def test_limit_is_a_contender() -> None:
-    results = Results()
-    results.add("torch", Figure(2.0, 10**9, 0, 0))
-    results.add_limit(10**9, {"1": 1.0, "2": 1.5})
-    assert results.ratio(LIMIT, "torch") == 2.0
 
 
 def test_limit_is_one_number_of_threads_in_all_rounds() -> None:

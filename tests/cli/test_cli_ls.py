@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from click.testing import Result
@@ -142,10 +141,6 @@ def test_selection(path: Path) -> None:
     assert fail("ls", path, "modle") == f"ptsave: {path}: no entry 'modle'; did you mean 'model'?\n"
 
 
-def test_sizes_of_containers_are_those_of_all_that_is_in_them(path: Path) -> None:
-    assert rows_of(ls(path, "model", "--depth", 1))["model"] == ["dict of 3", "60 B"]
-
-
 def test_safetensors(tmp_path: Path) -> None:
     save_file({"b": BIG, "a": torch.ones(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
     rows = rows_of(ls(tmp_path / "model.safetensors"))
@@ -219,12 +214,6 @@ def test_long(path: Path) -> None:
     with path.open("rb") as stream:
         stream.seek(int(rows["a.weight"][3].split()[3]))
         assert stream.read(24) == WEIGHT.detach().view(torch.uint8).numpy().tobytes()
-
-
-def test_url() -> None:
-    with fsspec.open("memory://ls/checkpoint.pt", "wb") as stream:
-        torch.save(checkpoint(), stream)
-    assert rows_of(ls("memory://ls/checkpoint.pt"))["epoch"] == ["int", "3"]
 
 
 def test_storages(path: Path) -> None:

@@ -119,22 +119,32 @@ def test_the_package_imports_nothing() -> None:
     assert text.split() == ["False", ptsave.__version__]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import ptsave; ptsave.load",
-        "from ptsave import load",
-        "from ptsave import *; load",
-        "import ptsave; ptsave.errors.NotCheckpointError",
-        "from ptsave import _C; _C.crc32",
-        "from ptsave import _core; _core.Archive",
-        "import ptsave; assert 'load' in dir(ptsave)",
-        "import ptsave; assert not hasattr(ptsave, 'no_such_name')",
-        "import ptsave; assert not hasattr(ptsave, '_no_such_name')",
-    ],
-)
-def test_first_use(code: str) -> None:
-    subprocess.run([sys.executable, "-c", code], check=True)
+# Each in a process of its own, which has torch already.
+FIRST_USES = [
+    "import ptsave; ptsave.load",
+    "from ptsave import load",
+    "from ptsave import *; load",
+    "import ptsave; ptsave.errors.NotCheckpointError",
+    "from ptsave import _C; _C.crc32",
+    "from ptsave import _core; _core.Archive",
+    "import ptsave; assert 'load' in dir(ptsave)",
+    "import ptsave; assert not hasattr(ptsave, 'no_such_name')",
+    "import ptsave; assert not hasattr(ptsave, '_no_such_name')",
+]
+_EACH = """
+import os, sys, torch
+for code in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        exec(code)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, code
+"""
+
+
+def test_first_use() -> None:
+    subprocess.run([sys.executable, "-c", FIRST_USES[0]], check=True)
+    subprocess.run([sys.executable, "-c", _EACH, *FIRST_USES], check=True)
 
 
 @pytest.mark.parametrize("first", ["import torch; import ptsave", "import ptsave; ptsave.load"])

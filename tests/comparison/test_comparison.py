@@ -353,11 +353,11 @@ DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_empty_tensors_of_every_dtype_and_stride(diff: Diff, dtype: torch.dtype) -> None:
-    base = torch.empty(0, 4, dtype=dtype)
-    row = torch.empty(0, dtype=dtype)
-    tensors = [base, base[:, ::2], base[::3], base.t(), base[:, 1:], row, row[::2]]
+def test_empty_tensors_of_every_dtype_and_stride(diff: Diff) -> None:
+    tensors: list[Tensor] = []
+    for dtype in DTYPES:
+        base, row = torch.empty(0, 4, dtype=dtype), torch.empty(0, dtype=dtype)
+        tensors += [base, base[:, ::2], base[::3], base.t(), base[:, 1:], row, row[::2]]
     found = diff(tensors, tensors)
     assert found.equal
     assert found.n_tensors == len(tensors)
@@ -417,7 +417,7 @@ def _small_pairs(source: random.Random) -> tuple[dict[str, Tensor], dict[str, Te
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("options", [{}, {"atol": 1.0}, {"ignore_dtype": True}])
 @pytest.mark.parametrize("shares", [False, True])
 def test_many_small_tensors_as_one_by_one(

@@ -6,17 +6,15 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from command_line import run
 from safetensors.torch import save_file
 from torch import Tensor
 
 import ptsave
 from ptsave.cli.command import FAILED
-from ptsave.cli.commands import commands
 from ptsave.comparison.compare import Comparison, compare
 
 
@@ -44,10 +42,6 @@ def pair_of(make: Callable[[Path], Path], tmp_path: Path) -> tuple[Path, Path]:
 
 def kinds(found: Comparison) -> list[tuple[str, str]]:
     return [(each.kind, each.name) for each in found.differences]
-
-
-def run(*arguments: Any) -> Result:
-    return CliRunner().invoke(commands, [str(each) for each in arguments])
 
 
 def test_equal_directories(tmp_path: Path) -> None:

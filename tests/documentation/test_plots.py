@@ -39,13 +39,6 @@ def test_every_table_with_ratios_has_a_plot(report: Path, tmp_path: Path) -> Non
         assert "#262626" not in dark
 
 
-def test_the_same_table_is_the_same_picture(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        draw_report(RESULTS / "restore.md", tmp_path / folder)
-    for path in sorted((tmp_path / "a").iterdir()):
-        assert path.read_text() == (tmp_path / "b" / path.name).read_text()
-
-
 def of(*lines: str) -> Table:
     (table,) = tables_of("".join(f"| {line} |\n" for line in lines))
     return table
@@ -76,15 +69,6 @@ def test_contenders_are_columns() -> None:
     small = [Bar("torch", 30, 30, 30, "30 us")]
     expected = [("s", Group("rows", [*rows, limit])), ("us", Group("small: save, us", small))]
     assert groups_of(table) == expected
-
-
-def test_one_contender_in_each_state() -> None:
-    table = of("state | call | ms", "--- | --- | ---:", "cold | save | 2", "cold | load | 1")
-    bars = [Bar("save", 2, 2, 2, "2 ms"), Bar("load", 1, 1, 1, "1 ms")]
-    alone = of("state | call | ms | torch", "--- | --- | ---: | ---:", "cold | save | 2 | 3")
-    both = [Bar("save", 2, 2, 2, "2 ms"), Bar("torch", 3, 3, 3, "3 ms")]
-    assert groups_of(table) == [("ms", Group("call, cold", bars))]
-    assert groups_of(alone) == [("ms", Group("cold: save", both))]
 
 
 @pytest.mark.parametrize(

@@ -133,14 +133,6 @@ def test_old_files_of_torch(tmp_path: Path) -> None:
     assert_equal(model.state_dict(), packed(tensors))
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_large_tensors_go_through_several_chunks(tmp_path: Path, suffix: str) -> None:
-    model, other = (nn.Sequential(nn.Linear(1100, 1300), nn.Linear(3, 5)) for _ in range(2))
-    write_shards(tmp_path, model.state_dict(), 2, suffix, index=True)
-    ptsave.load_model(other, tmp_path)
-    assert_equal(other.state_dict(), model.state_dict())
-
-
 # --------------------------------------------------------------------------------- the model's side
 
 

@@ -90,31 +90,6 @@ def test_a_rank_of_four_reads_a_quarter(tmp_path: Path, suffix: str, is_cold: bo
     assert torch.equal(model["norm"], tensors["norm"])
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_all_ranks_together_have_all(tmp_path: Path, suffix: str) -> None:
-    tensors = {
-        name: tensor[:512, :512]
-        for name, tensor in parallel_checkpoint().items()
-        if tensor.dim() > 1
-    }
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    path = tmp_path / f"model{suffix}"
-    write_file(path, tensors)
-    parts: dict[str, list[Tensor]] = {"embed": [], "up": [], "down": []}
-    for rank in range(N_RANKS):
-        model = nn.ParameterDict()
-        for name, dim in (("embed", 0), ("up", 0), ("down", 1)):
-            shape = [512, 512]
-            shape[dim] //= N_RANKS
-            model[name] = torch.zeros(shape)
-            model[name].weight_loader = loader_of(dim, rank)
-        ptsave.load_model(model, path)
-        for name, pieces in parts.items():
-            pieces.append(model[name].detach())
-    joined = {name: torch.cat(each, int(name == "down")) for name, each in parts.items()}
-    assert_equal(joined, tensors)
-
-
 INDICES: list[Any] = [
     ...,
     3,
