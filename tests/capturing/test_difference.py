@@ -90,8 +90,8 @@ def assert_like_torch(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0
             assert plain == pytest.approx(expected.sum().item(), abs=1e-11 * size)
     assert sum(found.ulps) == found.numel
     # What comparisons of checkpoints tell is of the same engine.
-    rows = [each.resolve_conj().contiguous().view(-1) for each in (a, b)]
-    numbers = number_difference(*rows, Tolerance(rtol, atol))
+    row_a, row_b = (each.resolve_conj().contiguous().view(-1) for each in (a, b))
+    numbers = number_difference(row_a, row_b, Tolerance(rtol, atol))
     assert (numbers.numel, numbers.n_different) == (found.numel, found.n_different)
     assert (numbers.n_nan_a, numbers.n_nan_b) == (found.n_nan_only_a, found.n_nan_only_b)
     assert (numbers.n_outside, numbers.max_abs, numbers.max_rel) == (

@@ -124,7 +124,8 @@ def test_loading_takes_no_options_of_others(tmp_path: Path) -> None:
 )
 def test_targets_called_as_an_option_of_load_checkpoint(tmp_path: Path, name: str) -> None:
     stock_save({"model": nn.Linear(2, 2).state_dict(), name: {}}, tmp_path / "c.pt")
-    for value in (nn.Linear(1, 1), [], 0.5):
+    values: tuple[Any, ...] = (nn.Linear(1, 1), [], 0.5)
+    for value in values:
         with pytest.raises(TypeError, match=f"'{name}' is an option of .*returns the entry"):
             ptsave.load_checkpoint(tmp_path / "c.pt", model=nn.Linear(2, 2), **{name: value})
     if name in ("map_location", "match", "key_mapping"):
