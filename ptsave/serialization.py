@@ -114,7 +114,18 @@ def save(
     ...     torch.load(path)
     {'weight': tensor([1., 1., 1.])}
     """
-    save_with(obj, f, SaveOptions.of(locals()))
+    options = SaveOptions(
+        pickle_module,
+        pickle_protocol,
+        _use_new_zipfile_serialization,
+        _disable_byteorder_record,
+        fsync,
+        atomic,
+        progress,
+        storage_options,
+        weights_only_check,
+    )
+    save_with(obj, f, options)
 
 
 def save_with(obj: object, f: Any, options: SaveOptions) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,11 +66,15 @@ def check_plot(path: str) -> None:
         raise ValueError(
             f"{path}: matplotlib writes no .{suffix}, but {', '.join(sorted(formats))}"
         )
-    is_new = not Path(path).exists()
-    with open(path, "ab"):
-        pass
-    if is_new:
-        Path(path).unlink()
+    path = path if suffix else f"{path}.png"  # as matplotlib calls it
+    folder = os.path.dirname(path) or "."
+    for wrong, code in (
+        (os.path.isdir(path), errno.EISDIR),
+        (not os.path.isdir(folder), errno.ENOENT),
+        (not os.access(path if os.path.exists(path) else folder, os.W_OK), errno.EACCES),
+    ):
+        if wrong:
+            raise OSError(code, os.strerror(code), path)
 
 
 def draw_bars(groups: Sequence[Group], axis: str, title: str = "", *, mixed: bool = False) -> Any:

@@ -18,7 +18,6 @@ from ptsave.support import config
 from ptsave.support.calls import ProgressCallback
 from ptsave.tree.tree import EntryTree
 
-_READ_AT_ONCE_NBYTES = 512 << 20  # between two updates of a progress bar
 NO_CHECKSUMS = (
     "a safetensors file has no checksums: header and sizes are right, values were not checked"
 )

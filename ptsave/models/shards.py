@@ -28,7 +28,7 @@ from ptsave.contents.files import (
 from ptsave.contents.opening import OpenOptions, open_file
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkpoint
 from ptsave.sources.local import n_files_to_hold
-from ptsave.sources.ranges import LocalFile, RangeSource, expect_no_more_reads
+from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
 from ptsave.state.copying import PLAIN_TYPES
 from ptsave.support.calls import ProgressCallback
 from ptsave.support.torch_modules import METADATA
@@ -230,6 +230,8 @@ class OpenShard(Shard):
             self._contents.close()
         self._contents = None
         self._source.close()
+        if isinstance(self._source, FileObject):
+            self._source.rewind()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         names = self._overwritten() if error is not None else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import operator
 import os
@@ -130,7 +131,7 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _is_internal(filename: str) -> bool:
-    return filename.startswith(_PACKAGE) or filename == contextlib.__file__
+    return filename.startswith(_PACKAGE) or filename in (contextlib.__file__, functools.__file__)
 
 
 # ------------------------------------------------------------------------------- garbage collection

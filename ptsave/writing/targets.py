@@ -82,12 +82,12 @@ def is_url_file(target: object) -> TypeGuard[UrlLocation]:
 
 def name_of(target: FileTarget) -> str:
     """Return the path or the URL of a target."""
-    return target if isinstance(target, str) else target.path
+    return target.path if is_url_file(target) else str(target)
 
 
 def exists(target: FileTarget) -> bool:
     """Return whether the target's name exists, also as a link that leads nowhere."""
-    return os.path.lexists(target) if isinstance(target, str) else target.is_there()
+    return target.is_there() if is_url_file(target) else os.path.lexists(str(target))
 
 
 def scratch_folder(target: FileTarget) -> str:

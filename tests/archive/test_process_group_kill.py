@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -56,10 +57,11 @@ def test_a_rank_is_killed_while_all_load(tmp_path: Path, monkeypatch: pytest.Mon
     chance = random.Random(SEED)
     path = tmp_path / "a.pt"
     torch.save(_state(7.0), path)
-    for number in range(max(1, ROUNDS // 5)):
+    # Two or four ranks, on one host or on two; the first or the last of them is killed.
+    cases = itertools.product((2, 4), ("aaaa", "abab"), (0, -1))
+    for number, (size, hosts, victim) in zip(range(max(8, ROUNDS // 5)), itertools.cycle(cases)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        size, hosts = chance.choice((2, 4)), chance.choice(("aaaa", "abab"))
 
         def act(rank: int, folder: Path = folder, size: int = size, hosts: str = hosts) -> None:
             monkeypatch.setattr(group_call, "host_identity", lambda: hosts[rank])
@@ -69,12 +71,12 @@ def test_a_rank_is_killed_while_all_load(tmp_path: Path, monkeypatch: pytest.Mon
         while len(list(folder.glob("ready-*"))) < size:
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.05))
-        victim = chance.randrange(size)
+        killed = ranks.children[victim]
         with suppress(ProcessLookupError):
-            os.kill(ranks.children[victim].pid, signal.SIGKILL)
+            os.kill(killed.pid, signal.SIGKILL)
         begin = time.monotonic()
         for rank, (status, message) in enumerate(child.wait() for child in ranks.children):
-            if rank == victim:
+            if rank == victim % size:
                 assert os.WIFSIGNALED(status), f"seed {SEED}: {message}"
             else:
                 assert status == 0, f"seed {SEED}: {message or status}"

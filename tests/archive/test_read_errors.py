@@ -70,7 +70,9 @@ import ctypes, errno, json, sys, warnings
 import torch, ptsave
 from ptsave.comparison.compare import compare
 from ptsave.conversion.converting import convert
+from ptsave.contents.opening import OpenOptions, open_checkpoint
 from ptsave.inspection.extraction import read_entries
+from ptsave.inspection.listing import listing_of
 from ptsave.inspection.verification import verify_file
 from ptsave.inspection.required_globals import required_globals
 
@@ -83,7 +85,7 @@ readers = {
     "load_model": lambda f: ptsave.load_model(model, f),
     "open": lambda f: ptsave.open(f),
     "get_tensor": lambda f: ptsave.open(f).get_tensor("weight"),
-    "ls": list_file,
+    "ls": lambda f: listing_of(open_checkpoint(f, OpenOptions())),
     "verify": verify_file,
     "globals": required_globals,
     "extract": lambda f: read_entries(f, ["weight"]),

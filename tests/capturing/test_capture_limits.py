@@ -420,6 +420,8 @@ def test_what_a_capture_says_of_itself(path: Path) -> None:
 # -------------------------------------------------------------------------------------------- ranks
 
 RANK_OF_TWO = """
+import warnings
+warnings.simplefilter("error")
 model, folder = torch.nn.Identity(), str(folder)
 
 def run(path, **options):

@@ -98,7 +98,8 @@ def test_what_a_format_cannot_hold(path: Path, names: list[str], output: str) ->
 def test_standard_output(path: Path) -> None:
     with Path("piped.pt").open("wb") as piped:
         code = "from ptsave.cli.main import main; main()"
-        WarmProcess(code, "extract", path, "model.a.bias", "-o", "-", stdout=piped).wait()
+        process = WarmProcess(code, "extract", path, "model.a.bias", "-o", "-", stdout=piped)
+        assert process.wait() == 0
     assert torch.equal(stock_load("piped.pt"), torch.zeros(3))
 
 

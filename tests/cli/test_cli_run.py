@@ -50,7 +50,7 @@ def test_modules_options_and_another_sitecustomize(tmp_path: Path) -> None:
         "from ptsave import installation\n"
         "print(was_here, sys.argv[1:], safetensors.torch.save_file.__module__)\n"
         "print(os.environ['PTSAVE_INSTALL'], torch.save is ptsave.save)\n"
-        "options = vars(installation._merged()).items()\n"
+        "options = vars(installation._calls[-1]).items()\n"
         "print(*(f'{name}={value}' for name, value in options if value is not None))\n"
     )
     options = ("--safetensors", "--fsync", "--no-verify", "--distributed", "--weights-only-check")

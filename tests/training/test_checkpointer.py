@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _system import in_child
+from _system import in_child, run_python
 from stock_comparison import assert_same_object
 from torch import nn
 from torch.utils.serialization import config as torch_config
@@ -927,7 +927,7 @@ for step in range(3):
     checkpointer.save(step, weight=torch.full((1 << 20,), step))
 {end}
 """
-    result = run_warm(script, check=False)
+    result = run_python(script, status=None)
     # "Error:" is the message: Python 3.13 shows the line of the script, too.
     assert result.stderr.count("Error:") == end.count("Error"), result.stderr
     assert os.listdir(tmp_path) == [name_of(2)]
@@ -942,7 +942,7 @@ checkpointer.save(1, value=1).result()
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 checkpointer.save(2, weight=torch.ones(1 << 20))
 """
-    result = run_warm(script)
+    result = run_python(script)
     assert "CheckpointWarning" in result.stderr
     assert str(tmp_path / name_of(2)) in result.stderr
     assert os.listdir(tmp_path) == [name_of(1)]

@@ -38,6 +38,8 @@ def restored(folder: Path, **options: Any) -> Any:
 
 
 RANK_OF_SEVERAL = """
+import warnings
+warnings.simplefilter("error")
 folder = str(folder)
 
 def save(checkpointer, step):

@@ -16,7 +16,7 @@ from stock_comparison import stock_save
 from torch import nn
 
 import ptsave
-from ptsave.writing import url_targets
+from ptsave.sources import url_locations
 
 pytest.importorskip("moto", reason="the S3 server of these tests is moto's: pip install moto")
 s3fs = pytest.importorskip("s3fs", reason="fsspec reaches S3 by s3fs: pip install s3fs")
@@ -37,7 +37,7 @@ def server() -> Iterator[S3Server]:
 @pytest.fixture
 def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The file system, with an empty bucket."""
-    monkeypatch.setattr(url_targets, "_PART_NBYTES", 5 * MIB)
+    monkeypatch.setattr(url_locations, "_PART_NBYTES", 5 * MIB)
     fs = s3fs.S3FileSystem(**server.options)
     fs.mkdir("bucket")
     yield fs
