@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
@@ -822,3 +823,43 @@ def test_dtypes_that_convert_alike_everywhere() -> None:
             assert _C.convert_alike(source, target) == expected
     with pytest.raises(TypeError, match=r"torch\.dtype"):
         _C.convert_alike("float32", torch.int8)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------ file objects
+
+
+class Stream:
+    """A seekable file object that is no BytesIO and no file of the system."""
+
+    def __init__(self, contents: bytes) -> None:
+        self._stream = io.BytesIO(contents)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("read", "readinto", "readline", "seek", "tell"):
+            return getattr(self._stream, name)
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_file_object_can_be_loaded_again(loads: bool) -> None:
+    model = nn.Linear(2, 2)
+    stream = Stream(saved_bytes(torch.save, model.state_dict() if loads else model))
+    if loads:
+        ptsave.load_model(nn.Linear(2, 2), stream)
+    else:  # the advice is to get the module with `ptsave.load`
+        with pytest.raises(ptsave.CorruptCheckpointError, match="weights_only=False"):
+            ptsave.load_model(nn.Linear(2, 2), stream)
+    assert stream.tell() == 0
+    loaded = ptsave.load(stream, weights_only=False)
+    assert torch.equal((loaded if loads else loaded.state_dict())["weight"], model.weight)
+
+
+def test_a_missing_checksum_is_a_warning_of_the_caller(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "model.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with pytest.warns(ptsave.CheckpointWarning, match="without checksums") as caught:
+        ptsave.load_model(nn.Linear(2, 2), tmp_path / "model.pt")
+    assert [each.filename for each in caught] == [__file__]
