@@ -863,3 +863,16 @@ def test_a_missing_checksum_is_a_warning_of_the_caller(tmp_path: Path) -> None:
     with pytest.warns(ptsave.CheckpointWarning, match="without checksums") as caught:
         ptsave.load_model(nn.Linear(2, 2), tmp_path / "model.pt")
     assert [each.filename for each in caught] == [__file__]
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_conjugated_tensors(new_format: bool) -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    stream = io.BytesIO()
+    state = {"weight": values.conj()}
+    torch.save(state, stream, _use_new_zipfile_serialization=new_format)
+    for source in (Stream(stream.getvalue()), io.BytesIO(stream.getvalue())):
+        model = nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.complex64)})
+        ptsave.load_model(model, source)
+        assert torch.equal(model["weight"], values.conj())
+        assert torch.equal(dict(ptsave.iter_weights(source))["weight"], values.conj())
