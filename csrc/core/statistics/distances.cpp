@@ -241,20 +241,20 @@ PTSAVE_INLINE PairKinds kinds_of(const Number* a, const Number* b, std::size_t n
     return distances_of(a, b, n, tolerance, ratio);                                               \
   }                                                                                               \
   template <typename Number>                                                                      \
-  TARGET double ratio_##NAME(const Number* a, const Number* b, std::size_t n) {                   \
+  double TARGET ratio_##NAME(const Number* a, const Number* b, std::size_t n) {                   \
     return largest_ratio(a, b, n);                                                                \
   }                                                                                               \
   template <typename Number>                                                                      \
-  TARGET double squares_##NAME(const Number* data, std::size_t n) {                               \
+  double TARGET squares_##NAME(const Number* data, std::size_t n) {                               \
     return squares_of(data, n);                                                                   \
   }                                                                                               \
   template <typename Number>                                                                      \
-  TARGET void ulps_##NAME(const Number* a, const Number* b, std::size_t n, Grid grid,             \
+  void TARGET ulps_##NAME(const Number* a, const Number* b, std::size_t n, Grid grid,             \
                           std::uint8_t* result) {                                                 \
     return ulps_of(a, b, n, grid, result);                                                        \
   }                                                                                               \
   template <typename Number>                                                                      \
-  TARGET void integers_##NAME(const Number* a, const Number* b, std::size_t n,                    \
+  void TARGET integers_##NAME(const Number* a, const Number* b, std::size_t n,                    \
                               std::uint8_t* result) {                                             \
     return ulps_of_integers(a, b, n, result);                                                     \
   }                                                                                               \
