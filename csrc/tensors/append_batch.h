@@ -375,10 +375,20 @@ class AppendBatch {
     if (slabs_.empty() || at > slabs_.back().nbytes || nbytes > slabs_.back().nbytes - at) {
       slabs_.push_back(StagingPool::instance().acquire({std::max(nbytes, slab_nbytes_)}).front());
       slab_used_ = nbytes;
+      make_present(0, nbytes);
       return slabs_.back().data;
     }
     slab_used_ = at + nbytes;
+    make_present(at, nbytes);
     return slabs_.back().data + at;
+  }
+
+  // Populates a place in the last slab: faults of the copy take twice as long in fresh memory.
+  void make_present(std::size_t at, std::size_t nbytes) const {
+    if (nbytes < kMinInBlocksNbytes) return;
+    const StagingBlock& slab = slabs_.back();
+    const auto begin = static_cast<std::size_t>(slab.data - slab.mapping->data()) + at;
+    slab.mapping->populate(begin, begin + nbytes);
   }
 
   static void copy_pieces(const std::vector<Piece>& pieces, std::size_t n_threads) {
