@@ -86,7 +86,6 @@ class Contents(Protocol):
         self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
     ) -> list[Tensor]: ...
     def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor: ...
-    def read_into(self, copies: Sequence[tuple[Tensor, Tensor]], verify: bool | None) -> None: ...
     def read_slice(
         self,
         tensor: Tensor,
@@ -97,6 +96,12 @@ class Contents(Protocol):
     ) -> Tensor: ...
     def verify(self, *, progress: bool) -> None: ...
     def park(self) -> None: ...
+
+
+class FileContents(Contents, Protocol):
+    """An open file; only a single file fills targets."""
+
+    def read_into(self, copies: Sequence[tuple[Tensor, Tensor]], verify: bool | None) -> None: ...
 
 
 class OneFile:
@@ -434,11 +439,6 @@ class ShardedContents:
             found = part.read(group, verify, allocate)
             values.update((id(t), v) for t, v in zip(group, found, strict=True))
         return [values[id(tensor)] for tensor in tensors]
-
-    def read_into(self, copies: Sequence[tuple[Tensor, Tensor]], verify: bool | None) -> None:
-        for target, tensor in copies:
-            ((part, _),) = self.by_part([tensor])
-            part.read_into([(target, tensor)], verify)
 
     def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor:
         ((part, _),) = self.by_part([tensor])

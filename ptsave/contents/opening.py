@@ -12,6 +12,7 @@ from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.contents import (
     Contents,
+    FileContents,
     LoadedContents,
     ShardedContents,
     UnreadContents,
@@ -121,7 +122,7 @@ def open_one(source: RangeSource, files: ShardFiles, options: OpenOptions = _DEF
         raise
 
 
-def open_file(source: RangeSource, options: OpenOptions = _DEFAULTS) -> Contents:
+def open_file(source: RangeSource, options: OpenOptions = _DEFAULTS) -> FileContents:
     """Open a file by its kind, and close it if that fails."""
     with source.closed_on_error():
         if options.for_state:
@@ -144,7 +145,7 @@ def open_file(source: RangeSource, options: OpenOptions = _DEFAULTS) -> Contents
             return _open_zip(source, options)
 
 
-def _open_state(source: RangeSource, options: OpenOptions) -> Contents:
+def _open_state(source: RangeSource, options: OpenOptions) -> FileContents:
     """Open a state dict; a damaged ``.safetensors`` file is none of torch's."""
     if source.kind is None:
         refuse_what_came_instead(source)
@@ -157,7 +158,7 @@ def _open_state(source: RangeSource, options: OpenOptions) -> Contents:
     return _load_whole(source, _LEGACY, options)  # also a remote archive, once and in order
 
 
-def _open_safetensors(source: RangeSource) -> Contents:
+def _open_safetensors(source: RangeSource) -> FileContents:
     from ptsave.contents.safetensors import SafetensorsContents
 
     return SafetensorsContents(source)
@@ -192,7 +193,7 @@ def require_checkpoint(source: RangeSource) -> Kind:
     return kind
 
 
-def _open_zip(source: RangeSource, options: OpenOptions) -> Contents:
+def _open_zip(source: RangeSource, options: OpenOptions) -> FileContents:
     file = source if isinstance(source, LocalFile) else None
     with ExitStack() as stack:
         opened = source if file is None else stack.enter_context(file.opened())

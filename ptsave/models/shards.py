@@ -18,7 +18,13 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.archive.spans import Range, range_files, read_ranges
 from ptsave.archive.views import bytes_of, new_storage, unfilled_tensors, view_as
-from ptsave.contents.contents import Contents, LoadedContents, UnreadContents, facts_of
+from ptsave.contents.contents import (
+    Contents,
+    FileContents,
+    LoadedContents,
+    UnreadContents,
+    facts_of,
+)
 from ptsave.contents.files import (
     ShardFiles,
     name_lost_entries,
@@ -109,7 +115,7 @@ class OpenShard(Shard):
         self._source = source
         self._droppable = source if is_named and isinstance(source, LocalFile) else None
         self._stays_open = stays_open or self._droppable is None
-        self._contents: Contents | None = None
+        self._contents: FileContents | None = None
         self._copied: list[str] = []
         self.objects = {}
         self.metadata = {}
@@ -149,7 +155,7 @@ class OpenShard(Shard):
         self.drop()
 
     @property
-    def contents(self) -> Contents:
+    def contents(self) -> FileContents:
         """The open file, whose object is the dict of tensors; it is opened again after `drop`."""
         if self._contents is None:
             self._open()
