@@ -383,10 +383,10 @@ class AppendBatch {
     return slabs_.back().data + at;
   }
 
-  // Populates a place in the last slab: faults of the copy take twice as long in fresh memory.
+  // Populates a place in the last slab if it is new: faults of the copy take twice as long.
   void make_present(std::size_t at, std::size_t nbytes) const {
-    if (nbytes < kMinInBlocksNbytes) return;
     const StagingBlock& slab = slabs_.back();
+    if (!slab.is_new || nbytes < kMinInBlocksNbytes) return;
     const auto begin = static_cast<std::size_t>(slab.data - slab.mapping->data()) + at;
     slab.mapping->populate(begin, begin + nbytes);
   }

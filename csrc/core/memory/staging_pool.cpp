@@ -70,6 +70,7 @@ std::vector<StagingBlock> StagingPool::acquire(const std::vector<std::size_t>& s
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     if (blocks[i].data != nullptr) continue;
     blocks[i] = take(free_.find(at), align_up(sizes[i], page_nbytes()));
+    blocks[i].is_new = true;
     at += blocks[i].nbytes;
   }
   return blocks;
@@ -127,7 +128,7 @@ StagingPool::Extents::iterator StagingPool::best_fit(std::size_t nbytes) {
 StagingBlock StagingPool::take(Extents::iterator extent, std::size_t nbytes) {
   auto* const block = new Block(*this);
   const Mapping& mapping = *std::prev(mappings_.upper_bound(extent->first))->second;
-  StagingBlock result{extent->first, nbytes, OwnerReference(block), &mapping};
+  StagingBlock result{extent->first, nbytes, OwnerReference(block), &mapping, false};
   if (extent->second > nbytes) free_.emplace(extent->first + nbytes, extent->second - nbytes);
   auto node = free_.extract(extent);
   node.mapped() = nbytes;

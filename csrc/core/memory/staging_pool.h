@@ -24,6 +24,7 @@ struct StagingBlock {
   std::size_t nbytes = 0;
   OwnerReference owner;
   const Mapping* mapping = nullptr;  // that the block is part of; it lives as long as the block
+  bool is_new = false;               // mapped for this block: its pages are not there yet
 };
 
 // Alignment of storages in a shared block; for small ones less than that of torch's allocator.

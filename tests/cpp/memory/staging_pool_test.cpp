@@ -54,6 +54,13 @@ TEST(StagingPool, NothingIsMappedForNothing) {
   EXPECT_EQ(pool.statistics().n_mappings, 0u);
 }
 
+TEST(StagingPool, OnlyMemoryThatWasMappedForItIsNew) {
+  StagingPool pool;
+  EXPECT_TRUE(pool.acquire({kMiB}).front().is_new);
+  EXPECT_FALSE(pool.acquire({kMiB / 2}).front().is_new);
+  EXPECT_TRUE(pool.acquire({4 * kMiB}).front().is_new);
+}
+
 TEST(StagingPool, MemoryIsUsedAgainWhateverTheSizes) {
   StagingPool pool;
   const std::byte* data = nullptr;
