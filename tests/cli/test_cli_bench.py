@@ -146,6 +146,7 @@ def test_what_cannot_be_measured(fake: Fake, tmp_path: Path) -> None:
         (str(tmp_path), "--size", "much"): "is no size, such as 512MiB",
         (str(tmp_path), "--plot", "x.doc"): "matplotlib writes",
         (str(tmp_path), "--plot", "/nowhere/x.png"): "/nowhere/x.png: No such file",
+        (str(tmp_path), "--plot", "/nowhere/x"): "/nowhere/x.png: No such file",
     }
     for arguments, message in cases.items():
         result = bench(*arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,14 @@ def test_errors(diff: Run, arguments: tuple[str, ...], words: str) -> None:
     result = diff(*arguments)
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+def test_a_link_stays_where_no_plot_is_drawn(diff: Run) -> None:
+    pytest.importorskip("matplotlib")
+    Path("link.png").symlink_to("not-there-yet.png")
+    assert diff("missing.pt", "b.pt", "--plot", "link.png").exit_code == 2
+    assert os.readlink("link.png") == "not-there-yet.png"
+    assert not Path("not-there-yet.png").exists()
 
 
 def test_options_that_need_it(diff: Run) -> None:

@@ -36,7 +36,13 @@ def async_save(staging):
     ptsave.async_save(tensors, f"{folder}/c.pt", staging=staging).result()
     assert ptsave.load(f"{folder}/c.pt")["a"].eq(7).all()
 
+def append():
+    with ptsave.ArchiveWriter(f"{folder}/d.pt") as writer:
+        writer.add("a", tensors["a"])
+    assert ptsave.load(f"{folder}/d.pt")["a"].eq(7).all()
+
 run = {
+    "append": append,
     "async_save": lambda: async_save("blocking"),
     "async_save in the background": lambda: async_save("background"),
     "save": lambda: ptsave.save(tensors, f"{folder}/c.pt"),
@@ -107,6 +113,7 @@ def failing_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "operation",
     [
+        "append",
         "async_save",
         "async_save in the background",
         "save",
