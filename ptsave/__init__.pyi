@@ -11,7 +11,7 @@ from ptsave.capturing.comparison import CapturedDifference as CapturedDifference
 from ptsave.capturing.comparison import compare_captures as compare_captures
 from ptsave.capturing.schema import CapturedCall as CapturedCall
 from ptsave.capturing.schema import CapturedValue as CapturedValue
-from ptsave.capturing.summary import CaptureSummary as CaptureSummary
+from ptsave.capturing.schema import CaptureSummary as CaptureSummary
 from ptsave.comparison.compare import Comparison as Comparison
 from ptsave.comparison.compare import compare as compare
 from ptsave.contents.archive import Archive as Archive

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ptsave.bench.plot import require_matplotlib
-from ptsave.capturing.comparison import CaptureComparison, CapturedDifference
-from ptsave.capturing.difference import TensorDifference
+from ptsave.capturing.comparison import CaptureComparison, CapturedDifference, TensorDifference
 from ptsave.capturing.schema import Statistics, parse_name
 from ptsave.support.text import count_text, cut, differ_text, printable, shape_text, size_text
 

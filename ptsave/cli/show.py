@@ -56,7 +56,7 @@ def command(
     value of up to 1,000 elements, in which NaN and infinities are null. A container that holds
     tensors is an object as of `ptsave ls --json`.
     """
-    from ptsave.capturing.statistics import tensor_statistics
+    from ptsave.capturing.run import tensor_statistics
     from ptsave.cli.statistics import statistics_json, statistics_line
     from ptsave.comparison.value_numbers import opened
     from ptsave.contents.contents import facts_of

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from ptsave.capturing.run import CapturedRun
-from ptsave.capturing.statistics import (
+from ptsave.capturing.run import (
+    CapturedRun,
     ModuleStatistics,
     PooledStatistics,
     ValueStatistics,

@@ -27,8 +27,7 @@ from ptsave.tree.opaque import type_name_of
 
 if TYPE_CHECKING:
     from ptsave.capturing.run import CapturedRun
-    from ptsave.capturing.schema import CapturedCall, CapturedValue
-    from ptsave.capturing.summary import CaptureSummary
+    from ptsave.capturing.schema import CapturedCall, CapturedValue, CaptureSummary
 
 __all__ = ["Archive", "TensorInfo", "TensorSlice", "open"]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.capturing.difference import TensorDifference, difference_of_rows
+from ptsave.capturing.comparison import TensorDifference, difference_of_rows
 from ptsave.comparison.numbers import Tolerance, number_difference
 
 # Of torch: a prototype.

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptsave import _C
-from ptsave.capturing.statistics import PooledStatistics
+from ptsave.capturing.run import PooledStatistics
 
 floats = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf, 0.0])
 lists = st.lists(st.lists(floats, max_size=5), min_size=1, max_size=4)
