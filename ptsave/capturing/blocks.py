@@ -149,7 +149,10 @@ class Blocks:
                 return _NO_BYTES, None
             with _naming(name):
                 added, found = self._writer.add_measured(name, tensor.detach())
-            return self._outcome(added, nbytes), found
+            if not added:
+                return self._drop(_NO_ROOM), found
+            self.stored_nbytes += nbytes
+            return "", found
 
     def stage(self, block: Block, name: str, tensor: Tensor) -> Staged | str:
         """Copy a tensor from an accelerator without waiting for it, or return why not."""
@@ -211,37 +214,30 @@ class Blocks:
         return fits
 
     def _store_large(self, name: str, tensor: Tensor, nbytes: int) -> str:
-        value, is_copied = tensor.detach(), False
+        value, keeps = tensor.detach(), True
         if tensor.layout == torch.strided and not tensor.is_nested:
             nbytes = stored_nbytes(tensor)
-            is_copied = not keeps_storage(tensor)
+            keeps = keeps_storage(tensor)
         if not self._fits_file(nbytes):
             return _NO_BYTES
-        if is_copied:
-            copy = unexpanded(value).clone(memory_format=torch.contiguous_format)
-            value = copy.expand(tensor.shape)
+        if not keeps:
+            own = unexpanded(value).clone(memory_format=torch.contiguous_format)
+            value = own.expand(tensor.shape)
+        why_not = self._add_tensor(name, value, copy=keeps)
+        self.stored_nbytes += 0 if why_not else nbytes
+        return why_not
+
+    def _add_tensor(self, name: str, tensor: Tensor, *, copy: bool) -> str:
+        """Add a tensor to the archive; return why it was not added, or an empty string."""
         try:
             with _naming(name):
-                return self._outcome(self._writer.add(name, value, copy=not is_copied), nbytes)
+                added = self._writer.add(name, tensor, copy=copy)
+        except (SaveError, StagingFullError):
+            raise
         except _UNSAVABLE as error:
-            return self._unsavable(error)
-
-    def _unsavable(self, error: Exception) -> str:
-        """Count a tensor that cannot be saved, and return why; raise errors of the writer."""
-        if isinstance(error, (SaveError, StagingFullError)):
-            raise error
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return self._drop(f"cannot be saved: {reason}"[:_MAX_REASON])
-
-    def _drop(self, why: str) -> str:
-        self.n_dropped += 1
-        return why
-
-    def _outcome(self, added: bool, nbytes: int) -> str:
-        if not added:
-            return self._drop(_NO_ROOM)
-        self.stored_nbytes += nbytes
-        return ""
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            return self._drop(f"cannot be saved: {reason}"[:_MAX_REASON])
+        return "" if added else self._drop(_NO_ROOM)
 
     def _add_pending(self) -> None:
         pending, self._pending, self._pending_nbytes = self._pending, {}, 0
@@ -249,20 +245,16 @@ class Blocks:
             if pending and not self._writer.add_group(pending, copy=False):
                 self._dropped.update(dict.fromkeys(pending, _NO_ROOM))
                 self.n_dropped += len(pending)
-        except _UNSAVABLE as error:
-            if isinstance(error, (SaveError, StagingFullError)):
-                raise
+        except (SaveError, StagingFullError):
+            raise
+        except _UNSAVABLE:
             for name, tensor in pending.items():  # none of the group was added
-                if why_not := self._store_small(name, tensor):
+                if why_not := self._add_tensor(name, tensor, copy=False):
                     self._dropped[name] = why_not
 
-    def _store_small(self, name: str, tensor: Tensor) -> str:
-        try:
-            if self._writer.add(name, tensor, copy=False):
-                return ""
-        except _UNSAVABLE as error:
-            return self._unsavable(error)
-        return self._drop(_NO_ROOM)
+    def _drop(self, why: str) -> str:
+        self.n_dropped += 1
+        return why
 
     # -------------------------------------------------------------------------------- blocks
 
@@ -273,21 +265,17 @@ class Blocks:
             if self._dropped:
                 values = [self._without_dropped(row) for row in values]
             self._unwritten.append((block.key, block_to_plain(block.calls, values)))
-            self._write_blocks()
+            when_full: WhenFull = "wait" if self._options.when_full == "wait" else "drop"
+            while self._unwritten:
+                if not self._writer.add_of_any_size(*self._unwritten[0], when_full=when_full):
+                    return  # without room now, the rest waits for the next time
+                self._unwritten.pop(0)
 
     def _without_dropped(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
         why_not = self._dropped.get(row[_STORED])
         if why_not is None:
             return row
         return (*row[:_STORED], "", row[_STORED + 1], why_not, *row[_NOTE + 1 :])
-
-    def _write_blocks(self) -> None:
-        """Add the blocks, under the lock; blocks without room now stay for the next time."""
-        when_full: WhenFull = "wait" if self._options.when_full == "wait" else "drop"
-        while self._unwritten:
-            if not self._writer.add_of_any_size(*self._unwritten[0], when_full=when_full):
-                return
-            self._unwritten.pop(0)
 
     # -------------------------------------------------------------------- from accelerators
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from types import TracebackType
@@ -153,7 +153,8 @@ class Capture:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        wanted = self._wants(self.step_number)
+        steps, number = self._options.steps, self.step_number
+        wanted = steps is None or bool(steps(number) if callable(steps) else number in steps)
         self._n_recorded_steps += wanted
         self._recorder.begin_step(self.step_number, recording=wanted)
 
@@ -185,7 +186,13 @@ class Capture:
         warn_user(f"{os.fspath(self._path)}: {reason}", CheckpointWarning)
 
     def _complete(self) -> None:
-        self._remove_hooks()
+        """Remove all hooks, and write the end of the file."""
+        self._running = False
+        self._done = True
+        self._recorder.recording = False
+        self._hooks.remove()
+        self._marks.remove()
+        _running.discard(self)
         try:
             self._recorder.end()
             self._blocks.close()
@@ -227,14 +234,6 @@ class Capture:
 
     # --------------------------------------------------------------------------------- parts
 
-    def _remove_hooks(self) -> None:
-        self._running = False
-        self._done = True
-        self._recorder.recording = False
-        self._hooks.remove()
-        self._marks.remove()
-        _running.discard(self)
-
     def _why_nothing(self) -> str:
         if not self._n_sites:
             return "all selected modules are TorchScript, whose calls run no hooks"
@@ -246,24 +245,22 @@ class Capture:
             "hooks, such as a CUDA graph or an exported program"
         )
 
-    def _wants(self, step: int) -> bool:
-        steps = self._options.steps
-        if steps is None:
-            return True
-        return bool(steps(step)) if callable(steps) else step in steps
-
     def _sites(self) -> tuple[list[Site], dict[str, str]]:
-        options, modules = self._options, _modules_by_path(self._model)
-        paths = list(_selected(modules, options.include, options.exclude))
+        include, exclude = self._options.include, self._options.exclude
+        modules = _modules_by_path(self._model)
+        paths = [
+            path for path in modules if _matches(path, include) and not _matches(path, exclude)
+        ]
         if not paths:
             raise ValueError(
-                f"no module is selected by include={options.include!r}, exclude="
-                f"{options.exclude!r}: the model has {', '.join(map(repr, list(modules)[:8]))}, ..."
+                f"no module is selected by include={include!r}, exclude={exclude!r}: the model has "
+                f"{', '.join(map(repr, list(modules)[:8]))}, ..."
             )
-        if patterns := _unmatched(modules, options.include):
-            text = ", ".join(map(repr, patterns))
+        missed = [each for each in include if not any(fnmatchcase(path, each) for path in modules)]
+        if missed:
             warn_user(
-                f"{os.fspath(self._path)}: no module of the model matches {text} of include",
+                f"{os.fspath(self._path)}: no module of the model matches "
+                f"{', '.join(map(repr, missed))} of include",
                 CheckpointWarning,
             )
         skipped = {
@@ -479,28 +476,12 @@ def _checked_steps(steps: Any) -> Any:
 def _modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     """Return all modules by path, without wrappers: ``module.layers.0`` is ``layers.0``."""
     found: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        found[_without_wrappers(path, model)] = module  # a wrapped module comes after its wrapper
+    n_outer = int(isinstance(model, _WRAPPERS))
+    for path, module in model.named_modules():  # a wrapped module comes after its wrapper
+        parts = path.split(".")[n_outer:]
+        found[".".join(part for part in parts if part not in _WRAPPING_NAMES)] = module
     return found
 
 
-def _selected(paths: Iterable[str], include: list[str], exclude: list[str]) -> Iterator[str]:
-    """Yield the paths that match a pattern of `include` and no pattern of `exclude`."""
-    for path in paths:
-        if any(fnmatchcase(path, pattern) for pattern in include) and not any(
-            fnmatchcase(path, pattern) for pattern in exclude
-        ):
-            yield path
-
-
-def _unmatched(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """Return the patterns that match no path."""
-    paths = list(paths)
-    return [each for each in patterns if not any(fnmatchcase(path, each) for path in paths)]
-
-
-def _without_wrappers(path: str, model: nn.Module) -> str:
-    parts = path.split(".") if path else []
-    if isinstance(model, _WRAPPERS) and parts:
-        parts = parts[1:]
-    return ".".join(part for part in parts if part not in _WRAPPING_NAMES)
+def _matches(path: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(path, pattern) for pattern in patterns)

@@ -8,13 +8,14 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from itertools import zip_longest
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.capturing.run import CapturedRun
+from ptsave.capturing.run import CapturedRun, steps_text
 from ptsave.capturing.schema import CapturedValue, Statistics, parse_name
 from ptsave.comparison.entries import TensorPair
 from ptsave.comparison.moved_names import moved_names
@@ -144,25 +145,19 @@ class TensorDifference:
         return self.max_abs / rms if rms else math.inf
 
     def __add__(self, other: TensorDifference) -> TensorDifference:
-        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMS}
         scale_a = _common_scale(self.squares_a, self.scale_a, other.squares_a, other.scale_a)
         scale_b = _common_scale(self.squares_b, self.scale_b, other.squares_b, other.scale_b)
         products = map(
             operator.add, self._products(scale_a, scale_b), other._products(scale_a, scale_b)
         )
-        product, squares_a, squares_b = products
-        longer, shorter = sorted((self.ulps, other.ulps), key=len, reverse=True)
-        rest = (*shorter, *[0] * (len(longer) - len(shorter)))
         return TensorDifference(
-            **sums,
-            product=product,
-            squares_a=squares_a,
-            squares_b=squares_b,
+            **{name: getattr(self, name) + getattr(other, name) for name in _SUMS},
+            **dict(zip(_PRODUCTS, products, strict=True)),
             scale_a=scale_a,
             scale_b=scale_b,
             max_abs=max(self.max_abs, other.max_abs),
             max_rel=max(self.max_rel, other.max_rel),
-            ulps=tuple(map(sum, zip(longer, rest, strict=True))),
+            ulps=tuple(map(sum, zip_longest(self.ulps, other.ulps, fillvalue=0))),
             first=self.first if self.first is not None else other.first,
             problem=self.problem or other.problem,
         )
@@ -180,13 +175,6 @@ class TensorDifference:
         """Return the difference of n such parts."""
         sums = {name: getattr(self, name) * n for name in (*_SUMS, *_PRODUCTS)}
         return replace(self, **sums, ulps=tuple(n * count for count in self.ulps))
-
-    def moved(self, begin: Sequence[int]) -> TensorDifference:
-        """Return the difference of a part that begins at an index."""
-        if self.first is None:
-            return self
-        first = tuple(x + y for x, y in zip(begin, self.first, strict=True))
-        return replace(self, first=first)
 
 
 _PRODUCTS = ("product", "squares_a", "squares_b")
@@ -360,80 +348,175 @@ def compare_captures(
     with position_kept(a), position_kept(b):
         opened = opened_sides(a, b, a_storage_options, b_storage_options, recover=recover)
         with pausing_garbage_collection():
-            first, second = (CapturedSide(each, is_recovered=recover) for each in opened)
-            result = CaptureComparison()
-            pairs = _aligned(first, second, step, result)
-            _compare(first, second, pairs, tolerances, result, progress)
+            sides = (_Side(each, is_recovered=recover) for each in opened)
+            return _Comparison(*sides, tolerances).result_of(step, progress=progress)
+
+
+_Pairs: TypeAlias = list[tuple[CapturedValue, CapturedValue]]
+_Keys: TypeAlias = tuple[str, str]
+
+
+class _Comparison:
+    """Compares the values of two sides, and collects the result."""
+
+    def __init__(self, a: _Side, b: _Side, tolerances: Tolerances) -> None:
+        self._a = a
+        self._b = b
+        self._tolerances = tolerances
+        self._result = CaptureComparison()
+
+    def result_of(self, step: int | None, *, progress: bool) -> CaptureComparison:
+        """Compare a step, or all."""
+        result = self._result
+        are_runs = self._a.run is not None and self._b.run is not None
+        pairs = self._aligned(step) if are_runs else self._matched_parameters(step)
+        compared, unread = self._split(pairs)
+        result.nbytes = sum(pair.a.numel() * pair.a.itemsize for pair in unread.values())
+        with progress_bar(progress, "comparing", result.nbytes, delay=1) as callback:
+            sources, measure = (self._a.source, self._b.source), _Measure(self._tolerances)
+            measured = compare_tensors(*sources, unread.values(), measure, callback)
+            found = {key: numbers for key, (_, numbers) in zip(unread, measured, strict=True)}
+        for x, y in pairs:
+            difference = compared.get(x.name)
+            if difference is None:
+                difference = self._of_numbers(x, y, found[x.stored, y.stored])
+            if self._a.run is None:
+                difference = replace(difference, name=y.name)
+            result.compared.append(difference)
+        n_left = sum(each.kind == "not compared" for each in result.compared)
+        if n_left:
+            result.remarks.append(
+                f"not compared: {count_text(n_left, 'tensor')}, because one side has neither their "
+                "values nor their statistics"
+            )
         return result
 
+    # ----------------------------------------------------------------------------------- pairs
 
-def _aligned(
-    a: CapturedSide, b: CapturedSide, step: int | None, result: CaptureComparison
-) -> list[tuple[CapturedValue, CapturedValue]]:
-    """Return the values that both sides have, in a's order; note the values of only one side."""
-    if a.run is None or b.run is None:
-        return _matched_parameters(a, b, step, result)
-    steps = _common_steps(a, b, step, result)
-    of_a, of_b = a.values_of(steps), b.values_of(steps)
-    _note_names(a, b, alone(of_a, of_b), result.only_in_a, result)
-    _note_names(b, a, alone(of_b, of_a), result.only_in_b, result)
-    return [(value, of_b[name]) for name, value in of_a.items() if name in of_b]
+    def _aligned(self, step: int | None) -> _Pairs:
+        """Return the values that both runs have, in a's order; note the values of only one."""
+        steps = self._common_steps(step)
+        of_a, of_b = self._a.values_of(steps), self._b.values_of(steps)
+        self._note_alone(_alone(of_a, of_b), _alone(of_b, of_a))
+        return [(value, of_b[name]) for name, value in of_a.items() if name in of_b]
 
+    def _common_steps(self, step: int | None) -> set[int]:
+        """Return the steps to compare; note the steps that only one run has."""
+        a, b = self._a, self._b
+        common = a.steps & b.steps if step is None else a.steps & b.steps & {step}
+        if not common:
+            wanted = "no step in common" if step is None else f"no step {step} in common"
+            raise ValueError(
+                f"{a.path} and {b.path} have {wanted}: their steps are {steps_text(a.steps)} and "
+                f"{steps_text(b.steps)}"
+            )
+        if step is None:
+            of_one = a.steps - b.steps, b.steps - a.steps
+            self._note_alone(*([f"step {number}" for number in sorted(each)] for each in of_one))
+        return common
 
-def _common_steps(
-    a: CapturedSide, b: CapturedSide, step: int | None, result: CaptureComparison
-) -> set[int]:
-    """Return the steps to compare; note the steps that only one side has."""
-    of_a, of_b = a.steps, b.steps
-    common = of_a & of_b if step is None else of_a & of_b & {step}
-    if not common:
-        wanted = "no step in common" if step is None else f"no step {step} in common"
-        raise ValueError(
-            f"{a.path} and {b.path} have {wanted}: their steps are {_numbers(of_a)} and "
-            f"{_numbers(of_b)}"
+    def _note_alone(self, in_a: list[str], in_b: list[str]) -> None:
+        """Note names of one side only: differences, or a remark if they were to be expected."""
+        for side, other, names, only in (
+            (self._a, self._b, in_a, self._result.only_in_a),
+            (self._b, self._a, in_b, self._result.only_in_b),
+        ):
+            if side.selection != other.selection:
+                reason = "the captures were asked for different values"
+            elif not other.is_complete:
+                reason = f"the capture {other.path} was not completed"
+            else:
+                only.extend(names)
+                continue
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                self._result.remarks.append(
+                    f"only in {side.path}, as {reason}: {', '.join(names[:3])}{more}"
+                )
+
+    def _matched_parameters(self, step: int | None) -> _Pairs:
+        """Match the parameters of a run's step with the tensors of a checkpoint, by their names.
+
+        Names may differ by a prefix, as in :func:`moved_names`.  Other tensors of the checkpoint
+        are buffers, or an optimizer's: they give a remark.
+        """
+        a, b, result = self._a, self._b, self._result
+        captured, checkpoint = (a, b) if b.run is None else (b, a)
+        if captured.run is None:
+            raise ValueError(
+                f"neither {a.path} nor {b.path} is a capture: ptsave.capture writes them; "
+                "compare() and ptsave diff without --capture compare checkpoints"
+            )
+        parameters, tensors = captured.parameters(step), checkpoint.checkpoint_values()
+        names = {name: name for name in parameters if name in tensors}
+        left = {name: value.shape for name, value in parameters.items() if name not in names}
+        others = {name: value.shape for name, value in tensors.items() if name not in names}
+        names |= moved_names(left, others)
+        pairs = [(parameters[name], tensors[other]) for name, other in names.items()]
+        pairs.sort(key=lambda pair: pair[0].order)
+        missing = result.only_in_a if captured is a else result.only_in_b
+        missing += [parameters[name].name for name in parameters if name not in names]
+        if n_others := len(tensors) - len(names):
+            result.remarks.append(
+                f"not compared, as no parameters: {count_text(n_others, 'tensor')} of "
+                f"{checkpoint.path}"
+            )
+        return pairs if captured is a else [(y, x) for x, y in pairs]
+
+    # ---------------------------------------------------------------------------------- values
+
+    def _split(
+        self, pairs: _Pairs
+    ) -> tuple[dict[str, CapturedDifference], dict[_Keys, TensorPair]]:
+        """Return the differences that records show, and the pairs of tensors that must be read."""
+        compared: dict[str, CapturedDifference] = {}
+        unread: dict[_Keys, TensorPair] = {}  # an output is the next input: read once
+        for x, y in pairs:
+            if (x.stored, y.stored) in unread:
+                continue
+            kind, equal = _kind_by_records(x, y)
+            if kind is None and x.stored and y.stored:
+                pair = TensorPair(x.name, self._a.tensor(x), self._b.tensor(y))
+                kind = _kind_by_tensors(pair)
+                if kind is None:
+                    unread[x.stored, y.stored] = pair
+                    continue
+            if kind is None:
+                kind, equal = self._by_statistics(x, y)
+            compared[x.name] = CapturedDifference(x.name, kind, equal, x, y)
+        return compared, unread
+
+    def _of_numbers(
+        self, x: CapturedValue, y: CapturedValue, numbers: TensorDifference
+    ) -> CapturedDifference:
+        """Return the difference of two values that were read, or of their statistics."""
+        if not numbers.problem:
+            equal = not (numbers.n_different if self._tolerances.exact else numbers.n_outside)
+            return CapturedDifference(x.name, "numbers", equal, x, y, numbers)
+        kind, equal = self._by_statistics(x, y)
+        if kind == "not compared":
+            kind = "not comparable"
+            self._result.incomparable[x.name] = numbers.problem
+        return CapturedDifference(x.name, kind, equal, x, y)
+
+    def _by_statistics(self, x: CapturedValue, y: CapturedValue) -> tuple[Kind, bool]:
+        if x.statistics is None or y.statistics is None:
+            return "not compared", True
+        if x.dtype == y.dtype and x.statistics.checksum == y.statistics.checksum:
+            return "statistics", True
+        if self._tolerances.exact and x.dtype == y.dtype:
+            return "statistics", False
+        tolerance = self._tolerances.of(_dtype(x.dtype), _dtype(y.dtype))
+        equal = _counts(x.statistics) == _counts(y.statistics) and all(
+            _is_near(one, other, tolerance) for one, other in _figures(x.statistics, y.statistics)
         )
-    if step is None:
-        _note_names(a, b, _steps(of_a - of_b), result.only_in_a, result)
-        _note_names(b, a, _steps(of_b - of_a), result.only_in_b, result)
-    return common
-
-
-def _steps(numbers: Iterable[int]) -> list[str]:
-    return [f"step {number}" for number in sorted(numbers)]
-
-
-def _numbers(steps: Iterable[int]) -> str:
-    shown = sorted(steps)
-    return ", ".join(map(str, shown[:8])) + (", ..." if len(shown) > 8 else "") or "none"
-
-
-def _note_names(
-    side: CapturedSide,
-    other: CapturedSide,
-    names: list[str],
-    only: list[str],
-    result: CaptureComparison,
-) -> None:
-    """Note the names of one side only: differences, or a remark if they were to be expected."""
-    if not names:
-        return
-    if side.selection != other.selection:
-        reason = "the captures were asked for different values"
-    elif not other.is_complete:
-        reason = f"the capture {other.path} was not completed"
-    else:
-        only.extend(names)
-        return
-    result.remarks.append(
-        f"only in {side.path}, as {reason}: {', '.join(names[:3])}"
-        + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    )
+        return "statistics", equal
 
 
 # ------------------------------------------------------------------------------------------- sides
 
 
-class CapturedSide:
+class _Side:
     """An open capture, or a checkpoint that is compared with one; a checkpoint has no `run`."""
 
     def __init__(self, contents: Contents, *, is_recovered: bool = False) -> None:
@@ -485,6 +568,22 @@ class CapturedSide:
     def _tensors(self) -> dict[str, Tensor]:
         return flat(self.source.obj, self.path)
 
+    def parameters(self, step: int | None) -> dict[str, CapturedValue]:
+        """Return the parameters of a step, or of the first one, by their names in a state dict."""
+        found: dict[int, dict[str, CapturedValue]] = {}
+        for name, value in self.values.items():
+            parts = parse_name(name)
+            if parts.phase == "params":
+                of_step = found.setdefault(parts.step, {})
+                of_step[".".join(filter(None, (parts.module, *parts.path)))] = value
+        wanted = min(found, default=0) if step is None else step
+        if wanted not in found:
+            raise ValueError(
+                f"{self.path} has no parameters of step {wanted}: it has those of "
+                f'{steps_text(found)}; a capture with what=("params",) keeps them'
+            )
+        return found[wanted]
+
     def checkpoint_values(self) -> dict[str, CapturedValue]:
         """Return records of a checkpoint's tensors, by their names."""
         return {name: _record_of(name, tensor) for name, tensor in self._tensors.items()}
@@ -511,7 +610,7 @@ def _record_of(name: str, tensor: Tensor) -> CapturedValue:
     )
 
 
-def alone(names: Iterable[str], others: Mapping[str, Any]) -> list[str]:
+def _alone(names: Iterable[str], others: Mapping[str, Any]) -> list[str]:
     """Return the calls that `others` lack, and the values that they lack in calls of both."""
     calls = {_call_of(name) for name in others}
     found = (
@@ -522,136 +621,6 @@ def alone(names: Iterable[str], others: Mapping[str, Any]) -> list[str]:
 
 def _call_of(name: str) -> str:
     return "/".join(name.split("/", 3)[:3])
-
-
-def _matched_parameters(
-    a: CapturedSide, b: CapturedSide, step: int | None, result: CaptureComparison
-) -> list[tuple[CapturedValue, CapturedValue]]:
-    """Match the parameters of a run's step with the tensors of a checkpoint, by their names.
-
-    Names may differ by a prefix, as in :func:`moved_names`.  Other tensors of the checkpoint are
-    buffers, or an optimizer's: they give a remark.
-    """
-    captured, checkpoint = (a, b) if b.run is None else (b, a)
-    if captured.run is None:
-        raise ValueError(
-            f"neither {a.path} nor {b.path} is a capture: ptsave.capture writes them; compare() "
-            "and ptsave diff without --capture compare checkpoints"
-        )
-    parameters = _parameters_of(captured, step)
-    tensors = checkpoint.checkpoint_values()
-    names = {name: name for name in parameters if name in tensors}
-    left = {name: value.shape for name, value in parameters.items() if name not in names}
-    others = {name: value.shape for name, value in tensors.items() if name not in names}
-    names |= moved_names(left, others)
-    pairs = [(parameters[name], tensors[other]) for name, other in names.items()]
-    pairs.sort(key=lambda pair: pair[0].order)
-    missing = result.only_in_a if captured is a else result.only_in_b
-    missing += [parameters[name].name for name in parameters if name not in names]
-    n_others = len(tensors) - len(names)
-    if n_others:
-        result.remarks.append(
-            f"not compared, as no parameters: {count_text(n_others, 'tensor')} of {checkpoint.path}"
-        )
-    return pairs if captured is a else [(y, x) for x, y in pairs]
-
-
-def _parameters_of(side: CapturedSide, step: int | None) -> dict[str, CapturedValue]:
-    """Return the parameters of a step by their names in a state dict."""
-    found: dict[int, dict[str, CapturedValue]] = {}
-    for name, value in side.values.items():
-        parts = parse_name(name)
-        if parts.phase == "params":
-            of_step = found.setdefault(parts.step, {})
-            of_step[".".join(filter(None, (parts.module, *parts.path)))] = value
-    wanted = min(found, default=None) if step is None else step
-    if wanted is None or wanted not in found:
-        has = ", ".join(map(str, sorted(found)[:8])) or "no step"
-        raise ValueError(
-            f"{side.path} has no parameters of step {'0' if wanted is None else wanted}: it has "
-            f'those of {has}; a capture with what=("params",) keeps them'
-        )
-    return found[wanted]
-
-
-# ------------------------------------------------------------------------------------------ values
-
-
-def _compare(  # noqa: PLR0917
-    a: CapturedSide,
-    b: CapturedSide,
-    pairs: Sequence[tuple[CapturedValue, CapturedValue]],
-    tolerances: Tolerances,
-    result: CaptureComparison,
-    progress: bool,
-) -> None:
-    compared, unread = _split(a, b, pairs, tolerances)
-    result.nbytes = sum(pair.a.numel() * pair.a.itemsize for pair in unread.values())
-    found = {}
-    with progress_bar(progress, "comparing", result.nbytes, delay=1) as callback:
-        measure = _Measure(tolerances)
-        compared_pairs = compare_tensors(a.source, b.source, unread.values(), measure, callback)
-        for key, (_, numbers) in zip(unread, compared_pairs, strict=True):
-            found[key] = numbers
-    for x, y in pairs:
-        difference = compared.get(x.name)
-        if difference is None:
-            difference = _of_numbers(x, y, found[x.stored, y.stored], tolerances, result)
-        if a.run is None:
-            difference = replace(difference, name=y.name)
-        result.compared.append(difference)
-    n_left = sum(each.kind == "not compared" for each in result.compared)
-    if n_left:
-        result.remarks.append(
-            f"not compared: {count_text(n_left, 'tensor')}, because one side has neither their "
-            "values nor their statistics"
-        )
-
-
-def _of_numbers(
-    x: CapturedValue,
-    y: CapturedValue,
-    numbers: TensorDifference,
-    tolerances: Tolerances,
-    result: CaptureComparison,
-) -> CapturedDifference:
-    """Return the difference of two values that were read, or of their statistics."""
-    if not numbers.problem:
-        equal = not (numbers.n_different if tolerances.exact else numbers.n_outside)
-        return CapturedDifference(x.name, "numbers", equal, x, y, numbers)
-    kind, equal = _by_statistics(x, y, tolerances)
-    if kind == "not compared":
-        kind = "not comparable"
-        result.incomparable[x.name] = numbers.problem
-    return CapturedDifference(x.name, kind, equal, x, y)
-
-
-_Keys = tuple[str, str]
-
-
-def _split(
-    a: CapturedSide,
-    b: CapturedSide,
-    pairs: Iterable[tuple[CapturedValue, CapturedValue]],
-    tolerances: Tolerances,
-) -> tuple[dict[str, CapturedDifference], dict[_Keys, TensorPair]]:
-    """Return the differences that the records show, and the pairs of tensors that must be read."""
-    compared: dict[str, CapturedDifference] = {}
-    unread: dict[_Keys, TensorPair] = {}  # an output is the next input: read once
-    for x, y in pairs:
-        if (x.stored, y.stored) in unread:
-            continue
-        kind, equal = _kind_by_records(x, y)
-        if kind is None and x.stored and y.stored:
-            pair = TensorPair(x.name, a.tensor(x), b.tensor(y))
-            kind = _kind_by_tensors(pair)
-            if kind is None:
-                unread[x.stored, y.stored] = pair
-                continue
-        if kind is None:
-            kind, equal = _by_statistics(x, y, tolerances)
-        compared[x.name] = CapturedDifference(x.name, kind, equal, x, y)
-    return compared, unread
 
 
 def _kind_by_records(x: CapturedValue, y: CapturedValue) -> tuple[Kind | None, bool]:
@@ -688,25 +657,6 @@ def _kind_by_tensors(pair: TensorPair) -> Kind | None:
     return "layout" if pair.a.layout != pair.b.layout else None
 
 
-def _by_statistics(x: CapturedValue, y: CapturedValue, tolerances: Tolerances) -> tuple[Kind, bool]:
-    if x.statistics is None or y.statistics is None:
-        return "not compared", True
-    if x.dtype == y.dtype and x.statistics.checksum == y.statistics.checksum:
-        return "statistics", True
-    if tolerances.exact and x.dtype == y.dtype:
-        return "statistics", False
-    tolerance = tolerances.of(_dtype(x.dtype), _dtype(y.dtype))
-    counts = all(
-        getattr(x.statistics, name) == getattr(y.statistics, name)
-        for name in ("numel", "n_nan", "n_inf")
-    )
-    near = all(
-        _is_near(one, other, tolerance.rtol, tolerance.atol)
-        for one, other in _figures(x.statistics, y.statistics)
-    )
-    return "statistics", counts and near
-
-
 def _dtype(text: str) -> torch.dtype:
     found = getattr(torch, text.removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else torch.bool
@@ -717,14 +667,18 @@ def _figures(a: Statistics, b: Statistics) -> Iterator[tuple[complex, complex]]:
         yield getattr(a, name), getattr(b, name)
 
 
-def _is_near(a: complex, b: complex, rtol: float, atol: float) -> bool:
+def _counts(found: Statistics) -> tuple[int, int, int]:
+    return found.numel, found.n_nan, found.n_inf
+
+
+def _is_near(a: complex, b: complex, tolerance: Tolerance) -> bool:
     if cmath.isnan(a) or cmath.isnan(b):
         return cmath.isnan(a) and cmath.isnan(b)
-    return a == b or abs(a - b) <= atol + rtol * abs(b)
+    return a == b or abs(a - b) <= tolerance.atol + tolerance.rtol * abs(b)
 
 
 def _statistics_error(a: Statistics, b: Statistics) -> float:
-    if (a.n_nan, a.n_inf, a.numel) != (b.n_nan, b.n_inf, b.numel):
+    if _counts(a) != _counts(b):
         return math.inf
     rms = b.norm / math.sqrt(max(1, b.numel))
     figures = [pair for pair in _figures(a, b) if not any(map(cmath.isnan, pair))]
@@ -775,9 +729,9 @@ class _Measure:
             found = self._of_nested(a, b) if a.is_nested else self._of_dense(a, b)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             return TensorDifference(problem=str(cannot_compare(pair, a, b, error)))
-        if a.layout != torch.strided or not begin:
-            return found
-        return found.moved(begin)
+        if begin and found.first is not None:
+            return replace(found, first=tuple(map(operator.add, begin, found.first)))
+        return found
 
     def _of_nested(self, a: Tensor, b: Tensor) -> TensorDifference:
         parts = a.unbind(), b.unbind()

@@ -204,14 +204,12 @@ class OptimizerSteps:
             )
 
     def install(self) -> None:
-        """Register the hook."""
         if self._optimizer is None:
             self._handle = register_optimizer_step_post_hook(self._count)
         else:
             self._handle = self._optimizer.register_step_post_hook(self._mark)
 
     def remove(self) -> None:
-        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

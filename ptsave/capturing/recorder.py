@@ -296,7 +296,7 @@ class Recorder:
 
     def tensor(self, name: str, call: int | None, tensor: Tensor) -> None:
         """Record a tensor, as it is now."""
-        version = _version(tensor)
+        version = version_of(tensor)
         seen = self._seen.get(id(tensor))
         if seen is not None and seen.version == version >= 0 and seen.ref() is tensor:
             row = (name, self._event(), call, *seen.row[3:])
@@ -405,7 +405,7 @@ class Recorder:
     # ----------------------------------------------------------------------------- gradients
 
     def _hook_gradient(self, call: Call, path: str, tensor: Tensor) -> None:
-        version = _version(tensor)
+        version = version_of(tensor)
         hooked = self._hooked.get(id(tensor))
         if hooked is not None and hooked.version == version and hooked.ref() is tensor:
             hooked.owners.append((call, path))  # one gradient with several names
@@ -476,11 +476,6 @@ def _type_name(kind: type) -> str:
     return (
         kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     )
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was changed; -1 if torch does not count."""
-    return -1 if tensor.is_inference() else version_of(tensor)
 
 
 def _shape(tensor: Tensor) -> tuple[Any, ...]:

@@ -23,12 +23,12 @@ from ptsave.capturing.schema import (
     PHASES,
     SUMMARY,
     VALUE_FIELDS,
+    VERSION,
     CapturedCall,
     CapturedValue,
     CaptureSummary,
     Row,
     Statistics,
-    check_header,
     class_summary,
     is_block_key,
     parse_name,
@@ -65,7 +65,8 @@ class CapturedRun:
     def __init__(self, obj: Any, path: str) -> None:
         self.path = path
         self._obj = self._dict_of(obj)
-        self.header = self._checked_header(self._obj[HEADER])
+        self.header: dict[str, Any] = self._dict_of(self._obj[HEADER], {})
+        self._check_version()
         self.totals = self._dict_of(self._obj.get(SUMMARY))
         self.blocks = {key: value for key, value in self._obj.items() if is_block_key(key)}
         if not self.blocks and not isinstance(self.header.get("modules"), dict):
@@ -207,13 +208,15 @@ class CapturedRun:
             f"{self.path}: a damaged capture: {reason}", path=self.path, record="data.pkl"
         )
 
-    def _checked_header(self, header: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self._dict_of(header, {})
-        version = found.get("version")
+    def _check_version(self) -> None:
+        version = self.header.get("version")
         if type(version) is not int:
             raise self._damaged(f"its version is {type(version).__name__}, not int")
-        check_header(found, self.path)
-        return found
+        if version > VERSION:
+            raise ValueError(
+                f"{self.path}: a capture of version {version}, and this ptsave reads up to "
+                f"{VERSION}: install a newer one"
+            )
 
     def _dict_of(self, value: Any, default: Any = None) -> Any:
         """Return a plain copy of a dict, without methods that a file has replaced."""
@@ -252,34 +255,30 @@ class CapturedRun:
 class _Values(Mapping[str, CapturedValue]):
     """The values of a call by their paths, made when one of them is asked for."""
 
-    __slots__ = ("_found", "_phases", "_rows")
-
     def __init__(self, rows: Sequence[Row], phases: Iterable[str]) -> None:
         self._rows = rows
         self._phases = phases
-        self._found: dict[str, CapturedValue] | None = None
 
-    def _made(self) -> dict[str, CapturedValue]:
-        if self._found is None:
-            found = {}
-            for row in self._rows:
-                _, phase, _, path = row[_NAME].split("/", 3)
-                if phase in self._phases:
-                    found[path] = _value_of(row)
-            self._found = found
-        return self._found
+    @cached_property
+    def _by_path(self) -> dict[str, CapturedValue]:
+        found = {}
+        for row in self._rows:
+            _, phase, _, path = row[_NAME].split("/", 3)
+            if phase in self._phases:
+                found[path] = _value_of(row)
+        return found
 
     def __getitem__(self, path: str) -> CapturedValue:
-        return self._made()[path]
+        return self._by_path[path]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._made())
+        return iter(self._by_path)
 
     def __len__(self) -> int:
-        return len(self._made())
+        return len(self._by_path)
 
     def __repr__(self) -> str:
-        return repr(self._made())
+        return repr(self._by_path)
 
 
 def _call_of(row: Row, values: Sequence[Row]) -> CapturedCall:
@@ -513,7 +512,9 @@ def module_statistics(
     EntryNotFoundError if a pattern matches no module, and ValueError if `step` has no records.
     """
     if step is not None and step not in run.steps:
-        raise ValueError(f"{run.path}: no records of step {step}: there are {_numbers(run.steps)}")
+        raise ValueError(
+            f"{run.path}: no records of step {step}: there are {steps_text(run.steps)}"
+        )
     modules = {path: ModuleStatistics(path, name) for path, name in run.modules.items()}
     for row in run.call_rows:
         module = modules.setdefault(row[_MODULE], ModuleStatistics(row[_MODULE], row[_CLASS]))
@@ -526,9 +527,10 @@ def module_statistics(
     return chosen
 
 
-def _numbers(steps: Sequence[int]) -> str:
-    shown = [*steps[:5], "...", steps[-1]] if len(steps) > 7 else steps
-    return ", ".join(map(str, shown)) or "none at all"
+def steps_text(steps: Iterable[int]) -> str:
+    """Return the numbers of the first eight steps as text."""
+    numbers = sorted(steps)
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "") or "none"
 
 
 def _values_by_module(

@@ -37,17 +37,7 @@ GRADIENT_PHASES = {"backward": "forward", "recompute_backward": "recompute"}
 
 
 class Name(NamedTuple):
-    """The parts of ``step/phase/module.path#call/argument/path``.
-
-    `module` is the path in :meth:`torch.nn.Module.named_modules`, without the prefixes of wrappers
-    such as ``module.`` (DDP); the model itself is ``""``. `call` is the number of earlier calls of
-    the module in this step and phase. For ``grads`` it is the number of earlier accumulations of
-    this parameter's gradient.
-
-    `path` is ``("inputs", "0")``, ``("outputs",)`` or ``("outputs", "logits")``; for ``params`` and
-    ``grads`` it is the name of the parameter, ``("weight",)``. A key with the same text as another
-    key has its type, too: ``("outputs", "1:int")`` beside ``"1"``.
-    """
+    """The parts of ``step/phase/module.path#call/argument/path``: docs/format.md, "Captures"."""
 
     step: int
     phase: str
@@ -253,15 +243,6 @@ def block_to_plain(calls: list[Row], values: list[Row]) -> dict[str, Any]:
         "value_fields": VALUE_FIELDS,
         "values": values,
     }
-
-
-def check_header(header: Mapping[str, Any], file: str) -> None:
-    """Raise ValueError for a capture of a later version than this ptsave reads."""
-    if header["version"] > VERSION:
-        raise ValueError(
-            f"{file}: a capture of version {header['version']}, and this ptsave reads up to "
-            f"{VERSION}: install a newer one"
-        )
 
 
 CALL_FIELDS = tuple(each.name for each in fields(CapturedCall) if each.compare)

@@ -71,5 +71,5 @@ def unwrapped(tensor: Tensor) -> Tensor | None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; raise RuntimeError for inference tensors."""
-    return tensor._version
+    """Return how often a tensor was changed in place; -1 if torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version

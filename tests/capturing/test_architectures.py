@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from captured_runs import assert_bit_identical, captured, tensors_in
-from torch import Tensor, nn
+from captured_runs import Observer, assert_bit_identical, captured
+from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,7 +72,7 @@ def convolutions() -> tuple[nn.Module, dict[str, Any]]:
     ids=lambda make: make.__name__,
 )
 def test_same_bits_and_every_call_and_value(make: Any, tmp_path: Path) -> None:
-    """Training computes the same; values are those of hooks that count calls and clone tensors."""
+    """Training computes the same; calls and values are those that plain hooks see."""
     model, inputs = make()
     run = assert_bit_identical(
         model, lambda m: m(**inputs).logits.square().mean(), tmp_path / "run.pt"
@@ -81,34 +80,6 @@ def test_same_bits_and_every_call_and_value(make: Any, tmp_path: Path) -> None:
     with_gradients = {name.split("/", 2)[2] for name in run.names("backward")}
     assert any(name.startswith("#0/outputs") for name in with_gradients)
     model.eval()
-    counts: Counter[str] = Counter()
-    expected: dict[str, Tensor] = {}
-
-    def keep(name: str, side: str, values: Any) -> None:
-        for place, tensor in tensors_in(values):
-            key = "/".join((f"0/forward/{name}#{counts[name]}", side, *place))
-            expected[key] = tensor.detach().clone()
-
-    def before(name: str, args: Any, kwargs: dict[str, Any]) -> None:
-        keep(name, "inputs", {**dict(enumerate(args)), **kwargs})
-
-    def after(name: str, result: Any) -> None:
-        keep(name, "outputs", result)
-        counts[name] += 1
-
-    handles = []
-    for name, module in model.named_modules():
-        handles += [
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
-            ),
-            module.register_forward_hook(lambda _, args, result, name=name: after(name, result)),
-        ]
+    observer = Observer(model)
     run = captured(model, lambda: model(**inputs), tmp_path / "run.pt", what=("inputs", "outputs"))
-    for handle in handles:
-        handle.remove()
-    assert Counter(call.module for call in run.calls) == counts
-    found = {name for name in run.names("forward") if run.values[name].kind == "tensor"}
-    assert found == set(expected)
-    for name, clone in expected.items():
-        assert torch.equal(run.tensor(name), clone), name
+    observer.assert_same(run.calls, run.tensor)

@@ -28,26 +28,21 @@ def steps_of(run: Run) -> int:
     return steps
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_step_counts_if_it_has_ended_or_has_records(path: Path, goes_on: bool) -> None:
+@pytest.mark.parametrize(
+    ("steps", "n_ended", "goes_on", "n_steps"),
+    [(None, 3, False, 3), (None, 3, True, 4), ([1], 4, True, 4)],
+)
+def test_a_step_counts_if_it_has_ended_or_has_records(
+    path: Path, steps: Any, n_ended: int, goes_on: bool, n_steps: int
+) -> None:
     model = nn.Linear(2, 2)
-    with ptsave.capture(model, path) as capture:
-        for _ in range(3):
+    with ptsave.capture(model, path, steps=steps) as capture:
+        for _ in range(n_ended):
             model(torch.ones(1, 2))
             capture.step()
         if goes_on:
             model(torch.ones(1, 2))
-    assert steps_of(Run(path)) == 3 + goes_on
-
-
-def test_steps_that_are_not_recorded_count_when_they_have_ended(path: Path) -> None:
-    model = nn.Linear(2, 2)
-    with ptsave.capture(model, path, steps=[1]) as capture:
-        for _ in range(4):
-            model(torch.ones(1, 2))
-            capture.step()
-        model(torch.ones(1, 2))
-    assert steps_of(Run(path)) == 4
+    assert steps_of(Run(path)) == n_steps
 
 
 @pytest.mark.parametrize("steps", [None, [0]])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from _system import run_python
 from captured_runs import Run, captured
 from stock_comparison import assert_same_object
 from torch import Tensor, nn
@@ -235,11 +235,7 @@ assert not [finder for finder in sys.meta_path if "ptsave.support" in type(finde
 
 def test_dynamo_is_imported_during_the_capture(path: Path) -> None:
     folders = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
-    subprocess.run(
-        [sys.executable, "-c", _DYNAMO_COMES_LATER, path],
-        check=True,
-        env={**os.environ, "PYTHONPATH": folders},
-    )
+    run_python(_DYNAMO_COMES_LATER, path, env={**os.environ, "PYTHONPATH": folders})
     assert sorted(call.module for call in Run(path).calls) == sorted(ALL)
 
 

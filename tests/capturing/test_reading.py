@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import command_line
 import pytest
 import torch
-from captured_runs import tensors_in
+from captured_runs import Observer
 from client_checkpoints import killed_by_itself
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,50 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ptsave
 from ptsave.capturing.schema import Statistics
-
-
-@dataclass
-class Observed:
-    """A call, as plain hooks see it."""
-
-    module: str
-    class_name: str
-    parent: int | None
-    recomputed: bool
-    values: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Observer:
-    """Plain hooks that keep clones of all tensors of all calls."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.calls: list[Observed] = []
-        self._open: list[int] = []
-        for path, module in model.named_modules():
-            module.register_forward_pre_hook(
-                lambda module, args, path=path: self._before(path, module, args)
-            )
-            module.register_forward_hook(
-                lambda _, args, result: self._after(result), always_call=True
-            )
-
-    def _before(self, path: str, module: nn.Module, args: Any) -> None:
-        kind = type(module)
-        call = Observed(
-            path,
-            f"{kind.__module__}.{kind.__qualname__}",
-            self._open[-1] if self._open else None,
-            torch._C._current_graph_task_id() != -1,
-        )
-        for place, tensor in tensors_in(args, ("inputs",)):
-            call.values["/".join(place)] = tensor.detach().clone()
-        self._open.append(len(self.calls))
-        self.calls.append(call)
-
-    def _after(self, result: Any) -> None:
-        call = self.calls[self._open.pop()]
-        for place, tensor in tensors_in(result, ("outputs",)):
-            call.values["/".join(place)] = tensor.detach().clone()
 
 
 class Model(nn.Module):
@@ -98,16 +53,10 @@ def test_calls_of_random_trees(
         assert [call.step for call in calls] == step_of
         assert [call.order for call in calls] == sorted(call.order for call in calls)
         assert [call.id for call in calls] == [*range(len(calls))]
-        for call, seen in zip(calls, observer.calls, strict=True):
-            assert (call.module, call.class_name) == (seen.module, seen.class_name)
-            assert call.phase == ("recompute" if seen.recomputed else "forward")
-            assert call.parent == seen.parent
-            found = {path: value for path, value in call.values.items() if value.kind == "tensor"}
-            assert set(seen.values) == set(found)
-            for place, value in found.items():
-                assert torch.equal(run.tensor(value.name), seen.values[place])
-                assert value.statistics is not None
-                assert_statistics(value.statistics, seen.values[place])
+        observer.assert_same(calls, run.tensor)
+        for value in (each for call in calls for each in (*call.inputs, *call.outputs)):
+            assert value.statistics is not None
+            assert_statistics(value.statistics, run.tensor(value.name))
         numbers: dict[tuple[int, str, str], int] = {}
         for call in calls:
             key = call.step, call.phase, call.module
@@ -181,19 +130,6 @@ def test_a_checkpoint_is_no_capture(tmp_path: Path) -> None:
             archive.tensor("weight")
     with pytest.raises(ValueError, match="closed"):
         archive.calls()
-
-
-def test_statistics_alone(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    with ptsave.capture(model, tmp_path / "run.pt", tensors=False, what=["outputs"]):
-        model(torch.ones(1, 2))
-    with ptsave.open(tmp_path / "run.pt") as run:
-        (call,) = run.calls()
-        output = call.values["outputs"]
-        assert output.statistics is not None
-        with pytest.raises(KeyError, match="tensors=False"):
-            run.tensor(output.name)
-        assert run.summary().stored_nbytes == 0
 
 
 _KILLED = """

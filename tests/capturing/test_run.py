@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ptsave.capturing.run import CapturedRun
 from ptsave.capturing.schema import (
     CALL_FIELDS,
+    PHASES,
     SUMMARY,
     VALUE_FIELDS,
     VERSION,
@@ -23,6 +24,8 @@ from ptsave.capturing.schema import (
     CapturedValue,
     Statistics,
     block_key,
+    is_block_key,
+    parse_name,
 )
 from ptsave.contents.captures import FORMAT, HEADER, captured_run
 from ptsave.errors import CorruptCheckpointError, EntryNotFoundError
@@ -38,6 +41,24 @@ VALUE = CapturedValue(
 )
 OUTER = replace(CALL, module="", class_name="Outer")
 INNER = replace(CALL, id=1, order=1, end=3, parent=0)
+
+
+parts = st.text(max_size=6)
+
+
+@given(st.integers(0, 9), st.sampled_from(PHASES), parts, st.integers(0, 9), st.lists(parts))
+def test_names(step: int, phase: str, module: str, call: int, path: list[str]) -> None:
+    name = name_of(step, phase, module, call, path)
+    assert parse_name(name) == (step, phase, module, call, tuple(path))
+    assert not is_block_key(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "weight", "0/forward", "0/other/a#0/x", "0/forward/a/x", "a/b/c#d"]
+)
+def test_other_names(name: str) -> None:
+    with pytest.raises(ValueError, match="names no captured value"):
+        parse_name(name)
 
 
 def capture_of(*blocks: Any, **header: Any) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,55 @@ def assert_bit_identical(
     for one, other in zip(*results, strict=True):
         assert_same_bits(one, other)
     return Run(path)
+
+
+@dataclass
+class Observed:
+    """A call, as plain hooks see it."""
+
+    module: str
+    class_name: str
+    phase: str
+    parent: int | None
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Observer:
+    """Plain hooks that keep clones of all tensors of all calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[Observed] = []
+        self._open: list[int] = []
+        for path, module in model.named_modules():
+            module.register_forward_pre_hook(partial(self._before, path), with_kwargs=True)
+            module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, path: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        kind = type(module)
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        call = Observed(
+            path,
+            f"{kind.__module__}.{kind.__qualname__}",
+            "recompute" if is_recomputed else "forward",
+            self._open[-1] if self._open else None,
+        )
+        self._open.append(len(self.calls))
+        self.calls.append(call)
+        self._keep(call, "inputs", {**dict(enumerate(args)), **kwargs})
+
+    def _after(self, _module: nn.Module, _args: Any, result: Any) -> None:
+        self._keep(self.calls[self._open.pop()], "outputs", result)
+
+    def _keep(self, call: Observed, side: str, values: Any) -> None:
+        for place, tensor in tensors_in(values, (side,)):
+            call.values["/".join(place)] = tensor.detach().clone()
+
+    def assert_same(self, calls: list[CapturedCall], tensor_of: Callable[[str], Tensor]) -> None:
+        """Compare all calls of a run, whose ids are their numbers, and all their tensors."""
+        for call, seen in zip(calls, self.calls, strict=True):
+            assert (call.module, call.class_name) == (seen.module, seen.class_name)
+            assert (call.phase, call.parent) == (seen.phase, seen.parent)
+            found = {path: value for path, value in call.values.items() if value.kind == "tensor"}
+            assert set(found) == set(seen.values)
+            for path, value in found.items():
+                assert torch.equal(tensor_of(value.name), seen.values[path]), value.name
