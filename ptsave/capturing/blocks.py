@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ptsave.appending.archive_writer import MeasuringWriter, WhenFull
-from ptsave.capturing.schema import block_key, block_to_plain
+from ptsave.capturing.schema import VALUE_FIELDS, block_key, block_to_plain
 from ptsave.capturing.tensors import keeps_storage, statistics_of, stored_nbytes, unexpanded
 from ptsave.errors import SaveError, StagingFullError
 from ptsave.support.threads import ThreadPool
@@ -29,7 +29,7 @@ _MAX_PENDING = 256
 _ENTRY_NBYTES = 1 << 10  # a tensor's pickle takes at most this, unless its name is long
 MAX_VALUES = 8192  # of a block
 
-_STORED, _NOTE, _STATISTICS = 11, 13, 14  # fields of the row of a value
+_STORED, _NOTE, _STATISTICS = map(VALUE_FIELDS.index, ("stored", "note", "statistics"))
 
 _NO_ROOM = "dropped: no room in memory"
 _NO_BYTES = "dropped: max_bytes"

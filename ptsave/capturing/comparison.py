@@ -348,8 +348,8 @@ def compare_captures(
     with position_kept(a), position_kept(b):
         opened = opened_sides(a, b, a_storage_options, b_storage_options, recover=recover)
         with pausing_garbage_collection():
-            sides = (_Side(each, is_recovered=recover) for each in opened)
-            return _Comparison(*sides, tolerances).result_of(step, progress=progress)
+            first, second = (_Side(each, is_recovered=recover) for each in opened)
+            return _Comparison(first, second, tolerances).result_of(step, progress=progress)
 
 
 _Pairs: TypeAlias = list[tuple[CapturedValue, CapturedValue]]

@@ -255,7 +255,7 @@ _WIDTH = 80
 _MIN_CLASS_WIDTH = 12
 _CLASS, _OUTPUTS = 0, 3  # columns that are cut if there is no room
 _LEFT = {_CLASS, _OUTPUTS, 4}
-_OUTPUT = re.compile("[^/]*/(?:forward|recompute)/[^/]*/outputs")
+_OUTPUT = "[^/]*/(?:forward|recompute)/[^/]*/outputs"
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,8 @@ def class_summary(
 ) -> ClassSummary:
     """Return the totals of a class, given its calls and the rows of their tensors."""
     statistics = [row[_STATISTICS] for row in rows if row[_STATISTICS] is not None]
-    outputs = [row for row in rows if _OUTPUT.match(row[_NAME])]
+    is_output = re.compile(_OUTPUT).match
+    outputs = [row for row in rows if is_output(row[_NAME])]
     return ClassSummary(
         class_name,
         len({call.module for call in calls}),
