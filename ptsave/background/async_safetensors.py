@@ -67,12 +67,6 @@ def covers_its_storage(tensor: Tensor) -> bool:
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def _like(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """Return a tensor over a storage, with the dtype, shape and strides of another tensor."""
-    copy = torch.empty(0, dtype=tensor.dtype)
-    return copy.set_(storage, 0, tensor.shape, tensor.stride())
-
-
 class _PlanOfCopies:
     """A plan whose payloads are a snapshot's copies, and its own copies of accelerators' tensors.
 
@@ -89,10 +83,13 @@ class _PlanOfCopies:
         metadata: Mapping[str, str],
     ) -> None:
         memory = iter(_C.untyped_storages(snapshot.storages))
-        copies = {
-            name: each.cpu() if each.device.type != "cpu" else _like(each, next(memory))
-            for name, each in tensors.items()
-        }
+        copies = {}
+        for name, each in tensors.items():
+            if each.device.type == "cpu":
+                empty = torch.empty(0, dtype=each.dtype)
+                copies[name] = empty.set_(next(memory), 0, each.shape, each.stride())
+            else:
+                copies[name] = each.cpu()
         with ExitStack() as stack:  # for descriptors; payloads in memory have none
             sources = PayloadSources(stack, scratch_folder(path))
             plan = SafetensorsPlan(copies, path, sources, metadata)

@@ -123,26 +123,21 @@ class StagingBudget:
                 self._waiting.append(number)
             else:
                 self._waiting.appendleft(number)
-            while not self._take_turn(number, nbytes, limit, room, block=help_out is None):
-                if help_out is not None and not help_out():
+            while True:
+                with self.changed:
+                    if self._waiting[0] == number and self._fits(nbytes, limit, room):
+                        self._held[number] = nbytes
+                        return reservation
+                    if help_out is None:
+                        self.changed.wait()
+                        continue
+                if not help_out():
                     time.sleep(0.02)  # another thread is staging a save and will hand it over
         finally:
             with self.changed:
                 if number in self._waiting:
                     self._waiting.remove(number)
                 self.changed.notify_all()
-        return reservation
-
-    def _take_turn(
-        self, number: int, nbytes: int, limit: int, room: Callable[[], int] | None, *, block: bool
-    ) -> bool:
-        with self.changed:
-            if self._waiting[0] == number and self._fits(nbytes, limit, room):
-                self._held[number] = nbytes
-                return True
-            if block:
-                self.changed.wait()
-            return False
 
     def _fits(self, nbytes: int, limit: int, room: Callable[[], int] | None) -> bool:
         return self._held_nbytes() + nbytes <= self._limit_now(nbytes, limit, room)
@@ -285,7 +280,7 @@ class BackgroundSave:
     """One save, from its staging to its end.
 
     `snapshot` has copies of the storages, still without bytes, and `plan` is the archive of these
-    copies.  `target` is an absolute path, a URL, or an object with ``write``.
+    copies.  `target` is an absolute path, a URL (`is_remote`), or an object with ``write``.
     """
 
     def __init__(
@@ -298,9 +293,9 @@ class BackgroundSave:
         *,
         compute_crcs: bool,
     ) -> None:
-        name = f"<{type(target).__name__}>"
-        if isinstance(target, str) or is_url_file(target):
-            name = name_of(target)
+        self.is_remote = is_url_file(target)
+        has_name = isinstance(target, str) or self.is_remote
+        name = name_of(target) if has_name else f"<{type(target).__name__}>"
         self.future = PendingSave(name, plan.nbytes, self._withdraw, release_own)
         self._plan = plan
         self._snapshot = snapshot
@@ -324,11 +319,6 @@ class BackgroundSave:
         )
         self._writer.begin_staging()
         self._n_threads = config.current().n_threads
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the file goes to a URL."""
-        return is_url_file(self._target)
 
     # ------------------------------------------------------------------------------------- staging
 

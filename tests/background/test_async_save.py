@@ -468,16 +468,6 @@ def test_failure(staging: Any, tmp_path: Path) -> None:
     assert ptsave.load(path) == "new"
 
 
-def test_failure_of_a_file_object() -> None:
-    class Broken(io.RawIOBase):
-        def write(self, _: Any) -> int:
-            raise ConnectionError("gone")
-
-    future = ptsave.async_save(torch.ones(3), Broken())
-    with pytest.raises(ConnectionError, match="gone"):
-        future.result(30)
-
-
 def test_failure_of_staging() -> None:
     """Out of memory, as an example: in the call, or in the future."""
     with pytest.raises(MemoryError, match=r"35184372088832 bytes.*ptsave\.save"):
@@ -567,6 +557,8 @@ def test_no_room(gate: Gate) -> None:
 
 @pytest.mark.parametrize("end", ["written", "failed", "cancelled"])
 def test_waiting_for_room(end: str, gate: Gate) -> None:
+    """Errors of a file object are in the future as they were raised."""
+
     class Broken(io.RawIOBase):
         def write(self, _: Any) -> int:
             raise ConnectionError("gone")
