@@ -89,18 +89,15 @@ def _lazy_init() -> None: ...
 
 
 def _is_in_bad_fork() -> bool:
-    in_fork: bool = _backend.is_in_bad_fork()
-    return in_fork
+    return bool(_backend.is_in_bad_fork())
 
 
 def device_count() -> int:
-    count: int = _backend.device_count()
-    return count
+    return int(_backend.device_count())
 
 
 def current_device() -> int:
-    index: int = _backend.current_device()
-    return index
+    return int(_backend.current_device())
 
 
 def set_device(device: int | str | torch.device) -> None:
@@ -213,8 +210,7 @@ def stats() -> dict[str, Any]:
         ``pinned_reserved``: bytes of pinned memory in use, at most in use, and in use or cached.
         ``torch.accelerator.memory_stats`` has those of device memory.
     """
-    result: dict[str, Any] = _backend.stats()
-    return result
+    return dict(_backend.stats())
 
 
 def contexts() -> dict[int, set[int]]:
@@ -224,8 +220,7 @@ def contexts() -> dict[int, set[int]]:
     functions let it: where a thread makes a device its current one, and in the device that was
     current where an event takes a thread there and back.
     """
-    result: dict[int, set[int]] = _backend.contexts()
-    return result
+    return dict(_backend.contexts())
 
 
 def forget_contexts() -> None:
@@ -235,8 +230,7 @@ def forget_contexts() -> None:
 
 def operations_in_flight() -> int:
     """Return how many copies and kernels are queued or running."""
-    count: int = _backend.operations_in_flight()
-    return count
+    return int(_backend.operations_in_flight())
 
 
 def reset() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerator.test_fake import run_python
+from accelerator.test_fake import run_on_fake
 
 # ----------------------------------------------------------------- the accelerator made for tests
 
@@ -136,8 +136,7 @@ _CALLS = """
 @pytest.mark.parametrize("chosen", [True, False])
 def test_no_context_on_device_0(fake: Any, chosen: bool) -> None:
     """Neither if the caller has made device 1 its own, nor if its tensors just are there."""
-    result = run_python(textwrap.dedent(_CALLS).format(chosen=chosen))
-    assert result.returncode == 0, result.stderr
-    touched = json.loads(result.stdout.splitlines()[-1])  # ninja may say more
+    printed = run_on_fake(textwrap.dedent(_CALLS).format(chosen=chosen)).stdout
+    touched = json.loads(printed.splitlines()[-1])  # ninja may say more
     assert {name: devices for name, devices in touched.items() if 0 in devices} == {}
     assert touched["convert"] == []  # also of a file that was saved from device 1

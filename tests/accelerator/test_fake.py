@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -13,41 +13,36 @@ from typing import Any
 
 import pytest
 import torch
-from _system import in_threads
+from _system import in_threads, run_python
 
 TESTS = Path(__file__).resolve().parent.parent
 N = 10_000
 SLOW = 100_000  # us
+POISON = 0xDB  # what freed memory holds
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` in a process of its own, in which the backend is registered."""
+def run_on_fake(code: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own, in which the backend is registered."""
     prologue = "import torch\nfrom accelerator import fake_device\nfake = fake_device.load()\n"
-    return subprocess.run(
-        [sys.executable, "-c", prologue + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env=os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
-    )
+    environment = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+    return run_python(prologue + textwrap.dedent(code), status=status, env=environment, timeout=60)
 
 
 def test_memory_faults_on_the_cpu(fake: Any) -> None:
-    result = run_python(
+    run_on_fake(
         """
         import ctypes, resource
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         x = torch.zeros(4, device="fake")
         torch.accelerator.synchronize()
         ctypes.string_at(x.data_ptr(), 1)
-        """
+        """,
+        -signal.SIGSEGV,
     )
-    assert result.returncode == -signal.SIGSEGV, result.stderr
 
 
 def test_exit_with_work_in_flight(fake: Any) -> None:
-    result = run_python(
+    result = run_on_fake(
         """
         fake.set_delay(5000, 5000)
         x = torch.zeros(1000, device="fake:1").to("fake:0")
@@ -59,12 +54,11 @@ def test_exit_with_work_in_flight(fake: Any) -> None:
             y = x.clone()
         """
     )
-    assert result.returncode == 0, result.stderr
     assert not result.stderr
 
 
 def test_forked_child(fake: Any) -> None:
-    result = run_python(
+    run_on_fake(
         """
         import os
         x = torch.ones(1000, device="fake")
@@ -83,7 +77,6 @@ def test_forked_child(fake: Any) -> None:
             assert os.waitpid(pid, 0)[1] == 0
         """
     )
-    assert result.returncode == 0, result.stderr
 
 
 # ----------------------------------------------------------------------------- streams and events
@@ -238,3 +231,112 @@ def test_error_of_an_operation(fake: Any, what: str) -> None:
         synchronize[what]()
     assert (host == 0).all()
     torch.accelerator.synchronize()
+
+
+# --------------------------------------------------------------------------------- device memory
+
+
+def freed_while_read(fake: Any, *, record: bool) -> torch.Tensor:
+    """Return what another stream reads from a tensor that is freed before it gets to that."""
+    x = torch.full((N,), 7, dtype=torch.uint8, device="fake")
+    host = torch.empty(N, dtype=torch.uint8, pin_memory=True)
+    side = torch.Stream(device="fake")
+    side.wait_stream(torch.accelerator.current_stream())
+    with fake.held(side):
+        with side:
+            host.copy_(x, non_blocking=True)
+        if record:
+            x.record_stream(side)
+        address = x.data_ptr()
+        del x
+        reused = torch.empty(N, dtype=torch.uint8, device="fake")
+        assert (reused.data_ptr() == address) != record
+        torch.accelerator.current_stream().synchronize()
+    side.synchronize()
+    return host
+
+
+def test_freed_memory_is_poisoned(fake: Any) -> None:
+    assert (freed_while_read(fake, record=False) == POISON).all()
+
+
+def test_recorded_memory_is_held_back(fake: Any) -> None:
+    assert (freed_while_read(fake, record=True) == 7).all()
+
+
+# --------------------------------------------------------------------------------- pinned memory
+
+
+def pinned_at(address: int) -> torch.Tensor:
+    """Allocate N integers until that block is handed out, which must be cached."""
+    kept = []
+    for _ in range(20):
+        kept.append(torch.empty(N, dtype=torch.int64, pin_memory=True))
+        if kept[-1].data_ptr() == address:
+            return kept[-1]
+    raise AssertionError("the block was not used again")
+
+
+def test_pinned(fake: Any) -> None:
+    x = torch.arange(N)
+    before = fake.stats()["pinned_bytes"]
+    pinned = x.pin_memory()
+    assert not x.is_pinned()
+    assert pinned.is_pinned()
+    assert pinned[5:].is_pinned()
+    assert torch.equal(x, pinned)
+    assert fake.stats()["pinned_bytes"] - before == 1 << 17
+    address = pinned.data_ptr()
+    del pinned
+    assert fake.stats()["pinned_bytes"] == before
+    again = pinned_at(address)
+    assert (again.view(torch.uint8) == POISON).all()
+
+
+@pytest.mark.parametrize("to_device", [True, False])
+def test_pinned_memory_is_not_used_again_under_a_copy(fake: Any, to_device: bool) -> None:
+    device = torch.full((N,), 7, device="fake")
+    host = torch.full((N,), 8).pin_memory()
+    torch.accelerator.synchronize()
+    with fake.held(torch.accelerator.current_stream()):
+        if to_device:
+            device.copy_(host, non_blocking=True)
+        else:
+            host.copy_(device, non_blocking=True)
+        address = host.data_ptr()
+        del host
+        other = torch.empty(N, dtype=torch.int64, pin_memory=True)
+        assert other.data_ptr() != address
+        other.zero_()
+    torch.accelerator.synchronize()
+    assert (other == 0).all()
+    assert (device.cpu() == (8 if to_device else 7)).all()
+    pinned_at(address)
+
+
+def test_pinned_memory_that_was_not_recorded(fake: Any) -> None:
+    device = torch.zeros(N, dtype=torch.uint8, device="fake")
+    host = torch.full((N,), 8, dtype=torch.uint8).pin_memory()
+    # The same memory by an address that the allocator does not know, as views over mappings have.
+    inside = (ctypes.c_uint8 * (N - 1)).from_address(host.data_ptr() + 1)
+    part = torch.frombuffer(inside, dtype=torch.uint8)
+    torch.accelerator.synchronize()
+    with fake.held(torch.accelerator.current_stream()):
+        device[1:].copy_(part, non_blocking=True)
+        del host
+        again = torch.empty(N, dtype=torch.uint8, pin_memory=True)
+    assert (device.cpu()[1:] == POISON).all()
+    assert again.is_pinned()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_only_copies_of_pinned_memory_are_asynchronous(fake: Any, pinned: bool) -> None:
+    source = torch.arange(N)
+    target = torch.zeros(N, dtype=torch.int64, pin_memory=pinned)
+    device = source.to("fake")
+    torch.accelerator.synchronize()
+    fake.set_delay(SLOW, SLOW)
+    target.copy_(device, non_blocking=True)
+    assert torch.equal(target, source) != pinned
+    torch.accelerator.synchronize()
+    assert torch.equal(target, source)

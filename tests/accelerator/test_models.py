@@ -45,6 +45,16 @@ def model_of(tensors: dict[str, Tensor], device: str, dtype: torch.dtype | None 
     return model
 
 
+def nbytes_of(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def assert_loaded(model: Any, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
+    for name, tensor in tensors.items():
+        found = model.get_parameter(name).detach().cpu()
+        assert torch.equal(found, tensor.to(dtype or tensor.dtype)), name
+
+
 @pytest.fixture(autouse=True)
 def _bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PTSAVE_NUM_THREADS", "3")
@@ -75,10 +85,9 @@ def test_load_model_of_8_shards(
     ptsave.save_model(tensors, tmp_path, max_shard_size="6MB", format=kind)
     assert len(list(tmp_path.glob("*-of-*"))) == 8
     model = model_of(tensors, devices[-1])
-    with few_large_copies(fake, "h2d", sum(t.nbytes for t in tensors.values())):
+    with few_large_copies(fake, "h2d", nbytes_of(tensors)):
         ptsave.load_model(model, tmp_path)
-    for name, tensor in tensors.items():
-        assert torch.equal(model.get_parameter(name).detach().cpu(), tensor), name
+    assert_loaded(model, tensors)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +105,9 @@ def test_load_model_of_another_dtype(
     if kind == "stream":
         source = io.BytesIO((tmp_path / "model.safetensors").read_bytes())
     model = model_of(tensors, devices[-1], dtype)
-    with few_large_copies(fake, "h2d", sum(t.nbytes for t in tensors.values())):
+    with few_large_copies(fake, "h2d", nbytes_of(tensors)):
         ptsave.load_model(model, source)
-    for name, tensor in tensors.items():
-        assert torch.equal(model.get_parameter(name).detach().cpu(), tensor.to(dtype)), name
+    assert_loaded(model, tensors, dtype)
 
 
 def test_load_model_from_a_side_stream(devices: list[str], tmp_path: Path, fake: Any) -> None:
@@ -117,8 +125,7 @@ def test_load_model_from_a_side_stream(devices: list[str], tmp_path: Path, fake:
     fake.set_delay(0, 0)
     for copy in copies:
         assert (copy.cpu() == 7.0).all()
-    for name, tensor in tensors.items():
-        assert torch.equal(model.get_parameter(name).detach().cpu(), tensor.double()), name
+    assert_loaded(model, tensors, torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -150,28 +157,78 @@ def test_weight_loaders(
     fake.set_delay(0, 0)
     assert n_pinned == (3 if loader == "keeps" else 8)  # of 4 MiB
     assert fake.stats()["pinned_peak"] <= BUDGET
-    for name, tensor in tensors.items():
-        assert torch.equal(model.get_parameter(name).detach().cpu(), tensor), name
+    assert_loaded(model, tensors)
 
 
 def test_load_into_another_dtype(devices: list[str], tmp_path: Path, fake: Any) -> None:
     tensors = weights()
     torch.save(tensors, tmp_path / "file.pt")
     model = model_of(tensors, devices[-1], torch.bfloat16)
-    with few_large_copies(fake, "h2d", sum(t.nbytes for t in tensors.values())):
+    with few_large_copies(fake, "h2d", nbytes_of(tensors)):
         ptsave.load_into(tmp_path / "file.pt", model)
-    for name, tensor in tensors.items():
-        assert torch.equal(model.get_parameter(name).detach().cpu(), tensor.bfloat16()), name
+    assert_loaded(model, tensors, torch.bfloat16)
 
 
 def test_save_model(devices: list[str], tmp_path: Path, fake: Any) -> None:
     tensors = weights()
     there = {name: tensor.to(devices[-1]) for name, tensor in tensors.items()}
     ptsave.save_model(tensors, tmp_path / "host", max_shard_size="9MB")
-    with few_large_copies(fake, "d2h", sum(t.nbytes for t in tensors.values())):
+    with few_large_copies(fake, "d2h", nbytes_of(tensors)):
         ptsave.save_model(there, tmp_path / "there", max_shard_size="9MB")
     for path in (tmp_path / "host").iterdir():
         assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes()
+
+
+def model_on(devices: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a state dict on the CPU and on devices, some of it in both on the CPU."""
+    base = torch.arange(200_000.0).view(400, 500)
+    host = {
+        "large": torch.randn(1_500_000),
+        "part": base[100:300],
+        "turned": base.t(),
+        "strided": base[:, ::3],
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "short": torch.randn(77).bfloat16(),
+        "stays": torch.randn(1000),
+    }
+    there = {
+        name: tensor if name == "stays" else tensor.to(devices[i % len(devices)])
+        for i, (name, tensor) in enumerate(host.items())
+    }
+    there["part"] = base.to(devices[0])[100:300]
+    return host, there
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "fsync"),
+    [("safetensors", "1MB", True), ("safetensors", "1GB", False), ("pt", "1MB", False)],
+)
+def test_same_files_as_from_the_cpu(
+    devices: list[str], tmp_path: Path, kind: Any, size: str, fsync: bool
+) -> None:
+    host, there = model_on(devices)
+    for name, tensors in (("host", host), ("there", there)):
+        ptsave.save_model(tensors, tmp_path / name, max_shard_size=size, format=kind, fsync=fsync)
+    files = [{p.name for p in (tmp_path / name).iterdir()} for name in ("host", "there")]
+    assert files[0] == files[1]
+    for name in files[0]:
+        if kind == "safetensors" or name.endswith(".json"):  # .bin files say where tensors were
+            assert (tmp_path / "host" / name).read_bytes() == (
+                tmp_path / "there" / name
+            ).read_bytes(), name
+    model = torch.nn.Module()
+    for name, tensor in host.items():
+        model.register_buffer(name, torch.empty_like(tensor, memory_format=torch.contiguous_format))
+    ptsave.load_model(model, tmp_path / "there")
+    for name, tensor in host.items():
+        assert torch.equal(model.get_buffer(name), tensor), name
+
+
+def test_tied_on_a_device(devices: list[str], tmp_path: Path) -> None:
+    weight = torch.randn(1000).to(devices[-1])
+    ptsave.save_model({"a": weight, "b": weight}, tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size < 5000
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,13 +312,18 @@ def test_get_slice(
     assert max(host_sizes, default=0) <= 16 * MIB
 
 
-def test_get_slice_verified(devices: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "file.pt"
+def damaged_zeros(folder: Path, place: int) -> Path:
+    """Write a file of zeros, and change a byte at a place."""
+    path = folder / "file.pt"
     torch.save({"a": torch.zeros(1 << 20)}, path)
     data = bytearray(path.read_bytes())
-    data[3 << 20] ^= 1
+    data[place] ^= 1
     path.write_bytes(data)
-    with ptsave.open(path) as archive:
+    return path
+
+
+def test_get_slice_verified(devices: list[str], tmp_path: Path) -> None:
+    with ptsave.open(damaged_zeros(tmp_path, 3 * MIB)) as archive:
         assert archive.get_slice("a", devices[-1])[: 1 << 19].count_nonzero().item() == 0
         with pytest.raises(ptsave.CorruptCheckpointError, match="data/0"):
             archive.get_slice("a", devices[-1], verify=True)[: 1 << 19]
@@ -318,12 +380,7 @@ def test_get_tensor_of_a_parameter(devices: list[str], tmp_path: Path) -> None:
 
 
 def test_get_tensor_of_a_damaged_record(devices: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "file.pt"
-    torch.save({"a": torch.zeros(1 << 20)}, path)
-    data = bytearray(path.read_bytes())
-    data[2 << 20] ^= 1
-    path.write_bytes(data)
-    with ptsave.open(path) as archive:
+    with ptsave.open(damaged_zeros(tmp_path, 2 * MIB)) as archive:
         with pytest.raises(ptsave.CorruptCheckpointError, match="data/0"):
             archive.get_tensor("a", device=devices[-1])
         found = archive.get_tensor("a", device=devices[-1], verify=False)
@@ -336,7 +393,7 @@ def test_load_of_safetensors(
 ) -> None:
     tensors = weights()
     ptsave.save_model(tensors, tmp_path)
-    with few_large_copies(fake, "h2d", sum(t.nbytes for t in tensors.values())):
+    with few_large_copies(fake, "h2d", nbytes_of(tensors)):
         loaded = ptsave.load(tmp_path / "model.safetensors", locate(devices[-1]))
     for name, tensor in tensors.items():
         assert loaded[name].device == torch.device(devices[-1])

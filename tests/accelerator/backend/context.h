@@ -34,16 +34,19 @@ bool has_context(c10::DeviceIndex device);
 std::map<c10::DeviceIndex, std::set<int>> contexts();
 void forget_contexts();
 
+// Is neither copied nor moved.
+struct Fixed {
+  Fixed() = default;
+  Fixed(const Fixed&) = delete;
+  Fixed& operator=(const Fixed&) = delete;
+};
+
 // A use of a device, under torch's CUDAGuard.
-class OnDevice {
+class OnDevice : Fixed {
  public:
   explicit OnDevice(c10::DeviceIndex device) : previous_(exchange_current_device(device)) {
     use_current_device();
   }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  OnDevice(OnDevice&&) = delete;
-  OnDevice& operator=(OnDevice&&) = delete;
   ~OnDevice() { maybe_set_current_device(previous_); }
 
  private:
@@ -51,16 +54,12 @@ class OnDevice {
 };
 
 // The same as CUDAGuardImpl goes there and back for an event: lazily in neither direction.
-class AtDevice {
+class AtDevice : Fixed {
  public:
   explicit AtDevice(c10::DeviceIndex device) : previous_(current_device()) {
     set_current_device(device);
     use_current_device();
   }
-  AtDevice(const AtDevice&) = delete;
-  AtDevice& operator=(const AtDevice&) = delete;
-  AtDevice(AtDevice&&) = delete;
-  AtDevice& operator=(AtDevice&&) = delete;
   ~AtDevice() { set_current_device(previous_); }
 
  private:

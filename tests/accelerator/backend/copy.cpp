@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "host_allocator.h"
+#include "memory.h"
 #include "stream.h"
 #include "view.h"
 

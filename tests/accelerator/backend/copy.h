@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "context.h"
+
 namespace fake {
 
 // copy_() between tensors of which at least one is on a device.
@@ -18,13 +20,9 @@ void copy_between(const at::Tensor& destination, const at::Tensor& source, bool 
 at::Tensor cpu_copy_of(const at::Tensor& tensor);
 
 // Copies of this thread are neither counted nor made to fail: they stand for a kernel.
-class CopiesOfKernel {
+class CopiesOfKernel : Fixed {
  public:
   CopiesOfKernel();
-  CopiesOfKernel(const CopiesOfKernel&) = delete;
-  CopiesOfKernel& operator=(const CopiesOfKernel&) = delete;
-  CopiesOfKernel(CopiesOfKernel&&) = delete;
-  CopiesOfKernel& operator=(CopiesOfKernel&&) = delete;
   ~CopiesOfKernel();
 };
 

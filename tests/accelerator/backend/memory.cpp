@@ -106,19 +106,119 @@ void give_back_pages(std::byte* data, std::size_t size) {
   }
 }
 
+void free_block(void* block);
+
 class Allocator final : public c10::DeviceAllocator {
  public:
-  c10::DataPtr allocate(std::size_t size) override;
-  void free(Block* block);
-
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t /*pool*/) override;
-  void recordStream(const c10::DataPtr& data, c10::Stream stream) override;
-  Stats getDeviceStats(c10::DeviceIndex device) override;
-  void resetAccumulatedStats(c10::DeviceIndex device) override;
-  void resetPeakStats(c10::DeviceIndex device) override;
-  std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex device) override;
-  void copy_data(void* dest, const void* src, std::size_t count) const override;
+
+  c10::DataPtr allocate(std::size_t size) override {
+    const c10::DeviceIndex device = current_device();
+    use_current_device();
+    if (size == 0) {
+      return {nullptr, nullptr, &free_block, device_of(device)};
+    }
+    const c10::Stream stream = current_stream(device);
+    const std::size_t rounded = (size + kAlignment - 1) / kAlignment * kAlignment;
+    const std::lock_guard lock(mutex_);
+    Pool& own = pool(device);
+    release_unused(own);
+    Block* block = take_cached(own, stream.id(), rounded);
+    if (block == nullptr) {
+      block = take_fresh(own, stream, rounded);
+    }
+    if (std::exchange(block->was_given_back, false)) {
+      poison(*block);
+    }
+    block->allocated = rounded;
+    block->requested = size;
+    aggregate(own.stats.allocation).increase(1);
+    aggregate(own.stats.allocated_bytes).increase(rounded);
+    aggregate(own.stats.requested_bytes).increase(size);
+    return {block->address, block, &free_block, device_of(device)};
+  }
+
+  void free(Block* block) {
+    if (block == nullptr || in_forked_child()) {
+      return;
+    }
+    const std::lock_guard lock(mutex_);
+    Pool& own = pool(block->stream.device_index());
+    aggregate(own.stats.allocation).decrease(1);
+    aggregate(own.stats.allocated_bytes).decrease(block->allocated);
+    aggregate(own.stats.requested_bytes).decrease(block->requested);
+    block->uses.free();
+    if (block->uses.have_ended()) {
+      release(own, block);
+    } else {
+      own.held_back.push_back(block);
+    }
+  }
+
+  // The addresses are kept, the pages behind them are given back.
+  void emptyCache(c10::MempoolId_t /*pool*/) override {
+    const std::lock_guard lock(mutex_);
+    for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
+      drain(device);
+      Pool& own = pool(device);
+      release_unused(own);
+      drain(device);  // the poisoning of what was just released
+      for (auto& [stream, blocks] : own.free) {
+        for (auto& [size, block] : blocks) {
+          give_back_pages(accessible(block->address), size);
+          block->was_given_back = true;
+        }
+      }
+    }
+  }
+
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    // As CUDA: empty storages and memory of others have no block to hold back.
+    if (data.get_context() == nullptr || data.get_deleter() != &free_block) {
+      return;
+    }
+    auto* block = static_cast<Block*>(data.get_context());
+    const std::lock_guard lock(mutex_);
+    if (stream != block->stream) {
+      block->uses.record(stream);
+    }
+  }
+
+  Stats getDeviceStats(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    return pool(device).stats;
+  }
+
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    Stats& stats = pool(device).stats;
+    for (auto* stat : {&stats.allocation, &stats.allocated_bytes, &stats.requested_bytes}) {
+      aggregate(*stat).reset_accumulated();
+    }
+  }
+
+  void resetPeakStats(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    Stats& stats = pool(device).stats;
+    for (auto* stat : {&stats.allocation, &stats.allocated_bytes, &stats.requested_bytes}) {
+      aggregate(*stat).reset_peak();
+    }
+  }
+
+  std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    check_device(device);
+    return {address_space(device).size_left(), AddressSpace::kSize};
+  }
+
+  void copy_data(void* dest, const void* src, std::size_t count) const override {
+    const auto device = device_of_address(dest);
+    TORCH_CHECK(device.has_value(), "fake: ", dest, " is not an address of a device");
+    queue_of(current_stream(device->index()))
+        .enqueue([to = accessible(dest), from = accessible(src), count] {
+          std::memcpy(to, from, count);
+        });
+  }
 
  private:
   struct Pool {
@@ -131,10 +231,41 @@ class Allocator final : public c10::DeviceAllocator {
     check_device(device);
     return pools_.at(static_cast<std::size_t>(device));
   }
-  Block* take_cached(Pool& pool, c10::StreamId stream, std::size_t size);
-  static Block* take_fresh(Pool& pool, const c10::Stream& stream, std::size_t size);
-  static void release(Pool& pool, Block* block);
-  static void release_unused(Pool& pool);
+
+  Block* take_cached(Pool& pool, c10::StreamId stream, std::size_t size) {
+    auto& blocks = pool.free[stream];
+    const auto found = blocks.lower_bound(size);
+    if (found == blocks.end() || found->first > 2 * size) {
+      return nullptr;
+    }
+    Block* block = found->second;
+    blocks.erase(found);
+    return block;
+  }
+
+  static Block* take_fresh(Pool& pool, const c10::Stream& stream, std::size_t size) {
+    std::byte* address = address_space(stream.device_index()).take(size);
+    auto* block = new Block{stream, address, size, 0, 0, {}};
+    aggregate(pool.stats.segment).increase(1);
+    aggregate(pool.stats.reserved_bytes).increase(size);
+    poison(*block);
+    return block;
+  }
+
+  static void release(Pool& pool, Block* block) {
+    poison(*block);
+    // What was freed last is handed out first: that is where a mistake shows.
+    auto& blocks = pool.free[block->stream.id()];
+    blocks.emplace_hint(blocks.lower_bound(block->size), block->size, block);
+  }
+
+  static void release_unused(Pool& pool) {
+    const auto unused =
+        std::stable_partition(pool.held_back.begin(), pool.held_back.end(),
+                              [](const Block* block) { return !block->uses.have_ended(); });
+    std::for_each(unused, pool.held_back.end(), [&](Block* block) { release(pool, block); });
+    pool.held_back.erase(unused, pool.held_back.end());
+  }
 
   std::mutex mutex_;
   std::array<Pool, kDeviceCount> pools_;
@@ -146,148 +277,6 @@ Allocator& allocator() {
 }
 
 void free_block(void* block) { allocator().free(static_cast<Block*>(block)); }
-
-c10::DataPtr Allocator::allocate(std::size_t size) {
-  const c10::DeviceIndex device = current_device();
-  use_current_device();
-  if (size == 0) {
-    return {nullptr, nullptr, &free_block, device_of(device)};
-  }
-  const c10::Stream stream = current_stream(device);
-  const std::size_t rounded = (size + kAlignment - 1) / kAlignment * kAlignment;
-  const std::lock_guard lock(mutex_);
-  Pool& own = pool(device);
-  release_unused(own);
-  Block* block = take_cached(own, stream.id(), rounded);
-  if (block == nullptr) {
-    block = take_fresh(own, stream, rounded);
-  }
-  if (std::exchange(block->was_given_back, false)) {
-    poison(*block);
-  }
-  block->allocated = rounded;
-  block->requested = size;
-  aggregate(own.stats.allocation).increase(1);
-  aggregate(own.stats.allocated_bytes).increase(rounded);
-  aggregate(own.stats.requested_bytes).increase(size);
-  return {block->address, block, &free_block, device_of(device)};
-}
-
-Block* Allocator::take_cached(Pool& pool, c10::StreamId stream, std::size_t size) {
-  auto& blocks = pool.free[stream];
-  const auto found = blocks.lower_bound(size);
-  if (found == blocks.end() || found->first > 2 * size) {
-    return nullptr;
-  }
-  Block* block = found->second;
-  blocks.erase(found);
-  return block;
-}
-
-Block* Allocator::take_fresh(Pool& pool, const c10::Stream& stream, std::size_t size) {
-  std::byte* address = address_space(stream.device_index()).take(size);
-  auto* block = new Block{stream, address, size, 0, 0, {}};
-  aggregate(pool.stats.segment).increase(1);
-  aggregate(pool.stats.reserved_bytes).increase(size);
-  poison(*block);
-  return block;
-}
-
-void Allocator::free(Block* block) {
-  if (block == nullptr || in_forked_child()) {
-    return;
-  }
-  const std::lock_guard lock(mutex_);
-  Pool& own = pool(block->stream.device_index());
-  aggregate(own.stats.allocation).decrease(1);
-  aggregate(own.stats.allocated_bytes).decrease(block->allocated);
-  aggregate(own.stats.requested_bytes).decrease(block->requested);
-  block->uses.free();
-  if (block->uses.have_ended()) {
-    release(own, block);
-  } else {
-    own.held_back.push_back(block);
-  }
-}
-
-void Allocator::release(Pool& pool, Block* block) {
-  poison(*block);
-  // What was freed last is handed out first: that is where a mistake shows.
-  auto& blocks = pool.free[block->stream.id()];
-  blocks.emplace_hint(blocks.lower_bound(block->size), block->size, block);
-}
-
-void Allocator::release_unused(Pool& pool) {
-  const auto unused =
-      std::stable_partition(pool.held_back.begin(), pool.held_back.end(),
-                            [](const Block* block) { return !block->uses.have_ended(); });
-  std::for_each(unused, pool.held_back.end(), [&](Block* block) { release(pool, block); });
-  pool.held_back.erase(unused, pool.held_back.end());
-}
-
-// The addresses are kept, the pages behind them are given back.
-void Allocator::emptyCache(c10::MempoolId_t /*pool*/) {
-  const std::lock_guard lock(mutex_);
-  for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
-    drain(device);
-    Pool& own = pool(device);
-    release_unused(own);
-    drain(device);  // the poisoning of what was just released
-    for (auto& [stream, blocks] : own.free) {
-      for (auto& [size, block] : blocks) {
-        give_back_pages(accessible(block->address), size);
-        block->was_given_back = true;
-      }
-    }
-  }
-}
-
-void Allocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {
-  // As CUDA: empty storages and memory of others have no block to hold back.
-  if (data.get_context() == nullptr || data.get_deleter() != &free_block) {
-    return;
-  }
-  auto* block = static_cast<Block*>(data.get_context());
-  const std::lock_guard lock(mutex_);
-  if (stream != block->stream) {
-    block->uses.record(stream);
-  }
-}
-
-Stats Allocator::getDeviceStats(c10::DeviceIndex device) {
-  const std::lock_guard lock(mutex_);
-  return pool(device).stats;
-}
-
-void Allocator::resetAccumulatedStats(c10::DeviceIndex device) {
-  const std::lock_guard lock(mutex_);
-  Stats& stats = pool(device).stats;
-  for (auto* stat : {&stats.allocation, &stats.allocated_bytes, &stats.requested_bytes}) {
-    aggregate(*stat).reset_accumulated();
-  }
-}
-
-void Allocator::resetPeakStats(c10::DeviceIndex device) {
-  const std::lock_guard lock(mutex_);
-  Stats& stats = pool(device).stats;
-  for (auto* stat : {&stats.allocation, &stats.allocated_bytes, &stats.requested_bytes}) {
-    aggregate(*stat).reset_peak();
-  }
-}
-
-std::pair<std::size_t, std::size_t> Allocator::getMemoryInfo(c10::DeviceIndex device) {
-  const std::lock_guard lock(mutex_);
-  check_device(device);
-  return {address_space(device).size_left(), AddressSpace::kSize};
-}
-
-void Allocator::copy_data(void* dest, const void* src, std::size_t count) const {
-  const auto device = device_of_address(dest);
-  TORCH_CHECK(device.has_value(), "fake: ", dest, " is not an address of a device");
-  queue_of(current_stream(device->index()))
-      .enqueue(
-          [to = accessible(dest), from = accessible(src), count] { std::memcpy(to, from, count); });
-}
 
 }  // namespace
 

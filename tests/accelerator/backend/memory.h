@@ -1,11 +1,14 @@
-// Memory of the devices.
+// Memory of the devices, and pinned memory of the host.
 #pragma once
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Device.h>
 
 #include <cstddef>
 #include <optional>
+
+#include "context.h"
 
 namespace fake {
 
@@ -14,13 +17,9 @@ constexpr int kPoison = 0xDB;
 
 // The addresses of one device.  They fault when touched; the same memory can be read and written
 // at addresses that only operations on streams are given.
-class AddressSpace {
+class AddressSpace : Fixed {
  public:
   AddressSpace();
-  AddressSpace(const AddressSpace&) = delete;
-  AddressSpace& operator=(const AddressSpace&) = delete;
-  AddressSpace(AddressSpace&&) = delete;
-  AddressSpace& operator=(AddressSpace&&) = delete;
   ~AddressSpace() = delete;  // as long as the process
 
   bool contains(const void* address) const;
@@ -46,5 +45,12 @@ std::optional<c10::Device> device_of_address(const void* address);
 // next allocation on that stream, at once, unless it was recorded on other streams: then when those
 // have passed the point of the free.
 c10::DeviceAllocator& device_allocator();
+
+// As CUDA's: blocks are powers of two and cached.  A freed block that was recorded on streams is
+// not handed out again before those have passed the point of the free; one that was not recorded is
+// handed out at once, and poisoned by whoever gets it.
+at::HostAllocator& host_allocator();
+
+bool is_pinned(const void* address);  // also inside a block
 
 }  // namespace fake

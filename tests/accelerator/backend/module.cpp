@@ -1,5 +1,4 @@
 // The Python module _fake_accelerator: registers the backend, and gives tests a hold on it.
-#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -11,7 +10,6 @@
 #include <utility>
 
 #include "copy.h"
-#include "host_allocator.h"
 #include "memory.h"
 #include "shape.h"
 #include "stream.h"

@@ -14,27 +14,6 @@ std::atomic<std::int64_t> default_max_us{300};
 
 }  // namespace
 
-void Marker::complete() {
-  const std::lock_guard lock(mutex_);
-  completed_at_ = Clock::now();
-  completed_.notify_all();
-}
-
-bool Marker::is_complete() const {
-  const std::lock_guard lock(mutex_);
-  return completed_at_.has_value();
-}
-
-void Marker::wait() const {
-  std::unique_lock lock(mutex_);
-  completed_.wait(lock, [this] { return completed_at_.has_value(); });
-}
-
-Marker::Clock::time_point Marker::completed_at() const {
-  const std::lock_guard lock(mutex_);
-  return completed_at_.value();
-}
-
 StreamQueue::StreamQueue(c10::DeviceIndex device, c10::StreamId id)
     : device_(device), random_(static_cast<std::uint32_t>((kPoolSize + 1) * device + id)) {}
 
@@ -69,40 +48,6 @@ MarkerPtr StreamQueue::mark() {
 
 void StreamQueue::wait_for(MarkerPtr marker) {
   enqueue_undelayed([marker = std::move(marker)] { marker->wait(); });
-}
-
-bool StreamQueue::is_idle() const {
-  const std::lock_guard lock(mutex_);
-  return n_unfinished_ == 0;
-}
-
-void StreamQueue::set_delay(std::optional<Delay> delay) {
-  const std::lock_guard lock(mutex_);
-  delay_ = delay;
-}
-
-void StreamQueue::set_held(bool held) {
-  const std::lock_guard lock(mutex_);
-  held_ = held;
-  filled_.notify_one();
-}
-
-void StreamQueue::set_capturing(bool capturing) {
-  const std::lock_guard lock(mutex_);
-  capturing_ = capturing;
-  if (capturing) {
-    n_captured_ = 0;
-  }
-}
-
-bool StreamQueue::is_capturing() const {
-  const std::lock_guard lock(mutex_);
-  return capturing_;
-}
-
-std::int64_t StreamQueue::n_captured() const {
-  const std::lock_guard lock(mutex_);
-  return n_captured_;
 }
 
 std::chrono::microseconds StreamQueue::next_delay() {

@@ -35,10 +35,26 @@ class Marker {
  public:
   using Clock = std::chrono::steady_clock;
 
-  void complete();
-  bool is_complete() const;
-  void wait() const;
-  Clock::time_point completed_at() const;
+  void complete() {
+    const std::lock_guard lock(mutex_);
+    completed_at_ = Clock::now();
+    completed_.notify_all();
+  }
+
+  bool is_complete() const {
+    const std::lock_guard lock(mutex_);
+    return completed_at_.has_value();
+  }
+
+  void wait() const {
+    std::unique_lock lock(mutex_);
+    completed_.wait(lock, [this] { return completed_at_.has_value(); });
+  }
+
+  Clock::time_point completed_at() const {
+    const std::lock_guard lock(mutex_);
+    return completed_at_.value();
+  }
 
  private:
   mutable std::mutex mutex_;
@@ -83,13 +99,44 @@ class StreamQueue {
 
   MarkerPtr mark();
   void wait_for(MarkerPtr marker);  // the stream does, not the caller
-  bool is_idle() const;
 
-  void set_delay(std::optional<Delay> delay);  // nullopt: that of all streams
-  void set_held(bool held);                    // nothing more is begun while it is
-  void set_capturing(bool capturing);          // a graph, so nothing may be given to it
-  bool is_capturing() const;
-  std::int64_t n_captured() const;  // what was given to it all the same
+  bool is_idle() const {
+    const std::lock_guard lock(mutex_);
+    return n_unfinished_ == 0;
+  }
+
+  // nullopt: that of all streams.
+  void set_delay(std::optional<Delay> delay) {
+    const std::lock_guard lock(mutex_);
+    delay_ = delay;
+  }
+
+  // Nothing more is begun while it is held.
+  void set_held(bool held) {
+    const std::lock_guard lock(mutex_);
+    held_ = held;
+    filled_.notify_one();
+  }
+
+  // While it captures a graph, nothing may be given to it.
+  void set_capturing(bool capturing) {
+    const std::lock_guard lock(mutex_);
+    capturing_ = capturing;
+    if (capturing) {
+      n_captured_ = 0;
+    }
+  }
+
+  bool is_capturing() const {
+    const std::lock_guard lock(mutex_);
+    return capturing_;
+  }
+
+  // What was given to it all the same.
+  std::int64_t n_captured() const {
+    const std::lock_guard lock(mutex_);
+    return n_captured_;
+  }
 
  private:
   enum class Kind {
