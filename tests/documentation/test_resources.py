@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _system import run_python
 from doc_runner import ROOT
 
 import ptsave
@@ -100,14 +99,8 @@ print(json.dumps(found))
 
 
 def measured(program: str, folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(ptsave.__file__).parent.parent)},
-        stdout=subprocess.PIPE,
-        check=True,
-        timeout=300,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(ptsave.__file__).parent.parent)}
+    done = run_python(program, cwd=folder, env=environment, timeout=300)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
