@@ -1,4 +1,5 @@
 // Pinned memory of the host.
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
 

@@ -1,4 +1,5 @@
 // The Python module _fake_accelerator: registers the backend, and gives tests a hold on it.
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
