@@ -66,7 +66,7 @@ class Outline:
     archive: _core.Archive | None = None
 
     def facts_of(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the facts of tensors, like `tensor_info.facts_of`."""
+        """Return the facts of tensors, like `contents.facts_of`."""
         return [tensor[0] for tensor in tensors]
 
     def places_of(self, tensors: Sequence[Any]) -> list[Place]:

@@ -26,13 +26,6 @@ from ptsave.contents.opening import OpenOptions, open_checkpoint
 from ptsave.contents.safetensors import safetensors_dtypes
 from ptsave.errors import UnsupportedUrlError
 from ptsave.inspection.extraction import without_opaque
-from ptsave.models.extra_state import (
-    ExtraState,
-    is_extra_state,
-    metadata_names,
-    metadata_of,
-    require_loadable,
-)
 from ptsave.models.save_model import (
     FORMAT_FILES,
     Shard,
@@ -40,6 +33,13 @@ from ptsave.models.save_model import (
     files_of_sets,
     save_errors,
     split,
+)
+from ptsave.models.shards import (
+    ExtraState,
+    is_extra_state,
+    metadata_names,
+    metadata_of,
+    require_loadable,
 )
 from ptsave.sources.local import describe, position_kept
 from ptsave.sources.locations import LocalFolder

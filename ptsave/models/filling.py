@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,16 +21,13 @@ from ptsave.archive.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.errors import add_note
 from ptsave.models.packed_modules import ShardId
 from ptsave.models.shards import Entry, OpenShard, Read, Shard, ShardReader
-from ptsave.models.weight_parts import Part, part_of, target_of
+from ptsave.models.weight_parts import Part, WeightSlice, part_of, target_of
 from ptsave.models.weight_plan import WeightPlan, takes_slices
 from ptsave.state.copying import PLAIN_TYPES
 from ptsave.support import config
 from ptsave.support.calls import ProgressCallback, pausing_garbage_collection
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_tensors import set_grad_enabled
-
-if TYPE_CHECKING:
-    from ptsave.models.weight_slices import WeightSlice
 
 _CPU = torch.device("cpu")
 _PIECE_NBYTES = 32 << 20  # tensors that are only converted come in such pieces
@@ -151,7 +148,7 @@ class Filling:
 
     def _deliver(self, items: list[Item]) -> None:
         """Deliver items in order on this thread, while the next batches are read ahead."""
-        from ptsave.models.reading_ahead import Bounds, read_ahead
+        from ptsave.models.iterating import Bounds, read_ahead
 
         max_nbytes = self._max_ahead_nbytes(items)
         memory = RecycledMemory(max_nbytes)
@@ -212,7 +209,7 @@ class Filling:
 
     def _max_ahead_nbytes(self, items: Iterable[Item]) -> int:
         """Return how many bytes to read ahead: fewer if loaders copy from page-locked memory."""
-        from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES
+        from ptsave.models.iterating import MAX_AHEAD_NBYTES
 
         self._sent_to = {
             device
@@ -244,8 +241,6 @@ class Filling:
 
     def _lend(self, item: Item) -> None:
         """Let a loader read the parts that it needs."""
-        from ptsave.models.weight_slices import WeightSlice
-
         with closing(WeightSlice(item.entry, self._reader)) as weight:
             put_into(item, weight)
         self._count({item.entry.shard: item.nbytes})

@@ -34,8 +34,7 @@ from ptsave.models.shards import (
     ShardReader,
     open_shards,
 )
-from ptsave.models.weight_parts import Part
-from ptsave.models.weight_slices import WeightSlice
+from ptsave.models.weight_parts import Part, WeightSlice
 from ptsave.support.calls import ProgressCallback
 from ptsave.support.group_call import GroupCall, agree_on_file
 from ptsave.support.torch_tensors import set_grad_enabled

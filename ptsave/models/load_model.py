@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from ptsave.contents.directories import find_files
 from ptsave.errors import CheckpointWarning
 from ptsave.models.filling import Filling, items_of
-from ptsave.models.lazy_buffers import LazyBuffers
-from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
+from ptsave.models.packed_modules import PackedModules, PackedModulesMapping, note_parts
 from ptsave.models.shards import OpenShards, ShardReader, open_shards
 from ptsave.models.weight_plan import (
+    Assignment,
+    LazyBuffers,
     LoadedWeights,
     ModelTensors,
     ModuleLoadOptions,
@@ -236,11 +237,13 @@ def load_model(
             _fill_by_code(model, weights, plan, options)
         else:
             _fill_by_names(model, weights, plan, lazy_buffers, options)
-        parts = [each for each in plan.deliveries if each.shard_id is not None]
-        if parts:
-            from ptsave.models.unpacking import note_parts
-
-            note_parts(tensors_in(model, modules), parts)
+        if packed.places:
+            present = tensors_in(model, modules)
+            note_parts(
+                (present[each.name], each.shard_id, each.entry.shape)
+                for each in plan.deliveries
+                if each.shard_id is not None
+            )
     return plan.report
 
 
@@ -269,8 +272,6 @@ def _fill_by_names(
     tied_names = plan.tied_names()
     assignment = None
     if options.assign:
-        from ptsave.models.assigning import Assignment
-
         assignment = Assignment(model, plan, options.dtype)
     on_meta = _move(model, plan, options, set() if assignment is None else assignment.names)
     if on_meta:

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from ptsave.contents.files import FORMATS, ShardFormat
 from ptsave.errors import SaveError
-from ptsave.models.extra_state import is_extra_state, metadata_of, require_loadable
-from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
-from ptsave.models.unpacking import unpacked
+from ptsave.models.packed_modules import PackedModules, PackedModulesMapping, unpacked
+from ptsave.models.shards import is_extra_state, metadata_of, require_loadable
 from ptsave.serialization import save
 from ptsave.sources.opening import Folder
 from ptsave.streaming.streamed_files import check_safetensors, write_bytes, write_safetensors

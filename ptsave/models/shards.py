@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
@@ -37,7 +39,7 @@ from ptsave.sources.local import n_files_to_hold
 from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
 from ptsave.state.copying import PLAIN_TYPES
 from ptsave.support.calls import ProgressCallback
-from ptsave.support.torch_modules import METADATA
+from ptsave.support.torch_modules import EXTRA_STATE_KEY_SUFFIX, METADATA
 from ptsave.tree.containers import items_of
 from ptsave.tree.extents import blocks_of
 
@@ -132,8 +134,6 @@ class OpenShard(Shard):
         if contents.kind == "safetensors":
             header = cast("SafetensorsContents", contents).header
             if header.metadata:
-                from ptsave.models.extra_state import ExtraState
-
                 self.objects = ExtraState(header.metadata, self.path)
             self.file = source if isinstance(source, LocalFile) else None
             first = 0 if self.file is None else self.file.begin
@@ -183,8 +183,6 @@ class OpenShard(Shard):
         others = [(key, each) for key, each in items_of(obj) if type(each) not in PLAIN_TYPES]
         extra: dict[Any, Any] = {}
         if others:
-            from ptsave.models.extra_state import is_extra_state
-
             extra = {key: value for key, value in others if is_extra_state(key, value)}
         if extra and not self.objects:
             from ptsave.tree.entry_reading import read_entry
@@ -486,3 +484,95 @@ def _are_in_order(ranges: Sequence[Range]) -> bool:
             return False
         last_file, last_end = file, offset + target.nbytes
     return True
+
+
+# ------------------------------------------------------------------------------------ extra state
+
+# Extra state of modules that is no tensor: a safetensors file has it as text in its metadata.
+_EXTRA_STATE = "ptsave.extra_state."
+
+
+def is_extra_state(key: Any, value: Any) -> bool:
+    """Return whether an entry of a state dict is a module's extra state, and no tensor.
+
+    >>> is_extra_state("layer._extra_state", {"count": 3}), is_extra_state("layer.weight", None)
+    (True, False)
+    """
+    is_named_so = isinstance(key, str) and f".{key}".endswith(f".{EXTRA_STATE_KEY_SUFFIX}")
+    return is_named_so and not isinstance(value, Tensor)
+
+
+def metadata_of(objects: Mapping[str, Any]) -> dict[str, str]:
+    """Return extra state as metadata of a safetensors file: each value saved, in base 64.
+
+    >>> metadata = metadata_of({"layer._extra_state": {"count": 3}})
+    >>> dict(ExtraState(metadata, "model.safetensors"))
+    {'layer._extra_state': {'count': 3}}
+    """
+    return {
+        _EXTRA_STATE + name: base64.b64encode(_saved(value)).decode()
+        for name, value in objects.items()
+    }
+
+
+def metadata_names(objects: Iterable[str]) -> set[str]:
+    """Return the keys of extra state in metadata."""
+    return {_EXTRA_STATE + name for name in objects}
+
+
+def require_loadable(objects: Mapping[str, Any]) -> None:
+    """Raise TypeError, before anything is written, for extra state that cannot be loaded again."""
+    for name, value in objects.items():
+        try:
+            _loaded(_saved(value))
+        except Exception as error:  # torch's unpickler may raise anything
+            reason = str(error).strip().splitlines()[0]
+            raise TypeError(
+                f"entry {name!r} could not be loaded from a model's files, which are read without "
+                f"running code: {reason}: let get_extra_state() return tensors and plain values"
+            ) from error
+
+
+def _saved(value: Any) -> bytes:
+    from ptsave.serialization import save
+
+    stream = io.BytesIO()
+    save(value, stream)
+    return stream.getvalue()
+
+
+def _loaded(data: bytes) -> Any:
+    from ptsave.archive.loading import LoadOptions
+    from ptsave.contents.loading import load_source
+
+    options = LoadOptions("cpu", weights_only=True, wants_state=True)
+    return load_source(io.BytesIO(data), options)
+
+
+class ExtraState(Mapping[str, Any]):
+    """The extra state in a safetensors file's metadata; each value is loaded when it is asked for.
+
+    A value that cannot be loaded with ``weights_only=True`` raises CorruptPickleError.
+    """
+
+    def __init__(self, metadata: Mapping[str, str], path: str) -> None:
+        self._path = path
+        self._texts = {
+            name.removeprefix(_EXTRA_STATE): text
+            for name, text in metadata.items()
+            if name.startswith(_EXTRA_STATE)
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        text = self._texts[name]
+        try:
+            return _loaded(base64.b64decode(text, validate=True))
+        except Exception as error:  # torch's unpickler may raise anything
+            message = f"{self._path}: {name}: {error}"
+            raise CorruptPickleError(message, path=self._path) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +12,20 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ptsave import _C
-from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, Route, ShardId
 from ptsave.models.shards import Entry, Shard
 from ptsave.models.weight_parts import fits, parts_along
 from ptsave.state.copying import PLAIN_TYPES, Mismatch, mismatch_message, raise_load_errors
+from ptsave.state.lazy_buffers import lazy_buffer_hooks, new_buffer
 from ptsave.state.renaming import Renaming
-from ptsave.support.torch_modules import having, non_persistent_buffers_of, tensors_in
+from ptsave.support.torch_distributed import is_distributed_tensor
+from ptsave.support.torch_modules import (
+    buffers_of,
+    having,
+    non_persistent_buffers_of,
+    pre_hooks_of,
+    tensors_in,
+)
 
 
 class _Fields(NamedTuple):
@@ -415,3 +423,137 @@ class WeightPlan:
 
 def _place_of(entry: Entry) -> str:
     return f"(file {entry.shard.path}, tensor {entry.name})"
+
+
+@dataclass(eq=False, repr=False)
+class _LazyBuffer:
+    """One buffer, under all of its names in the model."""
+
+    module: nn.Module
+    name: str
+    full_names: list[str] = field(default_factory=list)
+    entry: Entry | None = None  # None: the checkpoint has nothing for it
+    new: Tensor | None = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether the present tensor is filled, because it has the entry's shape."""
+        present = buffers_of(self.module)[self.name]
+        return self.entry is not None and present is not None and present.shape == self.entry.shape
+
+    def like(self) -> Tensor | None:
+        """Return a tensor of the entry's shape and dtype that takes no memory."""
+        if self.entry is None:
+            return None
+        return torch.empty((), dtype=self.entry.dtype, device="cpu").expand(self.entry.shape)
+
+
+class LazyBuffers:
+    """The buffers that :func:`ptsave.register_lazy_buffer` has declared in a model.
+
+    A new tensor replaces a buffer only once it holds the checkpoint's values, so a failed load
+    leaves the buffer as it was. `modules` lists each module under all of its names. The later of
+    two entries with one name counts. `changing` holds the buffers that get another tensor, or None.
+    """
+
+    def __init__(
+        self,
+        modules: list[tuple[str, nn.Module]],
+        entries: Sequence[Entry],
+        renaming: Renaming,
+    ) -> None:
+        found: dict[tuple[int, str], _LazyBuffer] = {}
+        by_name: dict[str | None, Entry] = {}
+        for prefix, module in having(modules, pre_hooks_of):
+            for hook in lazy_buffer_hooks(module):
+                by_name = by_name or {renaming(entry.name): entry for entry in entries}
+                if hook.name in buffers_of(module):
+                    key = (id(module), hook.name)
+                    lazy = found.setdefault(key, _LazyBuffer(module, hook.name))
+                    full_name = f"{prefix}.{hook.name}" if prefix else hook.name
+                    lazy.full_names.append(full_name)
+                    lazy.entry = by_name.get(full_name, lazy.entry)
+        self.changing = [lazy for lazy in found.values() if not lazy.stays]
+
+    def in_place_of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a model's tensors by name as the load leaves them; new buffers have no values."""
+        tensors = dict(tensors)
+        for lazy in self.changing:
+            like = lazy.like()
+            for name in lazy.full_names:
+                tensors.pop(name, None)
+                if like is not None:
+                    tensors[name] = like
+        return tensors
+
+    def allocate(self) -> dict[str, Tensor]:
+        """Allocate the new buffers, where the model is now, and return them by name."""
+        tensors = {}
+        for lazy in self.changing:
+            like = lazy.like()
+            if like is not None:
+                lazy.new = new_buffer(lazy.module, buffers_of(lazy.module)[lazy.name], like)
+                tensors.update(dict.fromkeys(lazy.full_names, lazy.new))
+        return tensors
+
+    def put(self) -> None:
+        """Put the new tensors, which hold their values by now, into their modules."""
+        for lazy in self.changing:
+            buffers_of(lazy.module)[lazy.name] = lazy.new
+
+
+_CPU = torch.device("cpu")
+
+
+class Assignment:
+    """``load_state_dict(assign=True)`` for tensors read from a file.
+
+    `names` holds all names of the replaced tensors, and `dtype` converts only floating-point ones.
+    A parameter that requires gradients cannot become a tensor of integers, which raises
+    RuntimeError.
+    """
+
+    def __init__(self, model: nn.Module, plan: WeightPlan, dtype: torch.dtype | None) -> None:
+        self._model = model
+        self._dtype = dtype
+        loaders = plan.loaders
+        self._deliveries: list[tuple[Delivery, list[str]]] = []
+        self.names: set[str] = set()
+        for delivery in plan.deliveries:
+            tensor = plan.tensors.by_name[delivery.name]
+            is_filled = delivery.name in loaders or delivery.place is not None
+            if is_filled or is_distributed_tensor(tensor):
+                continue
+            dtype_of = self._dtype_of(delivery)
+            if tensor.requires_grad and not (dtype_of.is_floating_point or dtype_of.is_complex):
+                raise RuntimeError(
+                    f'"{delivery.name}" requires gradients and cannot become a tensor of '
+                    f"{dtype_of}: load it without assign=True"
+                )
+            names = plan.tensors.tied_names(delivery.name)
+            self._deliveries.append((delivery, names))
+            self.names.update(names)
+        self._new: dict[str, Tensor] = {}
+
+    def _dtype_of(self, delivery: Delivery) -> torch.dtype:
+        stored = delivery.entry.dtype
+        return self._dtype if self._dtype is not None and stored.is_floating_point else stored
+
+    def allocate(
+        self, tensors: Mapping[str, Tensor], device: torch.device | str | int | None
+    ) -> dict[str, Tensor]:
+        """Return the new tensors by name, without values, on `device` or where the old ones are."""
+        for delivery, names in self._deliveries:
+            old = tensors[delivery.name]
+            place = device if device is not None else _CPU if old.is_meta else old.device
+            new = torch.empty(old.shape, dtype=self._dtype_of(delivery), device=place)
+            if isinstance(old, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=old.requires_grad)
+            self._new.update(dict.fromkeys(names, new))
+        return self._new
+
+    def put(self) -> None:
+        """Put the new tensors, which hold their values by now, into the model."""
+        for name, new in self._new.items():
+            owner, _, own_name = name.rpartition(".")
+            setattr(self._model.get_submodule(owner), own_name, new)

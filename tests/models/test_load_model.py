@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import ptsave
 from ptsave import _C
-from ptsave.models import filling, reading_ahead
+from ptsave.models import filling, iterating
 from ptsave.models import load_model as weights
 from ptsave.models.shards import Read
 from ptsave.sources.ranges import LocalFile
@@ -169,7 +169,7 @@ def test_what_is_staged_in_pieces(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(filling, "_PIECE_NBYTES", 1000)
-    monkeypatch.setattr(reading_ahead, "MAX_AHEAD_NBYTES", 5000)
+    monkeypatch.setattr(iterating, "MAX_AHEAD_NBYTES", 5000)
     tensors = engine_checkpoint(width=32)
     write_shards(tmp_path, tensors, 2, suffix, index=True)
     model = Engine(width=32).to(torch.float64)
@@ -354,7 +354,7 @@ def test_an_error_of_a_loader_says_where_it_was(tmp_path: Path) -> None:
 def test_memory_that_is_read_ahead_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading_ahead, "MAX_AHEAD_NBYTES", 8 * 4000)
+    monkeypatch.setattr(iterating, "MAX_AHEAD_NBYTES", 8 * 4000)
     alive: set[int] = set()
     peak = 0
     make = filling.Filling._stage_all
@@ -391,7 +391,7 @@ def nothing_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_loader_keeps_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str
 ) -> None:
-    monkeypatch.setattr(reading_ahead, "MAX_AHEAD_NBYTES", 4 << 20)  # two tensors
+    monkeypatch.setattr(iterating, "MAX_AHEAD_NBYTES", 4 << 20)  # two tensors
     keepers: dict[str, Callable[[Tensor], Any]] = {
         "tensor": lambda tensor: tensor,
         "view": lambda tensor: tensor[5:],
