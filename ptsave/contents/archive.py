@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -570,11 +570,7 @@ class _Others(Sequence["str | Path"]):
     def __iter__(self) -> Iterator[str | Path]:
         return iter(self._as_tuple())
 
-    @overload
-    def __getitem__(self, index: int) -> str | Path: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[str | Path, ...]: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._as_tuple()[index]
         index = range(len(self))[index]
@@ -615,18 +611,6 @@ def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
                 number = n_met[key] = n_met.get(key, -1) + 1
                 shared = _Others(groups[key], number)
             at = None if offset is None else offset + begin
-            infos.append(
-                TensorInfo(
-                    name,
-                    dtype,
-                    shape,
-                    stride,
-                    location,
-                    nbytes,
-                    at,
-                    record,
-                    shared,
-                    contents.chunks_of(tensor),
-                )
-            )
+            where = (location, nbytes, at, record, shared, contents.chunks_of(tensor))
+            infos.append(TensorInfo(name, dtype, shape, stride, *where))
         return infos

@@ -309,10 +309,7 @@ class _Writing:
     def _plan(self, shard: Shard, target: FileTarget) -> StreamedPlan:
         if self._target.format == "safetensors":
             return self._safetensors_plan(shard.tensors, target)
-        obj = {}
-        for name, tensor in shard.tensors.items():
-            obj.update(dict.fromkeys((name, *shard.aliases.get(name, ())), tensor))
-        return PicklePlan(obj, target, self._sources)
+        return PicklePlan(shard.under_all_names(), target, self._sources)
 
     def _safetensors_plan(self, tensors: Mapping[str, Tensor], target: FileTarget) -> StreamedPlan:
         metadata = self._checkpoint.metadata if self._checkpoint.is_safetensors else _PLAIN_METADATA
@@ -448,11 +445,9 @@ def _target_of(
     suffix = os.path.splitext(path)[1].lower()
     if ends or not suffix or (url is None and os.path.isdir(path)):
         return _Target(path, wanted or "safetensors", is_directory=True, url=url)
-    implied: Format | None = None
+    implied: Format | None = "pt" if suffix in _PICKLE_SUFFIXES else None
     if suffix == ".safetensors":
         implied = "safetensors"
-    elif suffix in _PICKLE_SUFFIXES:
-        implied = "pt"
     if implied is None and wanted is None:
         raise ValueError(f"{path}: {suffix} says nothing about the format: pass --format (format=)")
     if implied is not None and wanted not in (None, implied):
@@ -463,26 +458,31 @@ def _target_of(
 
 
 def _check_target(target: _Target, source: str, *, force: bool) -> None:
-    if target.url is not None:
-        _check_url(target, target.url, source, force=force)
-        return
-    both = os.path.exists(source) and os.path.exists(target.path)
-    if both and not target.is_directory and os.path.samefile(source, target.path):
-        raise FileExistsError(errno.EEXIST, "it is the source itself", target.path)
+    url = target.url
     path = target.path.rstrip("/") if target.is_directory else target.path
-    taken = target.path if os.path.lexists(path) else ""
-    if target.is_directory and taken:
-        if not os.path.isdir(target.path):
+    if url is not None:
+        is_source = source.rstrip("/") == target.path.rstrip("/")
+        is_there = target.is_directory or url.is_there()
+    else:
+        both = os.path.exists(source) and os.path.exists(target.path)
+        is_source = both and not target.is_directory and os.path.samefile(source, target.path)
+        is_there = os.path.lexists(path)
+    if is_source:
+        raise FileExistsError(errno.EEXIST, "it is the source itself", target.path)
+    taken = target.path if is_there else ""
+    if target.is_directory and is_there:
+        if url is None and not os.path.isdir(target.path):
             raise FileExistsError(errno.EEXIST, "exists and is no directory", path)
-        found = sorted(name for name in _own_names(target) if name in os.listdir(taken))
-        taken = os.path.join(target.path, found[0]) if found else ""
+        found = sorted(_own_names(target).intersection(target.files.files()))
+        taken = target.files.join(found[0]) if found else ""
     if taken and not force:
         raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", taken)
-    if taken and not target.is_directory and not os.path.isfile(taken):
-        raise FileExistsError(errno.EEXIST, "exists and is no file", taken)
-    parent = os.path.dirname(target.path.rstrip("/")) or "."
-    if not target.is_directory and not os.path.isdir(parent):
-        raise FileNotFoundError(errno.ENOENT, "there is no such directory", parent)
+    if url is None and not target.is_directory:
+        if taken and not os.path.isfile(taken):
+            raise FileExistsError(errno.EEXIST, "exists and is no file", taken)
+        parent = os.path.dirname(target.path.rstrip("/")) or "."
+        if not os.path.isdir(parent):
+            raise FileNotFoundError(errno.ENOENT, "there is no such directory", parent)
 
 
 def _own_names(target: _Target) -> set[str]:
@@ -491,19 +491,6 @@ def _own_names(target: _Target) -> set[str]:
         return {".metadata"}
     files = FORMAT_FILES[target.format]
     return {files.single, files.index_name} | files_of_sets(target.files, files)
-
-
-def _check_url(target: _Target, url: UrlLocation, source: str, *, force: bool) -> None:
-    if source.rstrip("/") == url.path.rstrip("/"):
-        raise FileExistsError(errno.EEXIST, "it is the source itself", url.path)
-    taken = ""
-    if target.is_directory:
-        found = sorted(_own_names(target) & set(url.files()))
-        taken = url.file(found[0]).path if found else ""
-    elif url.is_there():
-        taken = url.path
-    if taken and not force:
-        raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", taken)
 
 
 def _refuse_source(target: _Target, files: Iterable[str]) -> None:
@@ -518,15 +505,11 @@ def _refuse_source(target: _Target, files: Iterable[str]) -> None:
         if not target.is_directory:
             same = os.path.exists(target.path) and os.path.samefile(path, target.path)
         else:
-            dcp = target.format == "dcp"
-            suffix = ".distcp" if dcp else FORMAT_FILES[target.format].suffix
+            layout = FORMAT_FILES.get(target.format)
             there = os.path.isdir(target.path) and os.path.samefile(own, target.path)
-            same = (there and path.endswith(suffix)) or (not dcp and _is_linked(path, target))
+            same = there and path.endswith(".distcp" if layout is None else layout.suffix)
+            if layout is not None:  # the unsplit model may be a link to the path
+                single = os.path.join(target.path, layout.single)
+                same = same or (os.path.exists(single) and os.path.samefile(path, single))
         if same:
             raise FileExistsError(errno.EEXIST, "it is a file of the source", path)
-
-
-def _is_linked(path: str, target: _Target) -> bool:
-    """Whether `path` is another name of the file that an unsplit model would be."""
-    single = os.path.join(target.path, FORMAT_FILES[target.format].single)
-    return os.path.exists(single) and os.path.samefile(path, single)

@@ -93,19 +93,17 @@ def iter_weights(
         memory = RecycledMemory(MAX_AHEAD_NBYTES)
         bounds = Bounds.of((entry.shard for entry, _ in wanted), MAX_AHEAD_NBYTES)
         items = (((entry, name), entry.nbytes) for entry, name in wanted)
-
         is_staged_there = _C.can_stage(place)
 
-        def stage(item: tuple[Entry, str]) -> Read:
-            entry, _ = item
+        def allocate(entry: Entry) -> Tensor:
             if is_staged_there:
-                return Read(entry, torch.empty(entry.shape, dtype=entry.dtype, device=place))
-            return Read(entry, memory.tensor(entry.shape, entry.dtype))
+                return torch.empty(entry.shape, dtype=entry.dtype, device=place)
+            return memory.tensor(entry.shape, entry.dtype)
 
-        def stage_all(items: list[tuple[Entry, str]]) -> list[Read | None]:
-            return [*map(stage, items)]
+        def stage(items: list[tuple[Entry, str]]) -> list[Read | None]:
+            return [Read(entry, allocate(entry)) for entry, _ in items]
 
-        batches = stack.enter_context(closing(read_ahead(reader, items, stage_all, bounds)))
+        batches = stack.enter_context(closing(read_ahead(reader, items, stage, bounds)))
         for batch in batches:
             batch.reverse()
             while batch:
@@ -128,22 +126,20 @@ _MIN_MEAN_NBYTES = 4 << 10  # smaller reads spend their time in Python, which th
 
 
 class Bounds(NamedTuple):
-    """How far reading may be ahead of use.
+    """How far reading may be ahead of use; one large tensor may exceed both sizes."""
 
-    `n_threads` batches are read at a time, and `n_batches` may wait unused. One large tensor may
-    exceed `batch_nbytes`, the size of a batch, and `max_nbytes`, the size of all. Batches of
-    safetensors files are small, so that the first tensors are there soon and little memory is
-    touched: a used batch leaves its pages for the next but two.
-    """
-
-    n_threads: int
-    n_batches: int
+    n_threads: int  # and batches that are read at a time
+    n_batches: int  # that may wait unused
     batch_nbytes: int
-    max_nbytes: int
+    max_nbytes: int  # of all batches
 
     @classmethod
     def of(cls, shards: Iterable[Shard], max_nbytes: int) -> Bounds:
-        """Return the bounds for shards: only local safetensors files are read by two threads."""
+        """Return the bounds for shards: only local safetensors files are read by two threads.
+
+        Their batches are small, so that the first tensors are there soon and little memory is
+        touched: a used batch leaves its pages for the next but two.
+        """
         if all(each.file is not None for each in shards):
             return cls(2, 3, min(16 << 20, max_nbytes // 2), max_nbytes)
         return cls(1, 1, max_nbytes // 2, max_nbytes)

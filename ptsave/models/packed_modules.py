@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ptsave.models.weight_parts import parts_along
-from ptsave.state.renaming import NamePatterns
+from ptsave.state.renaming import Match, NamePatterns
 from ptsave.support.torch_modules import tensors_in
 
 ShardId: TypeAlias = "str | int | tuple[str | int, ...]"
@@ -29,14 +29,11 @@ _FORMS = "a tuple (packed name, shard id), a list of such tuples, or a list of n
 
 
 class Route(NamedTuple):
-    """The destination of a tensor: a parameter, or the part of it that `shard_id` names.
-
-    `packed` is the name in the mapping that led to `target`.
-    """
+    """The destination of a tensor: a parameter, or the part of it that `shard_id` names."""
 
     target: str
     shard_id: ShardId | None
-    packed: str | None
+    packed: str | None  # the name in the mapping that led to `target`
 
 
 class _Place(NamedTuple):
@@ -54,9 +51,9 @@ class PackedModules:
     An empty name, and a name for two parts of one module, raise ValueError.
 
     >>> packed = PackedModules({"gate_up_proj": ["gate_proj", "up_proj"]})
-    >>> packed.routes("layers.0.mlp.up_proj.weight")
-    [Route(target='layers.0.mlp.gate_up_proj.weight', shard_id=1, packed='gate_up_proj')]
-    >>> packed.routes("layers.0.mlp.group_proj.weight")
+    >>> [*packed.candidates("layers.0.mlp.up_proj.weight")]
+    [[Route(target='layers.0.mlp.gate_up_proj.weight', shard_id=1, packed='gate_up_proj')]]
+    >>> [*packed.candidates("layers.0.mlp.group_proj.weight")]
     []
     """
 
@@ -105,29 +102,23 @@ class PackedModules:
             return []
         return [(match.replaced_by(n), i) for i, n in self._names[match.pattern].items()]
 
-    def routes(self, name: str) -> list[Route]:
-        """Return where a tensor goes by the best match of its name; empty if it is not packed.
-
-        Names match whole components of the path. The match with most components wins, and then the
-        one nearest to the end.
-        """
-        return next(self.candidates(name), [])
-
     def candidates(self, name: str) -> Iterator[list[Route]]:
-        """Yield the destinations that each matching name gives, the best match first."""
-        for match in self._patterns.matches(name):
-            yield [
-                Route(match.replaced_by(packed), shard_id, packed)
-                for packed, shard_id in self.places[match.pattern]
-            ]
+        """Yield the destinations that each matching name gives, the best match first.
+
+        Names match whole components of the path. The match with most components is the best, and
+        then the one nearest to the end.
+        """
+        return map(self._routes, self._patterns.matches(name))
 
     def loose_candidates(self, name: str) -> Iterator[list[Route]]:
         """Yield the destinations of names found within components, the longest name first."""
-        for match in self._patterns.loose_matches(name):
-            yield [
-                Route(match.replaced_by(packed), shard_id, packed)
-                for packed, shard_id in self.places[match.pattern]
-            ]
+        return map(self._routes, self._patterns.loose_matches(name))
+
+    def _routes(self, match: Match) -> list[Route]:
+        return [
+            Route(match.replaced_by(packed), shard_id, packed)
+            for packed, shard_id in self.places[match.pattern]
+        ]
 
 
 def _components(name: str) -> list[str]:

@@ -24,14 +24,11 @@ _ONE_ELEMENT = (torch.Size([]), torch.Size([1]))
 
 @dataclass(eq=False, repr=False, slots=True)
 class Part:
-    """The elements of a stored tensor that are read, from element `begin` of the tensor on.
-
-    If they are not contiguous in the file, `index` selects them instead.
-    """
+    """The elements of a stored tensor that are read, from element `begin` on."""
 
     shape: torch.Size
     begin: int = 0
-    index: tuple[slice, ...] | None = None
+    index: tuple[slice, ...] | None = None  # selects those that are not contiguous in the file
 
 
 class _Box(NamedTuple):
@@ -61,25 +58,20 @@ def target_of(tensor: Tensor, shape: torch.Size, place: tuple[int, int] | None) 
     it. Only the local part of a DTensor is filled.
     """
     if not is_distributed_tensor(tensor):
-        return tensor if place is None else _narrowed(tensor, shape, place)
+        if place is None:
+            return tensor
+        dim, begin = place
+        return tensor.detach().narrow(dim, begin, shape[dim])
     local, begins = local_part_of(tensor)
     here = _Box(begins, tuple(local.shape))
     overlap = here.overlap(_box_of(tensor, shape, place))
     return None if 0 in overlap.shape else local.detach()[overlap.within(here)]
 
 
-def _narrowed(tensor: Tensor, shape: torch.Size, place: tuple[int, int]) -> Tensor:
-    dim, begin = place
-    return tensor.detach().narrow(dim, begin, shape[dim])
-
-
 def part_of(
     tensor: Tensor, shape: torch.Size, place: tuple[int, int] | None, *, is_packed: bool
 ) -> Part:
-    """Return the part of a stored tensor that fills its target; arguments as for `target_of`.
-
-    With `is_packed`, the elements of the stored tensor are contiguous in the file.
-    """
+    """Return the part of a stored tensor, contiguous if `is_packed`, that fills `target_of` it."""
     if not is_distributed_tensor(tensor) or tensor.dim() != len(shape):
         return Part(shape)
     local, begins = local_part_of(tensor)
@@ -96,9 +88,8 @@ def _box_of(tensor: Tensor, shape: Sequence[int], place: tuple[int, int] | None)
     begins = [0] * tensor.dim()
     if place is not None:
         begins[place[0]] = place[1]
-    if len(shape) != tensor.dim():  # one element
-        return _Box(tuple(begins), tuple(tensor.shape))
-    return _Box(tuple(begins), tuple(shape))
+    is_one_element = len(shape) != tensor.dim()
+    return _Box(tuple(begins), tuple(tensor.shape if is_one_element else shape))
 
 
 def _begin_of_block(
@@ -137,11 +128,7 @@ def parts_along(
 
 
 def fits(target: torch.Size, source: torch.Size) -> bool:
-    """Return whether a tensor of one shape fills one of another: equal shapes, or one element each.
-
-    >>> fits(torch.Size([1]), torch.Size([])), fits(torch.Size([2]), torch.Size([1]))
-    (True, False)
-    """
+    """Return whether a tensor fills another: their shapes are equal, or both () or (1,)."""
     return target == source or (target in _ONE_ELEMENT and source in _ONE_ELEMENT)
 
 

@@ -26,6 +26,7 @@ from ptsave.support.torch_modules import (
     pre_hooks_of,
     tensors_in,
 )
+from ptsave.tree.extents import ADVICE, default_limit
 
 
 class _Fields(NamedTuple):
@@ -97,10 +98,7 @@ class ModuleLoadOptions(NamedTuple):
 
 
 class ModelTensors:
-    """A model's parameters and buffers by name.
-
-    `by_name` has them under all of their names. `required` are the names that a state dict has.
-    """
+    """A model's parameters and buffers by name."""
 
     def __init__(
         self,
@@ -108,7 +106,7 @@ class ModelTensors:
         modules: list[tuple[str, nn.Module]],
         lazy_buffers: LazyBuffers,
     ) -> None:
-        self.by_name: dict[str, Tensor] = tensors_in(model, modules)
+        self.by_name: dict[str, Tensor] = tensors_in(model, modules)  # under all of their names
         if lazy_buffers.changing:
             self.by_name = lazy_buffers.in_place_of(self.by_name)
         self.required = set(self.by_name).difference(_left_out_of_state_dicts(modules))
@@ -197,10 +195,7 @@ class Delivery(NamedTuple):
 
 
 class WeightPlan:
-    """All deliveries, in the order of the files, and the names that do not fit.
-
-    With `skip_mismatched`, entries of other shapes are left out instead of being errors.
-    """
+    """All deliveries, in the order of the files, and the names that do not fit."""
 
     def __init__(
         self,
@@ -217,7 +212,6 @@ class WeightPlan:
         self.shards = shards
         self.entries = entries
         self.renaming = renaming
-        self.skip_mismatched = skip_mismatched
         self.deliveries: list[Delivery] = []
         self.left_out: list[Delivery] = []  # because of their shapes
         self.names: set[str] = set()  # the model's names of all entries that count
@@ -225,9 +219,9 @@ class WeightPlan:
         self._received: dict[str, dict[ShardId | None, Delivery]] = {}  # by the tensor's name
         self._packed_names: dict[str, str] = {}
         self._superseded: set[int] = set()  # ids of deliveries that later ones replace
-        self.loaders = loaders_of(self.tensors.by_name)
-        for entry in self.entries:
-            name = self.renaming(entry.name) if self.renaming.changes else entry.name
+        self.loaders = loaders_of(tensors.by_name)
+        for entry in entries:
+            name = renaming(entry.name) if renaming.changes else entry.name
             if name is not None:
                 self.names.add(name)
                 self._add(entry, name)
@@ -236,7 +230,7 @@ class WeightPlan:
         self._leave_out_tied_copies()
         self._report_what_is_missing()
         self._place_parts()
-        if self.skip_mismatched:
+        if skip_mismatched:  # else other shapes are errors
             self._leave_out_mismatched()
 
     def _add(self, entry: Entry, name: str) -> None:
@@ -255,12 +249,10 @@ class WeightPlan:
 
     def _deliver(self, entry: Entry, routes: Iterable[Route]) -> bool:
         """Note where an entry goes; return False if the model has none of these places."""
-        is_found = False
-        for target, shard_id, packed in routes:
-            if target in self.tensors.by_name:
-                self._note_delivery(Delivery(entry, target, shard_id), packed)
-                is_found = True
-        return is_found
+        found = [route for route in routes if route.target in self.tensors.by_name]
+        for target, shard_id, packed in found:
+            self._note_delivery(Delivery(entry, target, shard_id), packed)
+        return bool(found)
 
     def _note_delivery(self, delivery: Delivery, packed: str | None) -> None:
         self.deliveries.append(delivery)
@@ -288,11 +280,8 @@ class WeightPlan:
             delivered = [name for name in names if name in self._received]
             for name in delivered[:-1]:
                 kept = self._received[delivered[-1]]
-                left_out.update(
-                    delivery
-                    for shard_id, delivery in self._received[name].items()
-                    if shard_id in kept
-                )
+                parts = self._received[name].items()
+                left_out.update(part for shard_id, part in parts if shard_id in kept)
         if left_out:
             self.deliveries = [item for item in self.deliveries if item not in left_out]
 
@@ -300,21 +289,16 @@ class WeightPlan:
         for names in self.tensors.groups():
             if None in self._received.get(names[0], ()):
                 continue  # all of it
-            received: set[ShardId | None] = set()
-            packed_name = None
-            for name in names:
-                received.update(self._received.get(name, ()))
-                packed_name = packed_name or self._packed_names.get(name)
+            received = {shard_id for name in names for shard_id in self._received.get(name, ())}
+            packed = next((name for name in names if name in self._packed_names), None)
             if not received:
-                self.report.missing_keys.extend(
-                    name for name in names if name in self.tensors.required
-                )
-            elif packed_name is not None and None not in received:
-                wanted = self.packed.shard_ids(packed_name)
+                missing = (name for name in names if name in self.tensors.required)
+                self.report.missing_keys.extend(missing)
+            elif packed is not None and None not in received:
+                wanted = self.packed.shard_ids(self._packed_names[packed])
                 absent = [shard_id for shard_id in wanted if shard_id not in received]
                 if absent:
-                    first = next(name for name in names if name in self._packed_names)
-                    self.report.unfilled_shards[first] = absent
+                    self.report.unfilled_shards[packed] = absent
 
     def _place_parts(self) -> None:
         """Put the parts of packed parameters without a loader end to end."""
@@ -396,33 +380,29 @@ class WeightPlan:
 
     def _error_of(self, delivery: Delivery) -> str | None:
         target, entry = self.tensors.by_name[delivery.name], delivery.entry
+        where = f"(file {entry.shard.path}, tensor {entry.name})"
         if (loader := self.loaders.get(delivery.name)) is not None:
-            from ptsave.tree.extents import ADVICE, default_limit
-
             # A loader checks shapes itself, but first gets memory for the whole tensor.
-            is_sliced = takes_slices(loader)
-            if not is_sliced and entry.nbytes > default_limit(entry.stored_nbytes):
-                return (
-                    f'"{delivery.name}" would take {entry.nbytes:,} bytes, expanded from '
-                    f"{entry.stored_nbytes:,}: {ADVICE} {_place_of(entry)}"
-                )
-            return None
+            if takes_slices(loader) or entry.nbytes <= default_limit(entry.stored_nbytes):
+                return None
+            return (
+                f'"{delivery.name}" would take {entry.nbytes:,} bytes, expanded from '
+                f"{entry.stored_nbytes:,}: {ADVICE} {where}"
+            )
         if is_lazy(target):
-            return f'"{delivery.name}" has no shape yet, and no weight_loader {_place_of(entry)}'
+            return f'"{delivery.name}" has no shape yet, and no weight_loader {where}'
         if delivery.shard_id is not None:
             return (
                 f'Packed parameter "{delivery.name}" has no weight_loader to put shard '
                 f"{delivery.shard_id!r} in its place, and all of its shards are not together a "
-                f"tensor of shape {target.shape}: this one has shape {entry.shape} "
-                f"{_place_of(entry)}"
+                f"tensor of shape {target.shape}: this one has shape {entry.shape} {where}"
             )
         if not fits(target.shape, entry.shape):
-            return f"{mismatch_message(delivery.name, target, entry)} {_place_of(entry)}"
+            return f"{mismatch_message(delivery.name, target, entry)} {where}"
         return None
 
 
-def _place_of(entry: Entry) -> str:
-    return f"(file {entry.shard.path}, tensor {entry.name})"
+# ------------------------------------------------------------------------------- replaced tensors
 
 
 @dataclass(eq=False, repr=False)
@@ -449,11 +429,10 @@ class _LazyBuffer:
 
 
 class LazyBuffers:
-    """The buffers that :func:`ptsave.register_lazy_buffer` has declared in a model.
+    """The lazy buffers of a model to which a checkpoint gives another shape, or None.
 
     A new tensor replaces a buffer only once it holds the checkpoint's values, so a failed load
-    leaves the buffer as it was. `modules` lists each module under all of its names. The later of
-    two entries with one name counts. `changing` holds the buffers that get another tensor, or None.
+    leaves the buffer as it was. `modules` lists each module under all of its names.
     """
 
     def __init__(
@@ -466,6 +445,7 @@ class LazyBuffers:
         by_name: dict[str | None, Entry] = {}
         for prefix, module in having(modules, pre_hooks_of):
             for hook in lazy_buffer_hooks(module):
+                # The later of two entries with one name counts.
                 by_name = by_name or {renaming(entry.name): entry for entry in entries}
                 if hook.name in buffers_of(module):
                     key = (id(module), hook.name)
@@ -502,54 +482,40 @@ class LazyBuffers:
             buffers_of(lazy.module)[lazy.name] = lazy.new
 
 
-_CPU = torch.device("cpu")
-
-
 class Assignment:
-    """``load_state_dict(assign=True)`` for tensors read from a file.
-
-    `names` holds all names of the replaced tensors, and `dtype` converts only floating-point ones.
-    A parameter that requires gradients cannot become a tensor of integers, which raises
-    RuntimeError.
-    """
+    """``load_state_dict(assign=True)`` for tensors from a file; `dtype` is for fractions only."""
 
     def __init__(self, model: nn.Module, plan: WeightPlan, dtype: torch.dtype | None) -> None:
         self._model = model
-        self._dtype = dtype
-        loaders = plan.loaders
-        self._deliveries: list[tuple[Delivery, list[str]]] = []
-        self.names: set[str] = set()
+        self._tied_names = plan.tensors.tied_names
+        self._new_dtypes: dict[str, torch.dtype] = {}  # by one name of each replaced tensor
         for delivery in plan.deliveries:
-            tensor = plan.tensors.by_name[delivery.name]
-            is_filled = delivery.name in loaders or delivery.place is not None
+            name, stored = delivery.name, delivery.entry.dtype
+            tensor = plan.tensors.by_name[name]
+            is_filled = name in plan.loaders or delivery.place is not None
             if is_filled or is_distributed_tensor(tensor):
                 continue
-            dtype_of = self._dtype_of(delivery)
-            if tensor.requires_grad and not (dtype_of.is_floating_point or dtype_of.is_complex):
+            new_dtype = dtype if dtype is not None and stored.is_floating_point else stored
+            if tensor.requires_grad and not (new_dtype.is_floating_point or new_dtype.is_complex):
                 raise RuntimeError(
-                    f'"{delivery.name}" requires gradients and cannot become a tensor of '
-                    f"{dtype_of}: load it without assign=True"
+                    f'"{name}" requires gradients and cannot become a tensor of {new_dtype}: load '
+                    "it without assign=True"
                 )
-            names = plan.tensors.tied_names(delivery.name)
-            self._deliveries.append((delivery, names))
-            self.names.update(names)
+            self._new_dtypes[name] = new_dtype
+        self.names = {tied for name in self._new_dtypes for tied in self._tied_names(name)}
         self._new: dict[str, Tensor] = {}
-
-    def _dtype_of(self, delivery: Delivery) -> torch.dtype:
-        stored = delivery.entry.dtype
-        return self._dtype if self._dtype is not None and stored.is_floating_point else stored
 
     def allocate(
         self, tensors: Mapping[str, Tensor], device: torch.device | str | int | None
     ) -> dict[str, Tensor]:
         """Return the new tensors by name, without values, on `device` or where the old ones are."""
-        for delivery, names in self._deliveries:
-            old = tensors[delivery.name]
-            place = device if device is not None else _CPU if old.is_meta else old.device
-            new = torch.empty(old.shape, dtype=self._dtype_of(delivery), device=place)
+        for name, dtype in self._new_dtypes.items():
+            old = tensors[name]
+            place = device if device is not None else "cpu" if old.is_meta else old.device
+            new = torch.empty(old.shape, dtype=dtype, device=place)
             if isinstance(old, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=old.requires_grad)
-            self._new.update(dict.fromkeys(names, new))
+            self._new.update(dict.fromkeys(self._tied_names(name), new))
         return self._new
 
     def put(self) -> None:
