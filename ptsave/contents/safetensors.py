@@ -41,7 +41,7 @@ from ptsave.contents.safetensors_fields import (
 )
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import LocalFile, RangeSource
-from ptsave.support.calls import ProgressCallback, pausing_garbage_collection, progress_bar
+from ptsave.support.calls import pausing_garbage_collection, progress_bar
 from ptsave.support.torch_serialization import restore_location
 
 if TYPE_CHECKING:
@@ -289,36 +289,25 @@ def load_safetensors(source: RangeSource, options: LoadOptions) -> dict[str, Ten
 
 def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
     location = options.map_location
-    if not fills_storages(location):
-        stored = read_header(source).tensors
-        device = "meta" if is_meta_location(location) else "cpu"
-        return {
-            each.name: torch.empty(each.shape, dtype=each.dtype, device=device) for each in stored
-        }
-    if isinstance(source, LocalFile) and not options.mmap:
-        stored = read_header(source).tensors
+    fills = fills_storages(location)
+    if fills and (options.mmap or not isinstance(source, LocalFile)):
+        contents = SafetensorsContents(source, maps=options.mmap)
+        values = contents.read(list(contents.obj.values()), None)
+        return dict(zip(contents.obj, values, strict=True))
+    stored, device = read_header(source).tensors, CPU
+    if fills:
+        device = accelerator_of(location) or CPU
+    elif is_meta_location(location):
+        device = torch.device("meta")
+    tensors = {
+        each.name: torch.empty(each.shape, dtype=each.dtype, device=device) for each in stored
+    }
+    if fills and isinstance(source, LocalFile):
+        begin = source.begin
+        ranges = [(0, begin + each.offset, tensors[each.name]) for each in stored if each.nbytes]
         with progress_bar(options.progress, "loading", source.nbytes) as callback:
-            values = _read(source, stored, accelerator_of(location) or CPU, callback)
-        return {each.name: value for each, value in zip(stored, values, strict=True)}
-    contents = SafetensorsContents(source, maps=options.mmap)
-    values = contents.read(list(contents.obj.values()), None)
-    return dict(zip(contents.obj, values, strict=True))
-
-
-def _read(
-    file: LocalFile,
-    stored: Sequence[StoredTensor],
-    device: torch.device,
-    progress: ProgressCallback | None,
-) -> list[Tensor]:
-    values = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in stored]
-    ranges = [
-        (0, file.begin + each.offset, value)
-        for each, value in zip(stored, values, strict=True)
-        if each.nbytes > 0
-    ]
-    read_ranges(range_files([file]), ranges, progress)
-    return values
+            read_ranges(range_files([source]), ranges, callback)
+    return tensors
 
 
 def _placed(tensor: Tensor, map_location: Any) -> Tensor:

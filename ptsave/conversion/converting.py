@@ -58,7 +58,7 @@ from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.containers import attributes_of, items_of, set_attributes
 from ptsave.tree.entry_reading import leaves_of, read_entry
 from ptsave.tree.extents import check_expansion
-from ptsave.tree.flat import Flattened, flatten
+from ptsave.tree.flat import flatten
 from ptsave.tree.opaque import holds_opaque, refuse_opaque
 from ptsave.writing.targets import FileTarget, is_url_file, resolve_folder
 
@@ -283,12 +283,11 @@ class _Writing:
         self._conversion.remarks += writing.remarks
 
     def write_safetensors(self, *, drop: bool) -> None:
-        tensors = self._flat(drop=drop).tensors
-        plan = self._safetensors_plan(tensors, self._target.file)
+        plan = self._safetensors_plan(self._flat(drop=drop), self._target.file)
         self._write([plan], plan.nbytes)
 
     def write_directory(self, limit: int, *, drop: bool) -> None:
-        tensors = self._flat(drop=drop).tensors
+        tensors = self._flat(drop=drop)
         if self._target.format == "pt":
             tensors = self._without_metadata(tensors)
             tensors = self._sources.contiguous(tensors)
@@ -315,7 +314,7 @@ class _Writing:
         metadata = self._checkpoint.metadata if self._checkpoint.is_safetensors else _PLAIN_METADATA
         return SafetensorsPlan(tensors, target, self._sources, {**metadata, **self._extra})
 
-    def _flat(self, *, drop: bool) -> Flattened:
+    def _flat(self, *, drop: bool) -> dict[str, Tensor]:
         dtypes = safetensors_dtypes() if self._target.format == "safetensors" else None
         obj = self._checkpoint.obj
         if dtypes is not None and isinstance(obj, Mapping):
@@ -334,7 +333,7 @@ class _Writing:
             )
         if flat.losses:
             self._conversion.remarks.append(f"left out: {some_of(flat.losses, _N_NAMED)}")
-        return flat
+        return flat.tensors
 
     def _without_extra_state(self, obj: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Return a state dict without modules' extra state, which goes into the metadata."""
