@@ -15,9 +15,9 @@ from ptsave.capturing.schema import CaptureSummary as CaptureSummary
 from ptsave.comparison.compare import Comparison as Comparison
 from ptsave.comparison.compare import compare as compare
 from ptsave.contents.archive import Archive as Archive
+from ptsave.contents.archive import TensorInfo as TensorInfo
 from ptsave.contents.archive import open as open
 from ptsave.contents.loading import load as load
-from ptsave.contents.tensor_info import TensorInfo as TensorInfo
 from ptsave.conversion.compacting import Compaction as Compaction
 from ptsave.conversion.compacting import compact as compact
 from ptsave.conversion.converting import Conversion as Conversion
@@ -36,9 +36,9 @@ from ptsave.installation import uninstall as uninstall
 from ptsave.models.iterating import iter_weights as iter_weights
 from ptsave.models.load_model import load_model as load_model
 from ptsave.models.save_model import save_model as save_model
+from ptsave.models.weight_parts import WeightSlice as WeightSlice
 from ptsave.models.weight_parts import default_weight_loader as default_weight_loader
 from ptsave.models.weight_plan import LoadedWeights as LoadedWeights
-from ptsave.models.weight_slices import WeightSlice as WeightSlice
 from ptsave.preloading import preload as preload
 from ptsave.serialization import save as save
 from ptsave.state.lazy_buffers import register_lazy_buffer as register_lazy_buffer

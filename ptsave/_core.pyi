@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple, TypeAlias, final
 
-# As of contents.tensor_info, but for the dtype, which is its name.
+# As of contents.contents, but for the dtype, which is its name.
 Facts: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], int, int, int]
 
 # Stands for a tensor of a file; (number, record, offset, location) of its storage, None for an

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pickle import UnpicklingError
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -33,8 +33,6 @@ _MAX_COPIED_NBYTES = 64 << 20  # of tensors that are read together, then copied
 # Place of a storage in a file: a key of its own, the archive's record, the offset in bytes, and the
 # device it was saved from.  A plain tuple, because there may be 100,000.
 Place: TypeAlias = tuple[object, str | None, int | None, str | None]
-
-
 # Dtype, shape and stride of a tensor; in bytes, its begin in its storage, its size and the size of
 # the storage.  A plain tuple, because there may be 100,000.
 Facts: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, int]
@@ -65,10 +63,7 @@ class ChunkInfo(NamedTuple):
 
 
 class Contents(Protocol):
-    """An open checkpoint of any format, safe for concurrent use by threads.
-
-    `parts` has the contents of each file; a single file is its own part.
-    """
+    """An open checkpoint of any format, safe for concurrent use by threads."""
 
     path: str  # for messages
     kind: str  # the format: "pt", "safetensors", ...
@@ -77,7 +72,7 @@ class Contents(Protocol):
     nbytes: int  # the size of the file
 
     @property
-    def parts(self) -> Sequence[Contents]: ...
+    def parts(self) -> Sequence[Contents]: ...  # of each file; a single file is its own part
     def by_part(self, tensors: list[Tensor]) -> list[tuple[Contents, list[Tensor]]]: ...
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]: ...
@@ -229,12 +224,11 @@ class UnreadContents(OneFile):
         for tensor in tensors:
             number = self.reader.engine.record_of(tensor)
             if number is None or number not in extents:
-                result.append(as_saved(tensor, view_as(new_storage(0), tensor, 0, tensor.stride())))
-                continue
-            offset = int(tensor.storage_offset()) - extents[number][0] // tensor.itemsize
-            result.append(
-                as_saved(tensor, view_as(storages[number], tensor, offset, tensor.stride()))
-            )
+                storage, offset = new_storage(0), 0
+            else:
+                storage = storages[number]
+                offset = int(tensor.storage_offset()) - extents[number][0] // tensor.itemsize
+            result.append(as_saved(tensor, view_as(storage, tensor, offset, tensor.stride())))
         return result
 
     def read_to(self, device: torch.device, tensor: Tensor, verify: bool | None) -> Tensor:
@@ -321,11 +315,7 @@ class UnreadContents(OneFile):
 
 
 class LoadedContents(OneFile):
-    """Contents with tensors in memory, of a file that can only be loaded as a whole.
-
-    `locations` has the devices that storages were saved from, by `storage_id`.  `source` is not
-    kept.
-    """
+    """Contents with tensors in memory, of a file that only loads as a whole."""
 
     def __init__(
         self, obj: Any, locations: dict[int, str], metadata: dict[str, str], source: RangeSource
@@ -335,16 +325,16 @@ class LoadedContents(OneFile):
         self.metadata = metadata
         self.kind = metadata["format"]
         self.nbytes = source.nbytes
-        self.locations = locations
+        self.locations = locations  # the devices that storages were saved from, by `storage_id`
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
-        return list(map(self._place_of, tensors))
-
-    def _place_of(self, tensor: Tensor) -> Place:
-        storage = storage_id_of(tensor)
-        if storage is None:
-            return id(tensor), None, None, str(tensor.device)
-        return storage, None, None, self.locations.get(storage, str(tensor.device))
+        places: list[Place] = []
+        for tensor in tensors:
+            storage, location = storage_id_of(tensor), str(tensor.device)
+            if storage is not None:
+                location = self.locations.get(storage, location)
+            places.append((id(tensor) if storage is None else storage, None, None, location))
+        return places
 
     def read(
         self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
@@ -385,16 +375,12 @@ class LoadedContents(OneFile):
 
 
 class ShardedContents:
-    """The dicts of several files as one `Contents`.
-
-    A name counts in the file that the index names.  Objects of ranks lie below the keys of their
-    ranks; `is_flat` is true if there are no such keys.
-    """
+    """The dicts of several files as one `Contents`, joined as by `merged`."""
 
     def __init__(self, parts: Sequence[Contents], files: ShardFiles) -> None:
         self.parts = parts
         self.path = files.path
-        self.is_flat = files.ranks is None
+        self.is_flat = files.ranks is None  # no object lies below the keys of its rank
         self.kind = ", ".join(dict.fromkeys(part.kind for part in parts))
         self.nbytes = sum(part.nbytes for part in parts)
         self.metadata = {"format": self.kind}
@@ -407,12 +393,6 @@ class ShardedContents:
         self._part_of: dict[int, Contents] = {}
         for part in parts:
             self._part_of.update((_key_of(tensor), part) for tensor in tensors_over(part.obj))
-
-    @staticmethod
-    def have_same_names(parts: Sequence[Contents]) -> bool:
-        """Return whether dicts of several files have a name in common."""
-        dicts = [part.obj for part in parts if isinstance(part.obj, Mapping)]
-        return len(set().union(*dicts)) < sum(map(len, dicts))
 
     def park(self) -> None:
         """Close the files until they are read."""

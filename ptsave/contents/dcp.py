@@ -56,11 +56,7 @@ class _Part:
 
 
 class DcpContents(OneFile):
-    """`Contents` of a checkpoint of many ranks.
-
-    `source` is its metadata, a local file or one at a URL, and is closed.  `locations` has the
-    devices other than the CPU that tensors in objects were saved from, by `storage_id`.
-    """
+    """`Contents` of a checkpoint of many ranks; `source` is its metadata, and is closed."""
 
     def __init__(self, source: RangeSource, *, verify: bool) -> None:
         objects, locations = self._opened(source, verify)
@@ -69,6 +65,7 @@ class DcpContents(OneFile):
         self.metadata = {"format": "dcp", **checkpoint.facts}
         self.path = checkpoint.path
         self.nbytes = checkpoint.nbytes
+        # The devices that tensors in objects were saved from, by `storage_id`.
         self.locations = {key: where for key, where in locations.items() if where != "cpu"}
         self._loaded = LoadedContents(objects, locations, {"format": "pt"}, source)
         self._checked_items: set[int] = set()  # by the ids of their chunks
@@ -226,7 +223,11 @@ class DcpContents(OneFile):
             self._check_item(files, part)
         stored = self.checkpoint.stored(files, part.tensor, part.chunk)
         if stored is None:
-            part.out.copy_(self._whole(files, part)[_slices(part)])
+            index = tuple(
+                slice(begin, begin + (n - 1) * step + 1, step)
+                for begin, n, step in zip(part.begins, part.out.shape, part.steps, strict=True)
+            )
+            part.out.copy_(self._whole(files, part)[index])
         else:
             plan.add(stored, part.begins, part.out, steps=part.steps)
 
@@ -325,14 +326,10 @@ def _region_of(index: Any, shape: Sequence[int]) -> tuple[range, ...]:
     at = parts.index(...)
     n_missing = len(shape) - (len(parts) - 1)
     parts[at : at + 1] = [slice(None)] * n_missing
-    return tuple(_numbers(part, n) for part, n in zip(parts, shape, strict=True))
-
-
-def _numbers(part: slice | int, n: int) -> range:
-    if isinstance(part, slice):
-        return range(n)[part]
-    number = part + n if part < 0 else part
-    return range(number, number + 1)
+    return tuple(
+        range(n)[part] if isinstance(part, slice) else range(n)[part:][:1]
+        for part, n in zip(parts, shape, strict=True)
+    )
 
 
 def _part_of(tensor: DcpTensor, chunk: Chunk, region: Sequence[range], out: Tensor) -> _Part | None:
@@ -347,10 +344,3 @@ def _part_of(tensor: DcpTensor, chunk: Chunk, region: Sequence[range], out: Tens
         begins.append(numbers[first] - begin)
         out = out.narrow(dim, first, last - first)
     return _Part(tensor, chunk, tuple(begins), tuple(each.step for each in region), out)
-
-
-def _slices(part: _Part) -> tuple[slice, ...]:
-    return tuple(
-        slice(begin, begin + (n - 1) * step + 1, step)
-        for begin, n, step in zip(part.begins, part.out.shape, part.steps, strict=True)
-    )

@@ -170,7 +170,7 @@ def checkpoint_files(f: Any, storage_options: Mapping[str, Any] | None = None) -
         except CorruptCheckpointError as error:  # the index
             found.problems.append(str(error))
         except FileNotFoundError as error:  # a shard
-            found.problems.append(f"{error.filename}: {error.strerror}")
+            found.problems.append(_reason(error))
         return found
     found = look_into(place, distributed=True)
     if not found.sets and not found.problems:
@@ -178,6 +178,10 @@ def checkpoint_files(f: Any, storage_options: Mapping[str, Any] | None = None) -
             errno.ENOENT, f"no checkpoint in this directory{_rest(found)}", place.path
         )
     return found
+
+
+def _reason(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}"
 
 
 def _require_all(files: ShardFiles) -> None:
@@ -215,14 +219,11 @@ def look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
     for numbered in numbered_sets(names):
         if numbered.single in names:
             continue  # that file is the model, and each of these stands alone
-        found.sets.append(_shards(folder, numbered.names))
+        found.sets.append(_files_in(folder, numbered.names))
         if numbered.missing and not found.problems:  # an index may have reported it
-            found.problems.append(
-                f"{folder.join(numbered.missing)}: a shard is missing: there is "
-                f"{numbered.names[0]}, but not this one of its set"
-            )
+            found.problems.append(_reason(numbered.error(folder)))
         names.difference_update(numbered.names)
-    found.sets += [_shards(folder, [name]) for name in names]
+    found.sets += [_files_in(folder, [name]) for name in names]
     found.sets.sort(key=lambda files: files.paths)
     return found
 
@@ -253,7 +254,7 @@ def _add_rank_sets(found: CheckpointFiles, folder: Folder, names: set[str]) -> N
     try:
         sets = rank_sets(folder, names)
     except FileNotFoundError as error:
-        found.problems.append(f"{error.filename}: {error.strerror}")
+        found.problems.append(_reason(error))
         return
     found.sets += sets
     names.difference_update(each.name_of(path) for each in sets for path in each.paths)
@@ -272,9 +273,11 @@ def _rest(found: CheckpointFiles) -> str:
     return f"; subdirectories are not looked into: name one ({some_of(found.directories, 3)})"
 
 
-def _shards(folder: Folder, names: Iterable[str]) -> ShardFiles:
-    paths = [folder.join(name) for name in sorted(names)]
-    return ShardFiles(paths, path=folder.path, storage_options=folder.storage_options)
+def _files_in(
+    folder: Folder, names: Iterable[str], ranks: tuple[_Keys, ...] | None = None
+) -> ShardFiles:
+    paths = [folder.join(name) for name in names]
+    return ShardFiles(paths, path=folder.path, storage_options=folder.storage_options, ranks=ranks)
 
 
 def _sort_by_content(found: CheckpointFiles, folder: Folder, entries: list[str]) -> set[str]:
@@ -343,7 +346,7 @@ def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[
         files = files._replace(path=files.index_path, storage_options=folder.storage_options)
         _require_all(files)
     except FileNotFoundError as error:
-        found.problems.append(f"{error.filename}: {error.strerror}")
+        found.problems.append(_reason(error))
         return
     except CorruptCheckpointError as error:
         found.problems.append(str(error))
@@ -409,25 +412,16 @@ def metadata_files(folder: Folder, names: list[str]) -> ShardFiles:
             f"{folder.path} holds the checkpoints of {len(names)} ranks, each saved by itself: "
             f"pass the path of one ({some_of(names, 3)})"
         )
-    paths = [folder.join(names[0])]
-    return ShardFiles(paths, path=folder.path, storage_options=folder.storage_options)
+    return _files_in(folder, names)
 
 
 def is_step(name: str) -> bool:
-    """Whether a file name is that of a step of an AsyncCheckpointer of one process.
-
-    >>> is_step("step-00000100.pt")
-    True
-    """
+    """Whether a name is that of a step of one process's AsyncCheckpointer: step-00000100.pt."""
     return re.fullmatch(r"step-\d+\.pt", name) is not None
 
 
 def is_step_of_rank(name: str) -> bool:
-    """Whether a file name is that of a rank's part of a step of an AsyncCheckpointer.
-
-    >>> is_step_of_rank("step-00000100.0123456789abcdef-0.rank-1-of-2.pt")
-    True
-    """
+    """Whether a name is that of a rank's part of a step of an AsyncCheckpointer."""
     return re.fullmatch(_STEP, name) is not None
 
 
@@ -440,21 +434,24 @@ def find_rank_set(folder: Folder, names: Iterable[str]) -> ShardFiles | None:
     names = list(names)
     sets = rank_sets(folder, names)
     if not sets and any(map(is_step_of_rank, names)):
-        parts = [match for match in map(re.compile(_STEP).fullmatch, names) if match is not None]
-        _refuse_missing(folder, max(parts, key=_order)[0])
+        last = max(filter(None, map(re.compile(_STEP).fullmatch, names)), key=_order)
+        there, size = set(folder.names()), min(int(last["size"]), _MAX_RANKS)
+        parts = (f"{last['save']}.rank-{rank}-of-{last['size']}.pt" for rank in range(size))
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"a rank's part is missing: there is {last[0]}, and no step has all of its parts",
+            folder.join(next((part for part in parts if part not in there), last[0])),
+        )
     return sets[-1] if sets else None
 
 
 def rank_sets(folder: Folder, names: Iterable[str]) -> list[ShardFiles]:
-    """Return all complete sets of ranks' files in a directory, the newest last.
-
-    A gap in the rank numbers of an item is a FileNotFoundError.
-    """
+    """Return all complete sets of ranks' files, the newest last; a gap is a FileNotFoundError."""
     names = list(names)
     steps = _steps(folder, names)
     if steps or any(map(is_step_of_rank, names)):
         return steps
-    items = [match for match in map(re.compile(_ITEM).fullmatch, names) if match is not None]
+    items = [*filter(None, map(re.compile(_ITEM).fullmatch, names))]
     others = [name for name in names if name.endswith(".pt") and not re.fullmatch(_ITEM, name)]
     ranks: dict[str, set[int]] = {}
     for match in items:
@@ -471,8 +468,8 @@ def rank_sets(folder: Folder, names: Iterable[str]) -> list[ShardFiles]:
                 folder.join(f"{item}_{missing}.pt"),
             )
     items.sort(key=lambda match: (match["item"], int(match["rank"])))
-    keys: dict[str, _Keys] = {match[0]: (match["item"], f"rank{match['rank']}") for match in items}
-    return [_files(folder, keys)]
+    keys = tuple((match["item"], f"rank{match['rank']}") for match in items)
+    return [_files_in(folder, (match[0] for match in items), keys)]
 
 
 def _order(match: re.Match[str]) -> tuple[int, str, int]:
@@ -486,31 +483,11 @@ def _steps(folder: Folder, names: list[str]) -> list[ShardFiles]:
         saves.setdefault(_order(match), {})[int(match["rank"])] = match[0]
         sizes[_order(match)] = int(match["size"])
     return [
-        _files(folder, {parts[rank]: (f"rank{rank}",) for rank in sorted(parts)})
+        _files_in(
+            folder,
+            (parts[rank] for rank in sorted(parts)),
+            tuple((f"rank{rank}",) for rank in sorted(parts)),
+        )
         for save, parts in sorted(saves.items())
         if sizes[save] <= _MAX_RANKS and set(parts) == set(range(sizes[save]))
     ]
-
-
-def _refuse_missing(folder: Folder, name: str) -> None:
-    match = re.fullmatch(_STEP, name)
-    assert match is not None
-    there = set(folder.names())
-    size = min(int(match["size"]), _MAX_RANKS)
-    parts = (f"{match['save']}.rank-{rank}-of-{match['size']}.pt" for rank in range(size))
-    missing = next((part for part in parts if part not in there), name)
-    raise FileNotFoundError(
-        errno.ENOENT,
-        f"a rank's part is missing: there is {name}, and no step has all of its parts",
-        folder.join(missing),
-    )
-
-
-def _files(folder: Folder, keys: dict[str, _Keys]) -> ShardFiles:
-    paths = [folder.join(name) for name in keys]
-    return ShardFiles(
-        paths,
-        path=folder.path,
-        storage_options=folder.storage_options,
-        ranks=tuple(keys.values()),
-    )

@@ -194,11 +194,7 @@ def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> l
 
 
 def without_lost(files: ShardFiles, objects: Iterable[tuple[str, Any]]) -> ShardFiles:
-    """Reduce a set's index to the entries that its shards hold, after some shards were cut.
-
-    `objects` gives the path and the object of each file.  A `CheckpointWarning` names the lost
-    entries.
-    """
+    """Reduce an index to the entries that cut shards still hold; a warning names the others."""
     if files.weight_map is None:
         return files
     there = {path: obj.keys() for path, obj in objects if isinstance(obj, Mapping)}
@@ -211,10 +207,7 @@ def without_lost(files: ShardFiles, objects: Iterable[tuple[str, Any]]) -> Shard
 
 
 def refuse_parallel_parts(found: Iterable[tuple[str, str]], files: ShardFiles) -> None:
-    """Raise ValueError if files hold parts of the same tensors, one part for each rank of a job.
-
-    `found` gives the names of tensors and the paths of their files.
-    """
+    """Raise ValueError if files, given with names in them, hold parts of tensors for ranks."""
     if files.weight_map is not None or not all(map(is_parallel_part, files.paths)):
         return
     homes: dict[str, str] = {}
@@ -231,11 +224,7 @@ def refuse_parallel_parts(found: Iterable[tuple[str, str]], files: ShardFiles) -
 
 
 def is_parallel_part(path: str) -> bool:
-    """Whether a file, by its name, is one rank's part of a divided model.
-
-    >>> is_parallel_part("llama/consolidated.00.pth")
-    True
-    """
+    """Whether a file, by its name, is one rank's part of a divided model."""
     return re.search(_PARALLEL_PART, path) is not None
 
 
@@ -247,11 +236,7 @@ def ranks_of_parts(files: ShardFiles) -> tuple[tuple[str, ...], ...] | None:
 
 
 def is_zero_file(path: str) -> bool:
-    """Whether a file, by its name, is one rank's file of DeepSpeed's ZeRO.
-
-    >>> is_zero_file("global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    True
-    """
+    """Whether a file, by its name, is one rank's file of DeepSpeed's ZeRO."""
     return re.fullmatch(_ZERO_FILE, path.rpartition("/")[2]) is not None
 
 
@@ -340,7 +325,10 @@ def _items_of(obj: Any, path: str) -> Iterator[tuple[Any, str, Any]]:
 def _find_format(folder: Folder, names: list[str], shard_format: ShardFormat) -> ShardFiles | None:
     indices = [name for name in names if name.endswith(shard_format.suffix + INDEX_SUFFIX)]
     numbered = [name for name in names if re.fullmatch(_NUMBERED, name)]
-    if shard_format.single in names and (indices or _belong(numbered, shard_format)):
+    # Shards of the unsplit model have names that begin and end like its own.
+    begin, end = shard_format.stem, shard_format.suffix
+    is_split = any(name.startswith(begin) and name.endswith(end) for name in numbered)
+    if shard_format.single in names and (indices or is_split):
         return ShardFiles([folder.join(shard_format.single)])
     if indices:
         standard = shard_format.index_name
@@ -351,25 +339,10 @@ def _find_format(folder: Folder, names: list[str], shard_format: ShardFormat) ->
         path = folder.join(standard if standard in indices else indices[0])
         return read_index(open_source(path, folder.storage_options), folder)
     shards = [name for name in names if re.fullmatch(shard_format.pattern, name)]
-    _require_all_numbers(folder, shards)
+    for each in numbered_sets(shards):
+        if each.missing:
+            raise each.error(folder)
     return ShardFiles([folder.join(name) for name in shards]) if shards else None
-
-
-def _belong(numbered: Iterable[str], shard_format: ShardFormat) -> bool:
-    """Whether a numbered shard begins and ends like the file of the unsplit model."""
-    ours = (shard_format.stem, shard_format.suffix)
-    return any(name.startswith(ours[0]) and name.endswith(ours[1]) for name in numbered)
-
-
-def _require_all_numbers(folder: Folder, names: Iterable[str]) -> None:
-    """Raise if a file of a numbered set, ``...-00002-of-00008...``, does not exist."""
-    for numbered in numbered_sets(names):
-        if numbered.missing:
-            raise FileNotFoundError(
-                errno.ENOENT,
-                f"a shard is missing: there is {numbered.names[0]}, but not this one of its set",
-                folder.join(numbered.missing),
-            )
 
 
 class NumberedSet(NamedTuple):
@@ -378,6 +351,11 @@ class NumberedSet(NamedTuple):
     names: list[str]  # of the files that exist, in order
     missing: str  # the first missing name, or ""
     single: str  # the name that one unsplit file would have
+
+    def error(self, folder: Folder) -> FileNotFoundError:
+        """Return the error for the first missing file."""
+        words = f"a shard is missing: there is {self.names[0]}, but not this one of its set"
+        return FileNotFoundError(errno.ENOENT, words, folder.join(self.missing))
 
 
 def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
@@ -403,13 +381,7 @@ def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
 
 
 def is_index(source: RangeSource) -> bool:
-    """Whether a file is an index of shards, by its name or else by its content.
-
-    >>> import io
-    >>> from ptsave.sources.opening import open_source
-    >>> is_index(open_source(io.BytesIO(b'{"weight_map": {"weight": "a.safetensors"}}')))
-    True
-    """
+    """Whether a file is an index of shards, by its name or else by its content."""
     if source.kind is not None:
         return False
     head, nbytes = source.head, source.nbytes

@@ -133,10 +133,7 @@ def load_source(
     storage_options: Mapping[str, Any] | None = None,
     process_group: Any = None,
 ) -> Any:
-    """Load a checkpoint, as `ptsave.load` does.
-
-    A local file that begins as an archive is opened once, without other calls to the system.
-    """
+    """Load a checkpoint, as `ptsave.load` does; a local archive takes no other system calls."""
     if has_others(process_group):
         from ptsave.archive.group_archive import load_by_group
 

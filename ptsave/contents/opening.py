@@ -48,19 +48,15 @@ _LEGACY = {"format": "torch before 1.6"}
 
 
 class OpenOptions(NamedTuple):
-    """How a checkpoint is opened; `storage_options`, `verify` and `recover` as for `ptsave.open`.
-
-    More files than `n_files_to_hold` are open only while they are read, unless `stays_open`.
-    `localize` gets each file and returns the file to read instead, such as a copy.  With
-    `for_state`, an object that is not allowed is an error, as for a restore, and torch's loader
-    judges a file of unknown kind.
-    """
+    """How a checkpoint is opened; the first three as for `ptsave.open`."""
 
     storage_options: Mapping[str, Any] | None = None
     verify: bool = True
     recover: bool = False
+    # Gets each file and returns the file to read instead, such as a copy.
     localize: Callable[[RangeSource], RangeSource] | None = None
-    stays_open: bool = False
+    stays_open: bool = False  # else more files than `n_files_to_hold` are open only while read
+    # An object that is not allowed is an error, and torch's loader judges a file of unknown kind.
     for_state: bool = False
 
 
@@ -68,10 +64,7 @@ _DEFAULTS = OpenOptions()
 
 
 def open_checkpoint(f: Any, options: OpenOptions = _DEFAULTS) -> Contents:
-    """Open a checkpoint of any kind, if possible without reading its tensors.
-
-    `f` is as for `ptsave.open`.  Several files give one dict.
-    """
+    """Open a checkpoint of any kind, if possible unread; several files give one dict."""
     return open_files(find_files(f, options.storage_options, distributed=True), options)
 
 
@@ -86,9 +79,10 @@ def open_files(files: ShardFiles, options: OpenOptions = _DEFAULTS) -> Contents:
         raise NotCheckpointError(f"{files.paths[0]}: nothing of any shard can be read")
     if options.recover:
         files = without_lost(files, ((part.path, part.obj) for part in parts))
-    ranks = ranks_of_parts(files)
-    if ranks is not None and ShardedContents.have_same_names(parts):
-        files = files._replace(ranks=ranks)
+    if (ranks := ranks_of_parts(files)) is not None:
+        dicts = [part.obj for part in parts if isinstance(part.obj, Mapping)]
+        if len(set().union(*dicts)) < sum(map(len, dicts)):  # they have a name in common
+            files = files._replace(ranks=ranks)
     return ShardedContents(parts, files)
 
 
@@ -287,11 +281,7 @@ def load_whole(source: RangeSource, options: LoadOptions) -> Any:
 
 
 def recovered(source: RangeSource) -> RangeSource:
-    """Return the source of a whole file: the given one, or one with a new end.
-
-    A `CheckpointWarning` names the entries that are left out, because their bytes are damaged or
-    missing.
-    """
+    """Return the source, or one with a new end; a warning names the entries left out."""
     found = recover(source)
     if found is None:
         return source

@@ -53,20 +53,17 @@ del _ITEMSIZES["float4_e2m1fn_x2"]  # an element holds two numbers
 
 @dataclass(frozen=True)
 class Outline:
-    """The contents of a file, with an `OutlinedTensor` in place of each tensor.
-
-    The fields are those of `Contents`.  `archive` is open, and None for a safetensors file.
-    """
+    """The contents of a file, as `Contents`, with an `OutlinedTensor` in place of each tensor."""
 
     path: str
     kind: str
     obj: Any
     metadata: dict[str, str]
     nbytes: int
-    archive: _core.Archive | None = None
+    archive: _core.Archive | None = None  # open; None for a safetensors file
 
     def facts_of(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the facts of tensors, like `tensor_info.facts_of`."""
+        """Return the facts of tensors, like `contents.facts_of`."""
         return [tensor[0] for tensor in tensors]
 
     def places_of(self, tensors: Sequence[Any]) -> list[Place]:

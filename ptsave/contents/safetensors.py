@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,7 +41,7 @@ from ptsave.contents.safetensors_fields import (
 )
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import LocalFile, RangeSource
-from ptsave.support.calls import ProgressCallback, pausing_garbage_collection, progress_bar
+from ptsave.support.calls import pausing_garbage_collection, progress_bar
 from ptsave.support.torch_serialization import restore_location
 
 if TYPE_CHECKING:
@@ -98,16 +97,6 @@ def stored_shape(dtype: torch.dtype, shape: Sequence[int]) -> list[int]:
     return [*shape[:-1], shape[-1] * n_packed]
 
 
-def _shape_in_torch(dtype: torch.dtype, shape: Sequence[int]) -> torch.Size | None:
-    """Return torch's shape for a tensor of the format, or None if torch has no such shape."""
-    n_packed = _N_PACKED.get(dtype, 1)
-    if n_packed == 1:
-        return torch.Size(shape)
-    if not shape or shape[-1] % n_packed:
-        return None
-    return torch.Size([*shape[:-1], shape[-1] // n_packed])
-
-
 @functools.cache
 def _dtype_of(name: str) -> torch.dtype | None:
     """Return torch's dtype for a name of the format, or None if torch lacks it."""
@@ -138,15 +127,18 @@ def _stored_tensors(source: RangeSource, stored: SafetensorsFields) -> Iterator[
 def _kind_of(
     source: RangeSource, name: str, entry: Mapping[str, Any]
 ) -> tuple[torch.Size, torch.dtype, int]:
-    dtype = _dtype_of(entry["dtype"])
-    shape = None if dtype is None else _shape_in_torch(dtype, entry["shape"])
-    if dtype is None or shape is None:
+    """Return the shape, dtype and bytes that a tensor of the format has in torch."""
+    dtype, shape = _dtype_of(entry["dtype"]), entry["shape"]
+    n_packed = 1 if dtype is None else _N_PACKED.get(dtype, 1)
+    if dtype is None or (n_packed > 1 and (not shape or shape[-1] % n_packed)):
         raise CorruptCheckpointError(
             f"{source.name}: tensor {name} is of a type that torch has not: {entry['dtype']} of "
-            f"shape {entry['shape']}",
+            f"shape {shape}",
             path=source.name,
         )
-    return shape, dtype, prod(shape) * dtype.itemsize
+    if n_packed > 1:
+        shape = [*shape[:-1], shape[-1] // n_packed]
+    return torch.Size(shape), dtype, prod(shape) * dtype.itemsize
 
 
 class SafetensorsContents(OneFile):
@@ -258,9 +250,14 @@ class _SourceSpans:
         self.max_gap = MAX_READ_GAP if self.reach_devices else MAX_FETCHED_GAP
 
     def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
-        if isinstance(self._source, LocalFile):
+        file = self._source
+        if isinstance(file, LocalFile):
             if spans:
-                self._read_local(self._source, spans)
+                ranges = [
+                    (0, file.begin + self._tensors[each.record].offset + each.begin, each.target)
+                    for each in spans
+                ]
+                read_ranges(range_files([file]), ranges, max_gap=self.max_gap)
             return
         for batch in batches(spans):
             begins = [self._tensors[span.record].offset + span.begin for span in batch]
@@ -270,13 +267,6 @@ class _SourceSpans:
             for span, piece in zip(batch, pieces, strict=True):
                 memory_of(span.target)[:] = piece
 
-    def _read_local(self, file: LocalFile, spans: Sequence[Span]) -> None:
-        ranges = [
-            (0, file.begin + self._tensors[each.record].offset + each.begin, each.target)
-            for each in spans
-        ]
-        read_ranges(range_files([file]), ranges, max_gap=self.max_gap)
-
     def check(self, records: Sequence[int]) -> None:
         """Do nothing: there are no checksums."""
 
@@ -285,60 +275,39 @@ class _SourceSpans:
 
 
 def load_safetensors(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
-    """Load all tensors of a file, in the order of their bytes.
-
-    For `map_location`, every tensor was saved on the CPU.  `verify` has no effect, because the
-    format has no checksums.  A missing safetensors package is a RuntimeError with torch's words.
-    """
-    location = options.map_location
-    with _torchs_words_for_missing_library():
-        tensors = _tensors_of(source, options)
-    return tensors if location is None else {k: _placed(v, location) for k, v in tensors.items()}
-
-
-@contextmanager
-def _torchs_words_for_missing_library() -> Iterator[None]:
+    """Load all tensors of a file, in the order of their bytes; each was saved on the CPU."""
     try:
-        yield
-    except ImportError as error:
+        tensors = _tensors_of(source, options)
+    except ImportError as error:  # in torch's words
         raise RuntimeError(
             "Attempting to load a safetensors file but safetensors is not installed. "
             f"Please install safetensors with: pip install safetensors ({error})"
         ) from error
+    location = options.map_location
+    return tensors if location is None else {k: _placed(v, location) for k, v in tensors.items()}
 
 
 def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
     location = options.map_location
-    if not fills_storages(location):
-        stored = read_header(source).tensors
-        device = "meta" if is_meta_location(location) else "cpu"
-        return {
-            each.name: torch.empty(each.shape, dtype=each.dtype, device=device) for each in stored
-        }
-    if isinstance(source, LocalFile) and not options.mmap:
-        stored = read_header(source).tensors
+    fills = fills_storages(location)
+    if fills and (options.mmap or not isinstance(source, LocalFile)):
+        contents = SafetensorsContents(source, maps=options.mmap)
+        values = contents.read(list(contents.obj.values()), None)
+        return dict(zip(contents.obj, values, strict=True))
+    stored, device = read_header(source).tensors, CPU
+    if fills:
+        device = accelerator_of(location) or CPU
+    elif is_meta_location(location):
+        device = torch.device("meta")
+    tensors = {
+        each.name: torch.empty(each.shape, dtype=each.dtype, device=device) for each in stored
+    }
+    if fills and isinstance(source, LocalFile):
+        begin = source.begin
+        ranges = [(0, begin + each.offset, tensors[each.name]) for each in stored if each.nbytes]
         with progress_bar(options.progress, "loading", source.nbytes) as callback:
-            values = _read(source, stored, accelerator_of(location) or CPU, callback)
-        return {each.name: value for each, value in zip(stored, values, strict=True)}
-    contents = SafetensorsContents(source, maps=options.mmap)
-    values = contents.read(list(contents.obj.values()), None)
-    return dict(zip(contents.obj, values, strict=True))
-
-
-def _read(
-    file: LocalFile,
-    stored: Sequence[StoredTensor],
-    device: torch.device,
-    progress: ProgressCallback | None,
-) -> list[Tensor]:
-    values = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in stored]
-    ranges = [
-        (0, file.begin + each.offset, value)
-        for each, value in zip(stored, values, strict=True)
-        if each.nbytes > 0
-    ]
-    read_ranges(range_files([file]), ranges, progress)
-    return values
+            read_ranges(range_files([source]), ranges, callback)
+    return tensors
 
 
 def _placed(tensor: Tensor, map_location: Any) -> Tensor:

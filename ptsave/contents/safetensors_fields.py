@@ -48,12 +48,10 @@ DTYPES = {  # the format's names, and torch's
 
 
 class SafetensorsFields(NamedTuple):
-    """The header of a safetensors file that the safetensors library has accepted.
+    """The header of a safetensors file that the safetensors library has accepted."""
 
-    `tensors` has names and their fields ``dtype``, ``shape`` and ``data_offsets``.
-    """
-
-    tensors: list[tuple[str, dict[str, Any]]]  # in the order of their bytes
+    # In the order of their bytes: names, and the fields dtype, shape and data_offsets.
+    tensors: list[tuple[str, dict[str, Any]]]
     metadata: dict[str, str]  # the writer's __metadata__
     nbytes: int  # of the length and the header: the data begins there
 
@@ -112,10 +110,7 @@ def _refuse_another_kind(source: RangeSource) -> None:
 
 
 def let_library_read(head: bytes, nbytes: int, name: str) -> None:
-    """Let the library read a header, in a file of `nbytes` bytes that takes no memory.
-
-    `head` includes the length.  `name` is the name of the file in errors.
-    """
+    """Let the library read a length and header, in a file of `nbytes` bytes without memory."""
     from safetensors import safe_open
 
     # For torch, the library maps the whole file, which the system refuses if it is large.

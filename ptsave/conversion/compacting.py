@@ -194,15 +194,6 @@ class _Options(NamedTuple):
     progress: bool
     target_options: Mapping[str, Any] | None
 
-    def resolve(self, path: str) -> FileTarget:
-        """Return the target at a path."""
-        return resolve_file(path, self.target_options)
-
-    def resolve_writable(self, path: str) -> FileTarget:
-        """Return the target at a path; raise if it is already clear that it cannot be written."""
-        target: FileTarget = resolve_target(path, self.target_options)
-        return target
-
 
 def _compact_files(files: ShardFiles, folder: str | None, options: _Options) -> Compaction:
     targets = {path: path for path in files.paths}
@@ -220,7 +211,8 @@ def _compact_files(files: ShardFiles, folder: str | None, options: _Options) -> 
     if files.index_path in targets and not options.dry_run:
         source = open_source(files.index_path, files.storage_options)
         (text,) = source.read([(0, source.nbytes)])
-        write_bytes(options.resolve(targets[files.index_path]), text, fsync=options.fsync)
+        index = resolve_file(targets[files.index_path], options.target_options)
+        write_bytes(index, text, fsync=options.fsync)
     return Compaction(
         files.path if folder is None else folder,
         sum(each.n_tensors for each in done),
@@ -233,7 +225,9 @@ def _compact_files(files: ShardFiles, folder: str | None, options: _Options) -> 
 
 def _compact_file(source: RangeSource, path: str, is_other: bool, options: _Options) -> Compaction:
     with ExitStack() as stack:
-        target: FileTarget = path if options.dry_run else options.resolve_writable(path)
+        target: FileTarget = path
+        if not options.dry_run:  # raises if it is already clear that it cannot be written
+            target = resolve_target(path, options.target_options)
         nearby = os.path.realpath(target) if isinstance(target, str) else target
         sources = PayloadSources(stack, scratch_folder(nearby))
         checkpoint = SourceCheckpoint(open_file(sources.localize(source)), sources)
@@ -262,7 +256,7 @@ def _check_target(source: str, path: str, options: _Options) -> None:
     both = os.path.exists(path) and os.path.exists(source)
     if path == source or (both and os.path.samefile(path, source)):
         raise FileExistsError(errno.EEXIST, "it is the source itself: use --in-place", path)
-    if exists(options.resolve(path)) and not options.force:
+    if exists(resolve_file(path, options.target_options)) and not options.force:
         raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", path)
 
 
@@ -280,16 +274,13 @@ class _Part(NamedTuple):
 
 
 class _Compactor:
-    """Makes tensors over storages of only the bytes that they need.
-
-    `n_storages` counts the storages that lose bytes; `in_parts` has their places.
-    """
+    """Makes tensors over storages of only the bytes that they need."""
 
     def __init__(self, sources: PayloadSources, *, dry_run: bool) -> None:
         self._sources = sources
         self._dry_run = dry_run
-        self.n_storages = 0
-        self.in_parts: list[StoragePlace] = []
+        self.n_storages = 0  # that lose bytes
+        self.in_parts: list[StoragePlace] = []  # their places
 
     def compact(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors of the same shapes, strides and kinds in the same order."""
@@ -304,10 +295,10 @@ class _Compactor:
                 self.n_storages += 1
                 self.in_parts.append(place or self._sources.memory(storage))
                 kept += [(part, self.in_parts[-1]) for part in parts]
-                empty = [i for i in group if tensors[i].numel() == 0]  # they are in no part
                 nothing = torch.UntypedStorage(0)
-                for i in empty:
-                    self._move(result, i, nothing, 0)
+                for i in group:
+                    if tensors[i].numel() == 0:  # it is in no part
+                        self._move(result, i, nothing, 0)
         self._pack(result, [part for part, _ in kept if part.is_packed])
         self._cut(result, [(part, place) for part, place in kept if not part.is_packed])
         return result

@@ -26,13 +26,6 @@ from ptsave.contents.opening import OpenOptions, open_checkpoint
 from ptsave.contents.safetensors import safetensors_dtypes
 from ptsave.errors import UnsupportedUrlError
 from ptsave.inspection.extraction import without_opaque
-from ptsave.models.extra_state import (
-    ExtraState,
-    is_extra_state,
-    metadata_names,
-    metadata_of,
-    require_loadable,
-)
 from ptsave.models.save_model import (
     FORMAT_FILES,
     Shard,
@@ -40,6 +33,13 @@ from ptsave.models.save_model import (
     files_of_sets,
     save_errors,
     split,
+)
+from ptsave.models.shards import (
+    ExtraState,
+    is_extra_state,
+    metadata_names,
+    metadata_of,
+    require_loadable,
 )
 from ptsave.sources.local import describe, position_kept
 from ptsave.sources.locations import LocalFolder
@@ -58,7 +58,7 @@ from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.containers import attributes_of, items_of, set_attributes
 from ptsave.tree.entry_reading import leaves_of, read_entry
 from ptsave.tree.extents import check_expansion
-from ptsave.tree.flat import Flattened, flatten
+from ptsave.tree.flat import flatten
 from ptsave.tree.opaque import holds_opaque, refuse_opaque
 from ptsave.writing.targets import FileTarget, is_url_file, resolve_folder
 
@@ -283,12 +283,11 @@ class _Writing:
         self._conversion.remarks += writing.remarks
 
     def write_safetensors(self, *, drop: bool) -> None:
-        tensors = self._flat(drop=drop).tensors
-        plan = self._safetensors_plan(tensors, self._target.file)
+        plan = self._safetensors_plan(self._flat(drop=drop), self._target.file)
         self._write([plan], plan.nbytes)
 
     def write_directory(self, limit: int, *, drop: bool) -> None:
-        tensors = self._flat(drop=drop).tensors
+        tensors = self._flat(drop=drop)
         if self._target.format == "pt":
             tensors = self._without_metadata(tensors)
             tensors = self._sources.contiguous(tensors)
@@ -309,16 +308,13 @@ class _Writing:
     def _plan(self, shard: Shard, target: FileTarget) -> StreamedPlan:
         if self._target.format == "safetensors":
             return self._safetensors_plan(shard.tensors, target)
-        obj = {}
-        for name, tensor in shard.tensors.items():
-            obj.update(dict.fromkeys((name, *shard.aliases.get(name, ())), tensor))
-        return PicklePlan(obj, target, self._sources)
+        return PicklePlan(shard.under_all_names(), target, self._sources)
 
     def _safetensors_plan(self, tensors: Mapping[str, Tensor], target: FileTarget) -> StreamedPlan:
         metadata = self._checkpoint.metadata if self._checkpoint.is_safetensors else _PLAIN_METADATA
         return SafetensorsPlan(tensors, target, self._sources, {**metadata, **self._extra})
 
-    def _flat(self, *, drop: bool) -> Flattened:
+    def _flat(self, *, drop: bool) -> dict[str, Tensor]:
         dtypes = safetensors_dtypes() if self._target.format == "safetensors" else None
         obj = self._checkpoint.obj
         if dtypes is not None and isinstance(obj, Mapping):
@@ -337,7 +333,7 @@ class _Writing:
             )
         if flat.losses:
             self._conversion.remarks.append(f"left out: {some_of(flat.losses, _N_NAMED)}")
-        return flat
+        return flat.tensors
 
     def _without_extra_state(self, obj: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Return a state dict without modules' extra state, which goes into the metadata."""
@@ -448,11 +444,9 @@ def _target_of(
     suffix = os.path.splitext(path)[1].lower()
     if ends or not suffix or (url is None and os.path.isdir(path)):
         return _Target(path, wanted or "safetensors", is_directory=True, url=url)
-    implied: Format | None = None
+    implied: Format | None = "pt" if suffix in _PICKLE_SUFFIXES else None
     if suffix == ".safetensors":
         implied = "safetensors"
-    elif suffix in _PICKLE_SUFFIXES:
-        implied = "pt"
     if implied is None and wanted is None:
         raise ValueError(f"{path}: {suffix} says nothing about the format: pass --format (format=)")
     if implied is not None and wanted not in (None, implied):
@@ -463,26 +457,31 @@ def _target_of(
 
 
 def _check_target(target: _Target, source: str, *, force: bool) -> None:
-    if target.url is not None:
-        _check_url(target, target.url, source, force=force)
-        return
-    both = os.path.exists(source) and os.path.exists(target.path)
-    if both and not target.is_directory and os.path.samefile(source, target.path):
-        raise FileExistsError(errno.EEXIST, "it is the source itself", target.path)
+    url = target.url
     path = target.path.rstrip("/") if target.is_directory else target.path
-    taken = target.path if os.path.lexists(path) else ""
-    if target.is_directory and taken:
-        if not os.path.isdir(target.path):
+    if url is not None:
+        is_source = source.rstrip("/") == target.path.rstrip("/")
+        is_there = target.is_directory or url.is_there()
+    else:
+        both = os.path.exists(source) and os.path.exists(target.path)
+        is_source = both and not target.is_directory and os.path.samefile(source, target.path)
+        is_there = os.path.lexists(path)
+    if is_source:
+        raise FileExistsError(errno.EEXIST, "it is the source itself", target.path)
+    taken = target.path if is_there else ""
+    if target.is_directory and is_there:
+        if url is None and not os.path.isdir(target.path):
             raise FileExistsError(errno.EEXIST, "exists and is no directory", path)
-        found = sorted(name for name in _own_names(target) if name in os.listdir(taken))
-        taken = os.path.join(target.path, found[0]) if found else ""
+        found = sorted(_own_names(target).intersection(target.files.files()))
+        taken = target.files.join(found[0]) if found else ""
     if taken and not force:
         raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", taken)
-    if taken and not target.is_directory and not os.path.isfile(taken):
-        raise FileExistsError(errno.EEXIST, "exists and is no file", taken)
-    parent = os.path.dirname(target.path.rstrip("/")) or "."
-    if not target.is_directory and not os.path.isdir(parent):
-        raise FileNotFoundError(errno.ENOENT, "there is no such directory", parent)
+    if url is None and not target.is_directory:
+        if taken and not os.path.isfile(taken):
+            raise FileExistsError(errno.EEXIST, "exists and is no file", taken)
+        parent = os.path.dirname(target.path.rstrip("/")) or "."
+        if not os.path.isdir(parent):
+            raise FileNotFoundError(errno.ENOENT, "there is no such directory", parent)
 
 
 def _own_names(target: _Target) -> set[str]:
@@ -491,19 +490,6 @@ def _own_names(target: _Target) -> set[str]:
         return {".metadata"}
     files = FORMAT_FILES[target.format]
     return {files.single, files.index_name} | files_of_sets(target.files, files)
-
-
-def _check_url(target: _Target, url: UrlLocation, source: str, *, force: bool) -> None:
-    if source.rstrip("/") == url.path.rstrip("/"):
-        raise FileExistsError(errno.EEXIST, "it is the source itself", url.path)
-    taken = ""
-    if target.is_directory:
-        found = sorted(_own_names(target) & set(url.files()))
-        taken = url.file(found[0]).path if found else ""
-    elif url.is_there():
-        taken = url.path
-    if taken and not force:
-        raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", taken)
 
 
 def _refuse_source(target: _Target, files: Iterable[str]) -> None:
@@ -518,15 +504,11 @@ def _refuse_source(target: _Target, files: Iterable[str]) -> None:
         if not target.is_directory:
             same = os.path.exists(target.path) and os.path.samefile(path, target.path)
         else:
-            dcp = target.format == "dcp"
-            suffix = ".distcp" if dcp else FORMAT_FILES[target.format].suffix
+            layout = FORMAT_FILES.get(target.format)
             there = os.path.isdir(target.path) and os.path.samefile(own, target.path)
-            same = (there and path.endswith(suffix)) or (not dcp and _is_linked(path, target))
+            same = there and path.endswith(".distcp" if layout is None else layout.suffix)
+            if layout is not None:  # the unsplit model may be a link to the path
+                single = os.path.join(target.path, layout.single)
+                same = same or (os.path.exists(single) and os.path.samefile(path, single))
         if same:
             raise FileExistsError(errno.EEXIST, "it is a file of the source", path)
-
-
-def _is_linked(path: str, target: _Target) -> bool:
-    """Whether `path` is another name of the file that an unsplit model would be."""
-    single = os.path.join(target.path, FORMAT_FILES[target.format].single)
-    return os.path.exists(single) and os.path.samefile(path, single)

@@ -37,11 +37,7 @@ _PLAIN_TYPES = (Tensor, Parameter)
 
 
 class RankWriting:
-    """A checkpoint that is laid out as one rank's file.
-
-    Its object must be a dict whose entries have different flat names.  `nbytes` counts the bytes of
-    its tensors.  `remarks` has changes that lose no value.
-    """
+    """A dict whose entries have different flat names, laid out as one rank's file."""
 
     def __init__(
         self, checkpoint: SourceCheckpoint, sources: PayloadSources, *, max_size: int | str | None
@@ -57,7 +53,7 @@ class RankWriting:
             flat, paths = torch_dcp.flatten_state_dict(checkpoint.obj)
         except ValueError as error:
             raise ValueError(f"{checkpoint.path}: {error}: two entries have this name") from None
-        self.remarks = _remarks(checkpoint.obj)
+        self.remarks = _remarks(checkpoint.obj)  # on changes that lose no value
         tensors = {name: value.detach() for name, value in flat.items() if _is_plain(value)}
         check_expansion(tensors.values(), checkpoint.path, max_size=max_size)
         self.n_tensors = sum(isinstance(value, Tensor) for value in flat.values())

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,68 +21,53 @@ from ptsave.archive.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.errors import add_note
 from ptsave.models.packed_modules import ShardId
 from ptsave.models.shards import Entry, OpenShard, Read, Shard, ShardReader
-from ptsave.models.weight_parts import Part, part_of, target_of
+from ptsave.models.weight_parts import Part, WeightSlice, part_of, target_of
 from ptsave.models.weight_plan import WeightPlan, takes_slices
 from ptsave.state.copying import PLAIN_TYPES
 from ptsave.support import config
-from ptsave.support.calls import ProgressCallback, pausing_garbage_collection
+from ptsave.support.calls import ProgressCallback, pausing_garbage_collection, progress_from
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_tensors import set_grad_enabled
 
-if TYPE_CHECKING:
-    from ptsave.models.weight_slices import WeightSlice
-
-_CPU = torch.device("cpu")
 _PIECE_NBYTES = 32 << 20  # tensors that are only converted come in such pieces
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Item:
-    """A stored tensor, or a part of it, and the target that it fills.
-
-    `name` names the target in messages. `target` is the whole parameter if there is a `loader`. A
-    loader with `is_sliced` reads by itself.
-    """
+    """A stored tensor, or a part of it, and the target that it fills."""
 
     entry: Entry
-    name: str
-    target: Tensor
+    name: str  # of the target, for messages
+    target: Tensor  # the whole parameter if there is a loader
     part: Part
     nbytes: int
     loader: Callable[..., Any] | None = None
     shard_id: ShardId | None = None
-    is_sliced: bool = False
+    is_sliced: bool = False  # the loader reads by itself
 
 
 def items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> list[Item]:
-    """Return the parts that fill a model's tensors on this rank, in the order of the deliveries.
-
-    `tensors` are the model's present ones, which may have replaced those in the plan.
-    """
-    with pausing_garbage_collection():
-        return list(_items_of(tensors, plan))
-
-
-def _items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> Iterator[Item]:
+    """Return the parts that fill a model's present tensors, in the order of the deliveries."""
     whole: dict[torch.Size, Part] = {}  # layers have the same shapes
-    for entry, name, shard_id, place in plan.deliveries:
-        tensor, shape = tensors[name], entry.shape
-        part = whole.get(shape) or whole.setdefault(shape, Part(shape))
-        loader = plan.loaders.get(name)
-        if loader is not None:
-            loader = getattr(tensor, "weight_loader", loader)
-            is_sliced = takes_slices(loader)
-            yield Item(entry, name, tensor, part, entry.nbytes, loader, shard_id, is_sliced)
-            continue
-        if place is None and not is_distributed_tensor(tensor):
-            yield Item(entry, name, tensor, part, entry.nbytes)
-            continue
-        target = target_of(tensor, shape, place)
-        if target is not None:
-            is_packed = entry.shard.file is not None
-            part = part_of(tensor, shape, place, is_packed=is_packed)
-            nbytes = part.shape.numel() * entry.dtype.itemsize
-            yield Item(entry, name, target, part, nbytes)
+    items = []
+    with pausing_garbage_collection():
+        for entry, name, shard_id, place in plan.deliveries:
+            tensor, shape = tensors[name], entry.shape
+            part = whole.get(shape) or whole.setdefault(shape, Part(shape))
+            loader = plan.loaders.get(name)
+            if loader is not None:
+                loader = getattr(tensor, "weight_loader", loader)
+                is_sliced = takes_slices(loader)
+                item = Item(entry, name, tensor, part, entry.nbytes, loader, shard_id, is_sliced)
+                items.append(item)
+            elif place is None and not is_distributed_tensor(tensor):
+                items.append(Item(entry, name, tensor, part, entry.nbytes))
+            elif (target := target_of(tensor, shape, place)) is not None:
+                is_packed = entry.shard.file is not None
+                part = part_of(tensor, shape, place, is_packed=is_packed)
+                nbytes = part.shape.numel() * entry.dtype.itemsize
+                items.append(Item(entry, name, target, part, nbytes))
+    return items
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -93,12 +78,6 @@ class _Piece:
     begin: int
     shape: torch.Size
     nbytes: int
-
-
-class Fills(Protocol):
-    """Fills tensors, from files or with bytes that a process group exchanges."""
-
-    def fill(self, items: Sequence[Item], *, is_all: bool) -> None: ...
 
 
 class Filling:
@@ -113,32 +92,17 @@ class Filling:
         self._sent_to: set[torch.device] = set()  # loaders copy there from page-locked memory
 
     def fill(self, items: Sequence[Item], *, is_all: bool) -> None:
-        """Fill targets: first those that are read straight into place, then the rest in order.
-
-        With `is_all`, each file is closed once it has given all that the items need.
-        """
-        self._nbytes_left.clear()
+        """Fill targets; with `is_all`, close each file once it has given all that they need."""
         with pausing_garbage_collection():
             direct, others = divided(items)
-            sizes = _nbytes_by_shard((item.entry.shard, item.nbytes) for item in direct)
-            if is_all:
-                self._nbytes_left.update(sizes)
-                for shard, nbytes in _nbytes_by_shard(
-                    (item.entry.shard, item.nbytes) for item in others
-                ).items():
-                    self._nbytes_left[shard] = self._nbytes_left.get(shard, 0) + nbytes
+            wanted = items if is_all else ()
+            self._nbytes_left = _nbytes_by_shard((each.entry.shard, each.nbytes) for each in wanted)
             reads = [_read_of(item) for item in direct]
-            self._read(reads)
-            self._count(sizes)
+            self._reader.read(reads, progress_from(self._progress, self._nbytes_done))
+            self._count(_nbytes_by_shard((item.entry.shard, item.nbytes) for item in direct))
             note_changes([read.target for read in reads])
         if others:
             self._deliver(others)
-
-    def _read(self, reads: list[Read]) -> None:
-        done = self._nbytes_done
-        callback = self._progress
-        progress = None if callback is None else lambda nbytes: callback(done + nbytes)
-        self._reader.read(reads, progress)
 
     def _count(self, done: Mapping[Shard, int]) -> None:
         """Count delivered bytes, and close shards that have nothing left to deliver."""
@@ -151,7 +115,7 @@ class Filling:
 
     def _deliver(self, items: list[Item]) -> None:
         """Deliver items in order on this thread, while the next batches are read ahead."""
-        from ptsave.models.reading_ahead import Bounds, read_ahead
+        from ptsave.models.iterating import Bounds, read_ahead
 
         max_nbytes = self._max_ahead_nbytes(items)
         memory = RecycledMemory(max_nbytes)
@@ -200,19 +164,25 @@ class Filling:
         return not item.is_sliced and not (self._sent_to and item.target.device in self._sent_to)
 
     def _stage(self, memory: RecycledMemory, piece: _Piece) -> Read:
-        item = piece.item
-        if item.loader is None:
-            device = item.target.device if _is_converted_there(item) else _CPU
-            return _stage(device, memory, piece)
-        if self._sent_to and item.target.device in self._sent_to:
-            pinned = self._pinned.tensor(item.entry.shape, item.entry.dtype)
+        item, shape = piece.item, piece.shape
+        entry, part = item.entry, item.part
+        begin = piece.begin + part.begin
+        if item.loader is None and _is_converted_there(item):
+            there = torch.empty(shape, dtype=entry.dtype, device=item.target.device)
+            return Read(entry, there, begin, part.index)
+        if item.loader is not None and self._sent_to and item.target.device in self._sent_to:
+            pinned = self._pinned.tensor(entry.shape, entry.dtype)
             if pinned is not None:
-                return Read(item.entry, pinned, piece.begin)
-        return _stage(_CPU, memory, piece)
+                return Read(entry, pinned, piece.begin)
+        if isinstance(entry.shard, OpenShard) and part.index is None:
+            mapped = entry.shard.map_cached(entry, begin, shape)
+            if mapped is not None:
+                return Read(entry, mapped, begin, is_mapped=True)
+        return Read(entry, memory.tensor(shape, entry.dtype), begin, part.index)
 
     def _max_ahead_nbytes(self, items: Iterable[Item]) -> int:
         """Return how many bytes to read ahead: fewer if loaders copy from page-locked memory."""
-        from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES
+        from ptsave.models.iterating import MAX_AHEAD_NBYTES
 
         self._sent_to = {
             device
@@ -244,8 +214,6 @@ class Filling:
 
     def _lend(self, item: Item) -> None:
         """Let a loader read the parts that it needs."""
-        from ptsave.models.weight_slices import WeightSlice
-
         with closing(WeightSlice(item.entry, self._reader)) as weight:
             put_into(item, weight)
         self._count({item.entry.shard: item.nbytes})
@@ -277,41 +245,25 @@ def divided(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     if _C.are_apart([item.target for item in direct]):
         return direct, others
     first: list[Item] = []
-    taken: defaultdict[torch.device, _Places] = defaultdict(_Places)
+    taken: defaultdict[torch.device, list[tuple[int, int]]] = defaultdict(list)
     in_place = set(map(id, direct))
     others = []
     for item in items:
-        is_first = id(item) in in_place and taken[item.target.device].take(item.target)
+        is_first = id(item) in in_place and _take_memory(taken[item.target.device], item.target)
         (first if is_first else others).append(item)
     return first, others
 
 
-def _extent_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses between which the memory of a tensor lies."""
+def _take_memory(taken: list[tuple[int, int]], tensor: Tensor) -> bool:
+    """Add a tensor's memory to sorted extents; return False if it overlaps one of them."""
     begin = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return begin, begin + tensor.nbytes
-    return begin, begin + tensor.untyped_storage().nbytes()  # an upper bound
-
-
-class _Places:
-    """Tracks the memory to read into, so that no two threads write the same byte."""
-
-    def __init__(self) -> None:
-        self._ends: dict[int, int] = {}
-        self._sorted: list[int] = []
-
-    def take(self, tensor: Tensor) -> bool:
-        """Return whether the memory of `tensor` is free, and take it if it is."""
-        begin, end = _extent_of(tensor)
-        at = bisect_left(self._sorted, begin)
-        if at < len(self._sorted) and self._sorted[at] < end:
-            return False
-        if at > 0 and self._ends[self._sorted[at - 1]] > begin:
-            return False
-        self._sorted.insert(at, begin)
-        self._ends[begin] = end
-        return True
+    is_whole = tensor.is_contiguous()  # for another tensor the end is an upper bound
+    end = begin + (tensor.nbytes if is_whole else tensor.untyped_storage().nbytes())
+    at = bisect_left(taken, (begin, end))
+    if (at < len(taken) and taken[at][0] < end) or (at > 0 and taken[at - 1][1] > begin):
+        return False
+    taken.insert(at, (begin, end))
+    return True
 
 
 def _pieces(item: Item) -> Iterator[_Piece]:
@@ -350,24 +302,8 @@ def _is_filled_piecewise(item: Item) -> bool:
     )
 
 
-def _stage(device: torch.device, memory: RecycledMemory, piece: _Piece) -> Read:
-    entry, part, shape = piece.item.entry, piece.item.part, piece.shape
-    begin = piece.begin + part.begin
-    if device is not _CPU:
-        there = torch.empty(shape, dtype=entry.dtype, device=device)
-        return Read(entry, there, begin, part.index)
-    if isinstance(entry.shard, OpenShard) and part.index is None:
-        mapped = entry.shard.map_cached(entry, begin, shape)
-        if mapped is not None:
-            return Read(entry, mapped, begin, is_mapped=True)
-    return Read(entry, memory.tensor(shape, entry.dtype), begin, part.index)
-
-
 def _is_converted_there(item: Item) -> bool:
-    """Return whether a tensor goes to its device in the file's dtype and is converted there.
-
-    Often only half of the bytes travel then.
-    """
+    """Return whether a tensor travels to its device in the file's dtype, often half the bytes."""
     return (
         item.entry.shard.file is not None
         and type(item.target) in PLAIN_TYPES
@@ -425,9 +361,7 @@ def note_changes(tensors: Iterable[Tensor]) -> None:
 class PinnedMemory:
     """Lends tensors in page-locked memory, up to `max_nbytes` at a time; for one thread.
 
-    Memory comes from torch's allocator each time, and goes back there. The allocator knows copies
-    that a loader has only begun (``non_blocking=True``), and does not reuse memory before they are
-    done. Sizes count as torch rounds them: up to powers of two.
+    torch's allocator reuses memory only when copies that a loader has begun are done.
     """
 
     def __init__(self, max_nbytes: int) -> None:
@@ -436,7 +370,8 @@ class PinnedMemory:
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Return a contiguous tensor without values; None if it is small or exceeds the bound."""
-        self._forget_idle()
+        busy = [not is_idle(self._lent, number) for number in range(len(self._lent))]
+        self._lent = [storage for storage, keep in zip(self._lent, busy, strict=True) if keep]
         nbytes = shape.numel() * dtype.itemsize
         lent_nbytes = sum(_rounded(storage.nbytes()) for storage in self._lent)
         if nbytes < MIN_NBYTES or lent_nbytes + _rounded(nbytes) > self._max_nbytes:
@@ -445,10 +380,7 @@ class PinnedMemory:
         self._lent.append(tensor.untyped_storage())
         return tensor
 
-    def _forget_idle(self) -> None:
-        busy = [not is_idle(self._lent, number) for number in range(len(self._lent))]
-        self._lent = [storage for storage, keep in zip(self._lent, busy, strict=True) if keep]
-
 
 def _rounded(nbytes: int) -> int:
+    """Return the bytes that torch's allocator takes: a power of two."""
     return 1 << (nbytes - 1).bit_length()

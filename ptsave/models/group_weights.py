@@ -10,7 +10,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +34,7 @@ from ptsave.models.shards import (
     ShardReader,
     open_shards,
 )
-from ptsave.models.weight_parts import Part
-from ptsave.models.weight_slices import WeightSlice
+from ptsave.models.weight_parts import Part, WeightSlice
 from ptsave.support.calls import ProgressCallback
 from ptsave.support.group_call import GroupCall, agree_on_file
 from ptsave.support.torch_tensors import set_grad_enabled
@@ -44,54 +43,38 @@ _MAX_STAGED_NBYTES = 32 << 20  # memory that is kept for reuse
 
 
 class SentRecord(NamedTuple):
-    """A record, as the other ranks know it.
+    """A record, as the other ranks know it."""
 
-    `name` is the record's name, or the name of the tensor that makes up the record. `crc` is None
-    if there is nothing to verify.
-    """
-
-    name: str
+    name: str  # of the tensor, if that alone makes up the record
     nbytes: int
     offset: int = 0
-    crc: int | None = None
+    crc: int | None = None  # None: there is nothing to verify
 
 
 class SentEntry(NamedTuple):
-    """A tensor of a file, as the other ranks know it; other fields as in `Entry`.
-
-    `record` is the number of its record in the file, or -1 for an empty tensor of an archive.
-    `view` is its place in the record.
-    """
+    """A tensor of a file, as the other ranks know it; other fields as in `Entry`."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     nbytes: int
     stored_nbytes: int
-    record: int
-    view: StorageView
+    record: int  # number of its record in the file; -1 for an empty tensor of an archive
+    view: StorageView  # its place in the record
 
 
 class SentShard(NamedTuple):
-    """A file, as the other ranks know it.
-
-    `entries` lacks tensors that an index places in another file.
-    """
+    """A file, as the other ranks know it."""
 
     path: str
-    entries: list[SentEntry]
+    entries: list[SentEntry]  # without those that an index places in another file
     records: list[SentRecord]
     objects: Mapping[str, Any]
     metadata: Mapping[str, Any]
 
 
 class WeightSource:
-    """The open files on the rank that reads them; their records are numbered through all files.
-
-    In a safetensors file each tensor is a record.  An archive has records of its own.  In any other
-    file each tensor, which is in memory, is a record.  `shards` describes the files for the other
-    ranks.
-    """
+    """The open files on the reading rank; records, or tensors, are numbered through all files."""
 
     def __init__(self, opened: OpenShards) -> None:
         by_shard: dict[Shard, list[Entry]] = defaultdict(list)
@@ -99,7 +82,7 @@ class WeightSource:
             by_shard[entry.shard].append(entry)
         self._last = opened.shards[0]
         self._local = ShardReader(each.shard for each in opened.entries)
-        self.shards: list[SentShard] = []
+        self.shards: list[SentShard] = []  # describe the files for the other ranks
         self._homes: list[tuple[OpenShard, int]] = []  # by record: its file and number there
         for shard in opened.shards:
             entries, numbers, records = _sent(shard, by_shard[shard])
@@ -119,7 +102,13 @@ class WeightSource:
             self._last = shard
             contents = shard.contents
             if shard.file is not None:
-                self._local.read([_read_of(shard.entries[span.record], span) for span in some])
+                entries = [shard.entries[span.record] for span in some]
+                self._local.read(
+                    [
+                        Read(entry, span.target, span.begin // entry.dtype.itemsize)
+                        for entry, span in zip(entries, some, strict=True)
+                    ]
+                )
             elif isinstance(contents, LoadedContents):
                 for span in some:
                     _copy_bytes(contents.obj[shard.entries[span.record].name], span)
@@ -134,7 +123,6 @@ class WeightSource:
         return found.digest()
 
     def close(self) -> None:
-        """Read nothing more."""
         self._local.close()
         self._homes = []
 
@@ -177,10 +165,6 @@ def _record(shard: OpenShard, contents: Contents, number: int) -> SentRecord:
     record = contents.reader.engine.record(number)
     crc = record.crc if contents.verifies else None
     return SentRecord(record.name, record.nbytes, record.payload_offset, crc)
-
-
-def _read_of(entry: Entry, span: Span) -> Read:
-    return Read(entry, span.target, span.begin // entry.dtype.itemsize)
 
 
 def _copy_bytes(tensor: Tensor, span: Span) -> None:
@@ -227,10 +211,7 @@ def group_weights(
 
 
 class GroupWeights:
-    """The files of a model and their tensors, which a group receives.
-
-    `source` reads the files on the rank that does; it is None on the others.
-    """
+    """The files of a model, which a group receives; `source` is None on all ranks but one."""
 
     def __init__(
         self, call: GroupCall, sent: Sequence[SentShard], source: WeightSource | None
@@ -238,7 +219,8 @@ class GroupWeights:
         self.shards: list[Shard] = []
         self.entries: list[Entry] = []
         self._homes: list[tuple[SentShard, SentRecord]] = []
-        self._places: dict[int, tuple[int, StorageView]] = {}  # by an entry's id
+        # By an entry's id: the number of its record, and its place there.
+        self.places: dict[int, tuple[int, StorageView]] = {}
         for each in sent:
             shard = ReceivedShard(each, self._read)
             self.shards.append(shard)
@@ -247,34 +229,24 @@ class GroupWeights:
                 name, shape, dtype, nbytes, stored_nbytes, record, view = stored
                 entry = Entry(name, shape, dtype, shard, nbytes, stored_nbytes)
                 self.entries.append(entry)
-                self._places[id(entry)] = (first + record, view)
+                self.places[id(entry)] = (first + record, view)
             self._homes += [(each, record) for record in each.records]
         read = None if source is None else source.read
         self._records = GroupRecords(call, len(self._homes), self._record, read, self._damaged)
+        self.wait = self._records.wait
 
     def agree(self) -> None:
         """Wait until all ranks have checked their models; raise on all if a model does not fit."""
         self.wait(CHECKED)
 
-    def wait(self, barrier: int) -> None:
-        """Wait for the other ranks, as in `GroupRecords.wait`."""
-        self._records.wait(barrier)
-
     def filling(self, reader: ShardReader, progress: ProgressCallback | None) -> GroupFilling:
         """Return the object that fills a model from what it receives, without `reader`."""
         return GroupFilling(self, progress)
 
-    def place_of(self, entry: Entry) -> tuple[int, StorageView]:
-        """Return the record number of an entry that has elements, and its place in the record."""
-        return self._places[id(entry)]
-
     def receive(
         self, wanted: Mapping[int, Sequence[_Copy]], done: Callable[[int], None] | None
     ) -> None:
-        """Receive records, and make the copies that `wanted` lists by the record's number.
-
-        `done` is called with the number of a record after its last byte.
-        """
+        """Make the copies that `wanted` lists by the record's number; call `done` with each."""
 
         def take(record: int, begin: int, part: Tensor) -> None:
             with torch.no_grad():
@@ -291,9 +263,8 @@ class GroupWeights:
         wanted: dict[int, list[_Copy]] = defaultdict(list)
         for read in reads:
             if read.entry.nbytes:
-                record, view = self.place_of(read.entry)
-                target = read.target.view(read.entry.shape)
-                wanted[record].append(_Copy(view, target))
+                record, view = self.places[id(read.entry)]
+                wanted[record].append(_Copy(view, read.target.view(read.entry.shape)))
         self.receive(wanted, None)
 
     def _record(self, number: int) -> GroupRecord:
@@ -326,10 +297,7 @@ class GroupFilling:
         self._memory = RecycledMemory(_MAX_STAGED_NBYTES)
 
     def fill(self, items: Sequence[Item], *, is_all: bool) -> None:
-        """Fill targets in the order of the files.
-
-        With `is_all`, all ranks first name the tensors they want, so that each is sent only once.
-        """
+        """Fill targets in the order of the files; with `is_all`, each tensor is sent once."""
         direct, _ = divided(items)
         in_place = {id(item) for item in direct if item.target.shape == item.part.shape}
         wanted: dict[int, list[_Copy]] = defaultdict(list)
@@ -339,7 +307,7 @@ class GroupFilling:
             if not item.nbytes:
                 empty.append(item)
                 continue
-            record, whole = self._weights.place_of(item.entry)
+            record, whole = self._weights.places[id(item.entry)]
             view = _part_of(whole, item.part)
             is_direct = id(item) in in_place
             copy = _Copy(view, item.target) if is_direct else _Delivery(view, item, self._memory)
@@ -351,7 +319,7 @@ class GroupFilling:
             if self._progress is not None:
                 self._progress(self._nbytes_done)
 
-        if is_all:
+        if is_all:  # all ranks name the tensors that they want
             self._weights.wait(PLANNED)
         with torch.no_grad():
             for item in empty:
@@ -383,9 +351,7 @@ class _Delivery(_Copy):
     def __init__(self, view: StorageView, item: Item, memory: RecycledMemory) -> None:
         if item.is_sliced:  # received unexpanded, because it may be expanded to any size
             steps = zip(view.shape, view.stride, strict=True)
-            shape = tuple(1 if step == 0 else n for n, step in steps)
-            bits = (view.is_conj, view.is_neg)
-            view = StorageView(view.dtype, view.offset, shape, view.stride, *bits)
+            view = replace(view, shape=tuple(1 if step == 0 else n for n, step in steps))
         super().__init__(view, item.target)
         self.target = None
         self._item, self._memory = item, memory
@@ -395,16 +361,13 @@ class _Delivery(_Copy):
             self.target = self._memory.tensor(torch.Size(self.view.shape), self.view.dtype)
         super().take(part, begin)
         if self.target is not None and self.end <= begin + len(part):
-            values, self.target = self.target, None
-            _deliver(self._item, values)
-
-
-def _deliver(item: Item, values: Tensor) -> None:
-    if not item.is_sliced:
-        put_into(item, values)
-        return
-    with closing(WeightSlice(item.entry, _InMemory(values.expand(item.entry.shape)))) as weight:
-        put_into(item, weight)
+            item, values, self.target = self._item, self.target, None
+            if not item.is_sliced:
+                put_into(item, values)
+                return
+            in_memory = _InMemory(values.expand(item.entry.shape))
+            with closing(WeightSlice(item.entry, in_memory)) as weight:
+                put_into(item, weight)
 
 
 @dataclass(frozen=True)
@@ -424,5 +387,4 @@ def _part_of(view: StorageView, part: Part) -> StorageView:
         return view
     begins = zip(part.index, view.stride, strict=True)
     offset = view.offset + sum(where.start * step for where, step in begins)
-    bits = (view.is_conj, view.is_neg)
-    return StorageView(view.dtype, offset, tuple(part.shape), view.stride, *bits)
+    return replace(view, offset=offset, shape=tuple(part.shape))

@@ -1,11 +1,14 @@
-"""`iter_weights`: yields the tensors of a checkpoint one by one."""
+"""`iter_weights`, and reading ahead of use: in order, and in bounded memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,11 +16,11 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.archive.recycled_memory import RecycledMemory
 from ptsave.contents.directories import find_files
-from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
-from ptsave.models.shards import Entry, Read, ShardReader, open_shards
+from ptsave.models.shards import Entry, Read, Shard, ShardReader, open_shards
 from ptsave.sources.locations import refuse_url
 from ptsave.state.renaming import Rename, Renaming
 from ptsave.support.calls import one_of, pausing_garbage_collection
+from ptsave.support.threads import ThreadPool
 
 _CPU = torch.device("cpu")
 
@@ -90,19 +93,17 @@ def iter_weights(
         memory = RecycledMemory(MAX_AHEAD_NBYTES)
         bounds = Bounds.of((entry.shard for entry, _ in wanted), MAX_AHEAD_NBYTES)
         items = (((entry, name), entry.nbytes) for entry, name in wanted)
-
         is_staged_there = _C.can_stage(place)
 
-        def stage(item: tuple[Entry, str]) -> Read:
-            entry, _ = item
+        def allocate(entry: Entry) -> Tensor:
             if is_staged_there:
-                return Read(entry, torch.empty(entry.shape, dtype=entry.dtype, device=place))
-            return Read(entry, memory.tensor(entry.shape, entry.dtype))
+                return torch.empty(entry.shape, dtype=entry.dtype, device=place)
+            return memory.tensor(entry.shape, entry.dtype)
 
-        def stage_all(items: list[tuple[Entry, str]]) -> list[Read | None]:
-            return [*map(stage, items)]
+        def stage(items: list[tuple[Entry, str]]) -> list[Read | None]:
+            return [Read(entry, allocate(entry)) for entry, _ in items]
 
-        batches = stack.enter_context(closing(read_ahead(reader, items, stage_all, bounds)))
+        batches = stack.enter_context(closing(read_ahead(reader, items, stage, bounds)))
         for batch in batches:
             batch.reverse()
             while batch:
@@ -112,3 +113,111 @@ def iter_weights(
                 del read  # so that a used tensor can be freed
                 yield name, tensor if tensor.device == place else tensor.to(place)
                 del tensor
+
+
+# ---------------------------------------------------------------------------------- reading ahead
+
+_T = TypeVar("_T")
+
+# For tensors that do not go straight into a parameter: those in use and those being read.
+MAX_AHEAD_NBYTES = 128 << 20
+_MIN_AHEAD_NBYTES = 1 << 20  # below this another thread costs more than it saves
+_MIN_MEAN_NBYTES = 4 << 10  # smaller reads spend their time in Python, which threads share
+
+
+class Bounds(NamedTuple):
+    """How far reading may be ahead of use; one large tensor may exceed both sizes."""
+
+    n_threads: int  # and batches that are read at a time
+    n_batches: int  # that may wait unused
+    batch_nbytes: int
+    max_nbytes: int  # of all batches
+
+    @classmethod
+    def of(cls, shards: Iterable[Shard], max_nbytes: int) -> Bounds:
+        """Return the bounds for shards: only local safetensors files are read by two threads.
+
+        Their batches are small, so that the first tensors are there soon and little memory is
+        touched: a used batch leaves its pages for the next but two.
+        """
+        if all(each.file is not None for each in shards):
+            return cls(2, 3, min(16 << 20, max_nbytes // 2), max_nbytes)
+        return cls(1, 1, max_nbytes // 2, max_nbytes)
+
+
+@dataclass(eq=False, repr=False)
+class _Batch(Generic[_T]):
+    """Items that are read together; `pending` is the future of reads that are not done yet."""
+
+    items: list[tuple[_T, Read | None]]
+    nbytes: int
+    pending: Future[None] | None
+
+
+def read_ahead(
+    reader: ShardReader,
+    items: Iterable[tuple[_T, int]],
+    stage: Callable[[list[_T]], list[Read | None]],
+    bounds: Bounds,
+) -> Generator[list[tuple[_T, Read | None]], None, None]:
+    """Yield batches of items whose reads are done, while the next ones are being read.
+
+    `items` are pairs of an item and its bytes. `stage` returns the reads of items, with memory for
+    them, or None for an item that reads nothing. The thread that asks for the batches calls it.
+    """
+    batches: deque[_Batch[_T]] = deque()
+    with ThreadPool(bounds.n_threads, "ptsave-read") as threads:
+        for group, nbytes in _grouped(items, bounds.batch_nbytes):
+            while batches and (
+                len(batches) > bounds.n_batches
+                or sum(batch.nbytes for batch in batches) + nbytes > bounds.max_nbytes
+            ):
+                yield _first(batches)
+            with pausing_garbage_collection():
+                staged = list(zip(group, stage(group), strict=True))
+                batches.append(_begin(reader, staged, nbytes, threads))
+            del staged
+        while batches:
+            yield _first(batches)
+
+
+def _grouped(items: Iterable[tuple[_T, int]], max_nbytes: int) -> Iterator[tuple[list[_T], int]]:
+    """Yield items to read together, and their bytes: at most `max_nbytes`, or one larger item."""
+    iterator = iter(items)
+    ahead = next(iterator, None)
+    while ahead is not None:
+        group: list[_T] = []
+        total = 0
+        with pausing_garbage_collection():  # many small objects are made, and none is garbage
+            while ahead is not None and (not group or total + ahead[1] <= max_nbytes):
+                group.append(ahead[0])
+                total += ahead[1]
+                ahead = next(iterator, None)
+        yield group, total
+
+
+def _begin(
+    reader: ShardReader, staged: list[tuple[_T, Read | None]], nbytes: int, threads: ThreadPool
+) -> _Batch[_T]:
+    # This thread reads tensors on devices, because their memory belongs to its streams, and batches
+    # that are too small for another thread.
+    here: list[Read] = []
+    ahead: list[Read] = []
+    for _, read in staged:
+        if read is not None:
+            (ahead if read.target.is_cpu else here).append(read)
+    pending = None
+    min_nbytes = max(_MIN_AHEAD_NBYTES, _MIN_MEAN_NBYTES * len(ahead))
+    if sum(read.target.nbytes for read in ahead if not read.is_mapped) >= min_nbytes:
+        pending = threads.submit(reader.read, ahead)
+    else:
+        here += ahead
+    reader.read(here)
+    return _Batch(staged, nbytes, pending)
+
+
+def _first(batches: deque[_Batch[_T]]) -> list[tuple[_T, Read | None]]:
+    batch = batches.popleft()
+    if batch.pending is not None:
+        batch.pending.result()
+    return batch.items

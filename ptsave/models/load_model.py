@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from ptsave.contents.directories import find_files
 from ptsave.errors import CheckpointWarning
 from ptsave.models.filling import Filling, items_of
-from ptsave.models.lazy_buffers import LazyBuffers
-from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
+from ptsave.models.packed_modules import PackedModules, PackedModulesMapping, note_parts
 from ptsave.models.shards import OpenShards, ShardReader, open_shards
 from ptsave.models.weight_plan import (
+    Assignment,
+    LazyBuffers,
     LoadedWeights,
     ModelTensors,
     ModuleLoadOptions,
@@ -38,6 +39,7 @@ from ptsave.support.calls import (
     progress_bar,
     warn_user,
 )
+from ptsave.support.text import some_of
 from ptsave.support.together import failing_together, has_others
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import (
@@ -236,11 +238,13 @@ def load_model(
             _fill_by_code(model, weights, plan, options)
         else:
             _fill_by_names(model, weights, plan, lazy_buffers, options)
-        parts = [each for each in plan.deliveries if each.shard_id is not None]
-        if parts:
-            from ptsave.models.unpacking import note_parts
-
-            note_parts(tensors_in(model, modules), parts)
+        if packed.places:
+            present = tensors_in(model, modules)
+            note_parts(
+                (present[each.name], each.shard_id, each.entry.shape)
+                for each in plan.deliveries
+                if each.shard_id is not None
+            )
     return plan.report
 
 
@@ -269,8 +273,6 @@ def _fill_by_names(
     tied_names = plan.tied_names()
     assignment = None
     if options.assign:
-        from ptsave.models.assigning import Assignment
-
         assignment = Assignment(model, plan, options.dtype)
     on_meta = _move(model, plan, options, set() if assignment is None else assignment.names)
     if on_meta:
@@ -279,8 +281,7 @@ def _fill_by_names(
         _warn_of_garbage([name for name in on_meta if name not in filled])
     has_moved = options.device is not None or options.dtype is not None
     tensors = tensors_in(model) if has_moved else dict(plan.tensors.by_name)
-    if lazy_buffers.changing:
-        tensors.update(lazy_buffers.allocate())
+    tensors.update(lazy_buffers.allocate())
     if assignment is not None:
         tensors.update(assignment.allocate(tensors, options.device))
     items = items_of(tensors, plan)
@@ -291,8 +292,7 @@ def _fill_by_names(
     ):
         weights.filling(reader, callback).fill(items, is_all=True)
     _renew_ties(tensors, tied_names)
-    if lazy_buffers.changing:
-        lazy_buffers.put()
+    lazy_buffers.put()
     if assignment is not None:
         assignment.put()
 
@@ -332,10 +332,7 @@ def _fill_by_code(
 def _move(
     model: nn.Module, plan: WeightPlan, options: ModuleLoadOptions, assigned: Collection[str]
 ) -> list[str]:
-    """Move the model, give tensors on the meta device memory, and return the names of those.
-
-    Without a device, a RuntimeError names tensors that would be filled on the meta device.
-    """
+    """Move the model, give tensors on the meta device memory, and return the names of those."""
     device, dtype = options.device, options.dtype
     on_meta = [
         name
@@ -396,10 +393,9 @@ def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _warn_of_garbage(names: list[str]) -> None:
     if names:
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         warn_user(
             f"the model was on the meta device, and the checkpoint has no values for "
-            f"{', '.join(names[:8])}{more}: set them before you use the model",
+            f"{some_of(names, 8)}: set them before you use the model",
             CheckpointWarning,
         )
 

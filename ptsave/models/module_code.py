@@ -10,14 +10,14 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ptsave.archive.views import unfilled_tensors
-from ptsave.models.filling import Fills, Item
+from ptsave.models.filling import Filling, Item
 from ptsave.models.shards import Entry, Read, ShardReader
 from ptsave.models.weight_parts import Part, fits
 from ptsave.models.weight_plan import Delivery, ModuleLoadOptions, WeightPlan
@@ -26,13 +26,15 @@ from ptsave.state.renaming import renamed_metadata
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import METADATA, IncompatibleKeys, tensors_in
 
+if TYPE_CHECKING:
+    from ptsave.models.group_weights import GroupFilling
+
 
 class ModuleLoad:
     """A load through a state dict of stand-ins; `names` are the checkpoint's names in it.
 
-    Parameters with a ``weight_loader``, parts of packed parameters and of DTensors, and buffers
-    that state dicts leave out stay in `plan`. Everything else, also unknown names, is in the state
-    dict.
+    The state dict has all but parameters with a ``weight_loader``, parts of packed parameters and
+    of DTensors, and buffers that state dicts leave out, which stay in `plan`.
     """
 
     def __init__(self, model: nn.Module, plan: WeightPlan, options: ModuleLoadOptions) -> None:
@@ -57,14 +59,10 @@ class ModuleLoad:
         self._add_present(self._state_dict)
         from ptsave.state.modules import check_module
 
-        self._copier.check_only = True
         ignores = options.ignore_mismatched_sizes
+        self._copier.check_only = True
         check_module(
-            model,
-            self._state_dict,
-            options.strict,
-            self._copier,
-            ignore_mismatched_sizes=ignores,
+            model, self._state_dict, options.strict, self._copier, ignore_mismatched_sizes=ignores
         )
         self._copier.check_only = False
 
@@ -76,10 +74,9 @@ class ModuleLoad:
         for each in plan.deliveries:
             if each.entry not in by_name:
                 names.setdefault(each.entry, []).append(each.name)
-        for entry, own_name in [(each, plan.renaming(each.name)) for each in entries]:
-            if own_name is None:
-                continue
-            for name in names.get(entry, [own_name]):
+        for entry in entries:
+            own_name = plan.renaming(entry.name)
+            for name in names.get(entry, [own_name]) if own_name is not None else ():
                 target = plan.tensors.by_name.get(name)
                 shape = entry.shape
                 if target is not None and not is_lazy(target) and fits(target.shape, shape):
@@ -97,23 +94,18 @@ class ModuleLoad:
 
     def _names_elsewhere(self) -> list[str]:
         """Return names that the state dict may lack, because their tensors are filled otherwise."""
-        names = []
-        delivered = {each.name for each in self._plan.deliveries}
-        for group in self._plan.tensors.groups():
-            if any(name in delivered or name in self._state_dict for name in group):
-                names += [
-                    name
-                    for name in group
-                    if name not in self._state_dict and name in self._plan.tensors.required
-                ]
-        return names
+        tensors = self._plan.tensors
+        filled = {each.name for each in self._plan.deliveries}.union(self._state_dict)
+        groups = (group for group in tensors.groups() if not filled.isdisjoint(group))
+        names = (name for group in groups for name in group)
+        return [n for n in names if n not in self._state_dict and n in tensors.required]
 
     def _add_present(self, state_dict: OrderedDict[str, Any]) -> None:
         """Add the model's own tensors for `_elsewhere`; copied to themselves, they stay."""
         present = tensors_in(self._model)
         state_dict.update((name, present[name]) for name in self._elsewhere)
 
-    def items(self, filling: Fills, reader: ShardReader) -> list[Item]:
+    def items(self, filling: Filling | GroupFilling, reader: ShardReader) -> list[Item]:
         """Load the state dict, and return the items that are left to be filled."""
         from ptsave.state.modules import load_module
 
@@ -130,12 +122,11 @@ class ModuleLoad:
         )
         self._copier.read_kept()
         report = self._plan.report
-        if keys is None:  # from an override that returns nothing
-            return self._copier.pending
-        report.missing_keys[:] = keys.missing_keys
-        report.unexpected_keys[:] = keys.unexpected_keys
-        mismatched: Sequence[Mismatch] = getattr(keys, "mismatched_keys", ())
-        report.mismatched_keys.extend(mismatched)
+        if keys is not None:  # an override may return nothing
+            report.missing_keys[:] = keys.missing_keys
+            report.unexpected_keys[:] = keys.unexpected_keys
+            mismatched: Sequence[Mismatch] = getattr(keys, "mismatched_keys", ())
+            report.mismatched_keys.extend(mismatched)
         return self._copier.pending
 
     def is_filled(self, name: str) -> bool:
@@ -160,10 +151,7 @@ def _is_in_state_dict(plan: WeightPlan, delivery: Delivery) -> bool:
 
 
 class _ReadWhenAsked(OrderedDict[str, Any]):
-    """A state dict for users' code that reads a value when that code asks for it.
-
-    `read` gets a dict, and replaces the stand-ins in it with values.
-    """
+    """A state dict for users' code; when that asks for a stand-in, `read` puts in the value."""
 
     def __init__(self, entries: Mapping[str, Any], read: Callable[[dict[str, Any]], None]) -> None:
         self._read = read
@@ -250,7 +238,7 @@ class ShardCopier(Copier):
         self._stand_ins: dict[int, tuple[Tensor, str, Entry]] = {}
         self._replacements: list[Replacement] = []
         self._shown: list[weakref.ref[_ReadWhenAsked]] = []
-        self._filling: Fills | None = None
+        self._filling: Filling | GroupFilling | None = None
         self._reader: ShardReader | None = None
 
     def stand_in(self, name: str, entry: Entry, shape: torch.Size) -> Tensor:
@@ -259,7 +247,7 @@ class ShardCopier(Copier):
         self._stand_ins[id(tensor)] = (tensor, name, entry)
         return tensor
 
-    def begin(self, filling: Fills, reader: ShardReader) -> None:
+    def begin(self, filling: Filling | GroupFilling, reader: ShardReader) -> None:
         """Read with `filling` and `reader` from now on."""
         self._filling = filling
         self._reader = reader

@@ -1,7 +1,7 @@
-"""Maps tensors of a checkpoint to the packed parameters of a model that they are parts of.
+"""Maps the tensors of a checkpoint to the packed parameters that they are parts of, and back.
 
 Inference engines compute several linear layers as one, so a checkpoint's `q_proj`, `k_proj` and
-`v_proj` are shards of the model's `qkv_proj`. This module handles names and never touches a tensor.
+`v_proj` are shards of the model's `qkv_proj`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from ptsave.state.renaming import NamePatterns
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ptsave.models.weight_parts import parts_along
+from ptsave.state.renaming import Match, NamePatterns
+from ptsave.support.torch_modules import tensors_in
 
 ShardId: TypeAlias = "str | int | tuple[str | int, ...]"
 # {"q_proj": ("qkv_proj", "q"), ...}, {"q_proj": [("qkv_proj", "q"), ...], ...} or
@@ -23,14 +29,11 @@ _FORMS = "a tuple (packed name, shard id), a list of such tuples, or a list of n
 
 
 class Route(NamedTuple):
-    """The destination of a tensor: a parameter, or the part of it that `shard_id` names.
-
-    `packed` is the name in the mapping that led to `target`.
-    """
+    """The destination of a tensor: a parameter, or the part of it that `shard_id` names."""
 
     target: str
     shard_id: ShardId | None
-    packed: str | None
+    packed: str | None  # the name in the mapping that led to `target`
 
 
 class _Place(NamedTuple):
@@ -48,9 +51,9 @@ class PackedModules:
     An empty name, and a name for two parts of one module, raise ValueError.
 
     >>> packed = PackedModules({"gate_up_proj": ["gate_proj", "up_proj"]})
-    >>> packed.routes("layers.0.mlp.up_proj.weight")
-    [Route(target='layers.0.mlp.gate_up_proj.weight', shard_id=1, packed='gate_up_proj')]
-    >>> packed.routes("layers.0.mlp.group_proj.weight")
+    >>> [*packed.candidates("layers.0.mlp.up_proj.weight")]
+    [[Route(target='layers.0.mlp.gate_up_proj.weight', shard_id=1, packed='gate_up_proj')]]
+    >>> [*packed.candidates("layers.0.mlp.group_proj.weight")]
     []
     """
 
@@ -99,29 +102,23 @@ class PackedModules:
             return []
         return [(match.replaced_by(n), i) for i, n in self._names[match.pattern].items()]
 
-    def routes(self, name: str) -> list[Route]:
-        """Return where a tensor goes by the best match of its name; empty if it is not packed.
-
-        Names match whole components of the path. The match with most components wins, and then the
-        one nearest to the end.
-        """
-        return next(self.candidates(name), [])
-
     def candidates(self, name: str) -> Iterator[list[Route]]:
-        """Yield the destinations that each matching name gives, the best match first."""
-        for match in self._patterns.matches(name):
-            yield [
-                Route(match.replaced_by(packed), shard_id, packed)
-                for packed, shard_id in self.places[match.pattern]
-            ]
+        """Yield the destinations that each matching name gives, the best match first.
+
+        Names match whole components of the path. The match with most components is the best, and
+        then the one nearest to the end.
+        """
+        return map(self._routes, self._patterns.matches(name))
 
     def loose_candidates(self, name: str) -> Iterator[list[Route]]:
         """Yield the destinations of names found within components, the longest name first."""
-        for match in self._patterns.loose_matches(name):
-            yield [
-                Route(match.replaced_by(packed), shard_id, packed)
-                for packed, shard_id in self.places[match.pattern]
-            ]
+        return map(self._routes, self._patterns.loose_matches(name))
+
+    def _routes(self, match: Match) -> list[Route]:
+        return [
+            Route(match.replaced_by(packed), shard_id, packed)
+            for packed, shard_id in self.places[match.pattern]
+        ]
 
 
 def _components(name: str) -> list[str]:
@@ -190,3 +187,74 @@ def _without_dots(name: str, packed: str) -> tuple[str, str]:
     if name.endswith(".") and packed.endswith("."):
         name, packed = name[:-1], packed[:-1]
     return name, packed
+
+
+# -------------------------------------------------------------------------------------- unpacking
+
+# The shapes of the parts that parameters were filled from, by shard id.  They are no attributes of
+# the parameters, because modules that are saved whole would contain them.
+_shapes: Any = WeakTensorKeyDictionary()
+
+
+def note_parts(parts: Iterable[tuple[Tensor, ShardId, torch.Size]]) -> None:
+    """Remember the shapes of the parts that a model's packed parameters were filled from."""
+    for parameter, shard_id, shape in parts:
+        _shapes.setdefault(parameter, {})[shard_id] = shape
+
+
+def unpacked(
+    tensors: Mapping[str, Tensor], packed: PackedModules, model: nn.Module | None
+) -> dict[str, Tensor]:
+    """Return tensors, with packed ones replaced by their parts, which share their memory.
+
+    The `model` may know sizes of parts that the shapes do not tell. If nothing tells how a
+    parameter is divided, or two parts have one name, it raises ValueError.
+    """
+    result: dict[str, Tensor] = {}
+    own = {} if model is None else tensors_in(model)
+    for name, tensor in tensors.items():
+        shards = packed.shards_of(name)
+        ids = [shard_id for _, shard_id in shards]
+        parts = _parts(name, tensor, ids, own.get(name), model) if shards else [tensor]
+        for new_name, part in zip([each for each, _ in shards] or [name], parts, strict=True):
+            if new_name in result:
+                raise ValueError(f"packed_modules_mapping: two tensors would be {new_name!r}")
+            result[new_name] = part
+    return result
+
+
+def _parts(
+    name: str,
+    tensor: Tensor,
+    ids: Sequence[ShardId],
+    parameter: Tensor | None,
+    model: nn.Module | None,
+) -> list[Tensor]:
+    saver = getattr(parameter, "weight_saver", None)
+    if callable(saver):
+        with torch.no_grad():
+            return [saver(parameter, shard_id).detach() for shard_id in ids]
+    shapes = _shapes.get(parameter, {}) if parameter is not None else {}
+    if shapes and all(shard_id in shapes for shard_id in ids):
+        places = parts_along(tensor.shape, tuple(shapes[shard_id] for shard_id in ids))
+        if places is not None:
+            dim = places[0][0]
+            return list(tensor.split([shapes[shard_id][dim] for shard_id in ids], dim))
+    elif not any(isinstance(shard_id, tuple) for shard_id in ids) and tensor.dim() > 0:
+        sizes = _sizes_of(name, model)
+        if sizes is not None and len(sizes) == len(ids) and sum(sizes) == tensor.shape[0]:
+            return list(tensor.split(sizes))
+        if sizes is None and tensor.shape[0] % len(ids) == 0:
+            return list(tensor.split(tensor.shape[0] // len(ids)))
+    raise ValueError(
+        f"nothing says how {name!r} of shape {tuple(tensor.shape)} is divided into the shards "
+        f"{', '.join(map(repr, ids))}: give the parameter a weight_saver(parameter, shard_id) that "
+        "returns one of them, or its module a list output_sizes"
+    )
+
+
+def _sizes_of(name: str, model: nn.Module | None) -> list[int] | None:
+    if model is None:
+        return None
+    sizes = getattr(model.get_submodule(name.rpartition(".")[0]), "output_sizes", None)
+    return list(sizes) if isinstance(sizes, (list, tuple)) else None

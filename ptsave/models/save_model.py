@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from ptsave.contents.files import FORMATS, ShardFormat
 from ptsave.errors import SaveError
-from ptsave.models.extra_state import is_extra_state, metadata_of, require_loadable
-from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
-from ptsave.models.unpacking import unpacked
+from ptsave.models.packed_modules import PackedModules, PackedModulesMapping, unpacked
+from ptsave.models.shards import is_extra_state, metadata_of, require_loadable
 from ptsave.serialization import save
 from ptsave.sources.opening import Folder
 from ptsave.streaming.streamed_files import check_safetensors, write_bytes, write_safetensors
@@ -156,6 +155,16 @@ class Shard:
     nbytes: int = 0
     objects: dict[str, Any] = field(default_factory=dict)
 
+    def under_all_names(
+        self, stored: Callable[[Tensor], Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return what is stored of each tensor, under its name and its aliases."""
+        named: dict[str, Tensor] = {}
+        for name, tensor in self.tensors.items():
+            value = tensor if stored is None else stored(tensor)
+            named.update(dict.fromkeys((name, *self.aliases.get(name, ())), value))
+        return named
+
 
 def _named_file(path: Any, storage_options: Mapping[str, Any] | None) -> FileTarget | None:
     """Return the safetensors file that a path or URL names; None if it names a directory."""
@@ -223,7 +232,8 @@ class ShardSet:
         files = FORMAT_FILES[self.kind]
         old = files_of_sets(self.folder, files)
         names = self._names(files)
-        self.folder.remove_leftovers(lambda name: _is_of_model(name, files))
+        shards, others = _pattern_of_shards(files), (files.single, files.index_name)
+        self.folder.remove_leftovers(lambda name: name in others or bool(shards.fullmatch(name)))
         self.folder.check_room(sum(shard.nbytes for shard in self.shards))
         index = self._index(names)
         with ExitStack() as undo:
@@ -265,17 +275,17 @@ class ShardSet:
         """Write each shard to its target, one after another, because each takes all threads."""
         for target, shard in zip(targets, self.shards, strict=True):
             if self.kind == "pt":
-                save(_with_aliases(shard), target, fsync=self.fsync)
+                tensors = shard.under_all_names(_compact)
+                save({**shard.objects, **tensors}, target, fsync=self.fsync)
+                del tensors  # which may be copies
             else:
                 _write_safetensors(target, shard, fsync=self.fsync)
 
     def _index(self, names: list[str]) -> bytes:
         weight_map = {}
         for name, shard in zip(names, self.shards, strict=True):
-            weight_map.update(dict.fromkeys(shard.tensors, name))
-            if self.kind == "pt":
-                for others in shard.aliases.values():
-                    weight_map.update(dict.fromkeys(others, name))
+            tensors = shard.under_all_names() if self.kind == "pt" else shard.tensors
+            weight_map.update(dict.fromkeys(tensors, name))
         total = sum(shard.nbytes for shard in self.shards)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         return f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
@@ -303,21 +313,6 @@ def files_of_sets(folder: Folder, files: ShardFormat) -> set[str]:
 def _pattern_of_shards(files: ShardFormat) -> re.Pattern[str]:
     stem, suffix = re.escape(files.stem), re.escape(files.suffix)
     return re.compile(rf"{stem}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}{suffix}")
-
-
-def _is_of_model(name: str, files: ShardFormat) -> bool:
-    """Return whether a file is the only one of a model, an index, or a shard of any set."""
-    is_shard = _pattern_of_shards(files).fullmatch(name) is not None
-    return is_shard or name in (files.single, files.index_name)
-
-
-def _with_aliases(shard: Shard) -> dict[str, Any]:
-    tensors: dict[str, Any] = dict(shard.objects)
-    for name, tensor in shard.tensors.items():
-        stored = _compact(tensor)
-        for each in (name, *shard.aliases.get(name, ())):
-            tensors[each] = stored
-    return tensors
 
 
 def _compact(tensor: Tensor) -> Tensor:

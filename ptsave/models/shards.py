@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
@@ -36,8 +38,8 @@ from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkp
 from ptsave.sources.local import n_files_to_hold
 from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
 from ptsave.state.copying import PLAIN_TYPES
-from ptsave.support.calls import ProgressCallback
-from ptsave.support.torch_modules import METADATA
+from ptsave.support.calls import ProgressCallback, progress_from
+from ptsave.support.torch_modules import EXTRA_STATE_KEY_SUFFIX, METADATA
 from ptsave.tree.containers import items_of
 from ptsave.tree.extents import blocks_of
 
@@ -52,11 +54,7 @@ _OPTIONS = OpenOptions(for_state=True)
 
 @dataclass(eq=False, repr=False, slots=True)
 class Entry:
-    """A tensor of a file.
-
-    Treat as immutable. Not `frozen`, because creating frozen instances takes twice as long and
-    there may be 100,000.
-    """
+    """A tensor of a file; not frozen, because making frozen instances takes twice as long."""
 
     name: str
     shape: torch.Size
@@ -69,38 +67,29 @@ class Entry:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Read:
-    """The elements of an entry, from `begin` on or selected by `index`, that fill a tensor.
-
-    The target has any shape with as many elements. With `is_mapped` it is the file's own memory,
-    and nothing is read.
-    """
+    """The elements of an entry, from `begin` on or selected by `index`, that fill a tensor."""
 
     entry: Entry
-    target: Tensor
+    target: Tensor  # of any shape with as many elements
     begin: int = 0
     index: Any = None
-    is_mapped: bool = False
+    is_mapped: bool = False  # the target is the file's own memory: nothing is read
 
 
 class Shard:
-    """A file of a model.
-
-    `objects` holds the extra state of modules that is no tensor, by its name in the state dict.
-    `metadata` has the state dict's versions of modules, if the format has them.  `file` is set for
-    a local safetensors file, which `ShardReader` reads by offsets.
-    """
+    """A file of a model."""
 
     path: str
-    objects: Mapping[str, Any]
-    metadata: Mapping[str, Any]
-    file: LocalFile | None = None
+    objects: Mapping[str, Any]  # extra state that is no tensor, by its name in the state dict
+    metadata: Mapping[str, Any]  # versions of modules, if the format has them
+    file: LocalFile | None = None  # a safetensors file that `ShardReader` reads by offsets
 
     def read(self, reads: Sequence[Read]) -> None:
         """Fill the targets of reads, unless `file` is set."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of the file, reading nothing more."""
+        """Let go of the file."""
 
 
 class OpenShard(Shard):
@@ -132,8 +121,6 @@ class OpenShard(Shard):
         if contents.kind == "safetensors":
             header = cast("SafetensorsContents", contents).header
             if header.metadata:
-                from ptsave.models.extra_state import ExtraState
-
                 self.objects = ExtraState(header.metadata, self.path)
             self.file = source if isinstance(source, LocalFile) else None
             first = 0 if self.file is None else self.file.begin
@@ -183,8 +170,6 @@ class OpenShard(Shard):
         others = [(key, each) for key, each in items_of(obj) if type(each) not in PLAIN_TYPES]
         extra: dict[Any, Any] = {}
         if others:
-            from ptsave.models.extra_state import is_extra_state
-
             extra = {key: value for key, value in others if is_extra_state(key, value)}
         if extra and not self.objects:
             from ptsave.tree.entry_reading import read_entry
@@ -240,8 +225,7 @@ class OpenShard(Shard):
             self._source.rewind()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        names = self._overwritten() if error is not None else []
-        if error is not None and names:
+        if error is not None and (names := self._overwritten()):
             from ptsave.training.restoring import note_overwritten
 
             note_overwritten(error, names, self.path)
@@ -417,10 +401,9 @@ class ShardReader:
         progress: ProgressCallback | None,
     ) -> None:
         assert not self._is_closed
-        groups: dict[int, list[Range]] = {}
-        if len(self._local) <= self._n_at_a_time:
-            groups[0] = ranges
-        else:
+        groups: dict[int, list[Range]] = {0: ranges}
+        if len(self._local) > self._n_at_a_time:
+            groups = {}
             for file, offset, target in ranges:
                 group, number = divmod(file, self._n_at_a_time)
                 groups.setdefault(group, []).append((number, offset, target))
@@ -429,16 +412,11 @@ class ShardReader:
             begin = group * self._n_at_a_time
             files = self._files
             if files is None:
-                some_files = self._local[begin : begin + self._n_at_a_time]
-                files = range_files(some_files)
+                files = range_files(self._local[begin : begin + self._n_at_a_time])
             for some in _rounds(numbered):
-                read_ranges(files, some, _shifted(progress, done))
+                read_ranges(files, some, progress_from(progress, done))
                 if progress is not None:
                     done += sum(target.nbytes for *_, target in some)
-
-
-def _shifted(progress: ProgressCallback | None, done: int) -> ProgressCallback | None:
-    return None if progress is None else lambda nbytes: progress(done + nbytes)
 
 
 def _ranges_of(read: Read) -> tuple[list[tuple[int, Tensor]], Tensor]:
@@ -456,9 +434,7 @@ def _ranges_of(read: Read) -> tuple[list[tuple[int, Tensor]], Tensor]:
     return ranges, view_as(storage, view, 0, blocks.stride)
 
 
-def _rounds(
-    ranges: Sequence[Range],
-) -> Sequence[Sequence[Range]]:
+def _rounds(ranges: Sequence[Range]) -> Sequence[Sequence[Range]]:
     """Divide ranges of files into rounds without overlaps; mostly one round has all."""
     rounds: list[list[Range]] = []
     ends: list[tuple[int, int]] = []
@@ -467,13 +443,12 @@ def _rounds(
     in_order = sorted(ranges, key=itemgetter(0, 1))
     if _are_in_order(in_order):
         return [in_order]
-    for each in in_order:
-        file, offset, target = each
+    for file, offset, target in in_order:
         number = next((i for i, end in enumerate(ends) if end <= (file, offset)), len(ends))
         if number == len(ends):
             rounds.append([])
             ends.append((file, offset))
-        rounds[number].append(each)
+        rounds[number].append((file, offset, target))
         ends[number] = (file, offset + target.nbytes)
     return rounds
 
@@ -486,3 +461,86 @@ def _are_in_order(ranges: Sequence[Range]) -> bool:
             return False
         last_file, last_end = file, offset + target.nbytes
     return True
+
+
+# ------------------------------------------------------------------------------------ extra state
+
+# Extra state of modules that is no tensor: a safetensors file has it as text in its metadata.
+_EXTRA_STATE = "ptsave.extra_state."
+
+
+def is_extra_state(key: Any, value: Any) -> bool:
+    """Return whether an entry of a state dict is a module's extra state, and no tensor."""
+    is_named_so = isinstance(key, str) and f".{key}".endswith(f".{EXTRA_STATE_KEY_SUFFIX}")
+    return is_named_so and not isinstance(value, Tensor)
+
+
+def metadata_of(objects: Mapping[str, Any]) -> dict[str, str]:
+    """Return extra state as metadata of a safetensors file: each value saved, in base 64.
+
+    >>> metadata = metadata_of({"layer._extra_state": {"count": 3}})
+    >>> dict(ExtraState(metadata, "model.safetensors"))
+    {'layer._extra_state': {'count': 3}}
+    """
+    saved = {name: base64.b64encode(_saved(value)) for name, value in objects.items()}
+    return {_EXTRA_STATE + name: text.decode() for name, text in saved.items()}
+
+
+def metadata_names(objects: Iterable[str]) -> set[str]:
+    """Return the keys of extra state in metadata."""
+    return {_EXTRA_STATE + name for name in objects}
+
+
+def require_loadable(objects: Mapping[str, Any]) -> None:
+    """Raise TypeError, before anything is written, for extra state that cannot be loaded again."""
+    for name, value in objects.items():
+        try:
+            _loaded(_saved(value))
+        except Exception as error:  # torch's unpickler may raise anything
+            reason = str(error).strip().splitlines()[0]
+            raise TypeError(
+                f"entry {name!r} could not be loaded from a model's files, which are read without "
+                f"running code: {reason}: let get_extra_state() return tensors and plain values"
+            ) from error
+
+
+def _saved(value: Any) -> bytes:
+    from ptsave.serialization import save
+
+    stream = io.BytesIO()
+    save(value, stream)
+    return stream.getvalue()
+
+
+def _loaded(data: bytes) -> Any:
+    from ptsave.archive.loading import LoadOptions
+    from ptsave.contents.loading import load_source
+
+    options = LoadOptions("cpu", weights_only=True, wants_state=True)
+    return load_source(io.BytesIO(data), options)
+
+
+class ExtraState(Mapping[str, Any]):
+    """The extra state in a safetensors file's metadata; each value is loaded when asked for."""
+
+    def __init__(self, metadata: Mapping[str, str], path: str) -> None:
+        self._path = path
+        self._texts = {
+            name.removeprefix(_EXTRA_STATE): text
+            for name, text in metadata.items()
+            if name.startswith(_EXTRA_STATE)
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        text = self._texts[name]
+        try:
+            return _loaded(base64.b64decode(text, validate=True))
+        except Exception as error:  # torch's unpickler may raise anything
+            message = f"{self._path}: {name}: {error}"
+            raise CorruptPickleError(message, path=self._path) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)

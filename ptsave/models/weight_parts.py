@@ -1,4 +1,4 @@
-"""Computes which part of a tensor in a file fills which part of a tensor of the model.
+"""Parts of stored tensors: which one fills which part of the model, and `WeightSlice`.
 
 A part of a packed parameter, or a DTensor's part on this rank, is a box in a larger tensor; the
 overlap of both boxes is read.
@@ -9,26 +9,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ptsave.archive.views import unfilled_tensors
+from ptsave.models.shards import Entry, Read
 from ptsave.support.torch_distributed import is_distributed_tensor, local_part_of
+from ptsave.tree.extents import check_index
 
 _ONE_ELEMENT = (torch.Size([]), torch.Size([1]))
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Part:
-    """The elements of a stored tensor that are read, from element `begin` of the tensor on.
-
-    If they are not contiguous in the file, `index` selects them instead.
-    """
+    """The elements of a stored tensor that are read, from element `begin` on."""
 
     shape: torch.Size
     begin: int = 0
-    index: tuple[slice, ...] | None = None
+    index: tuple[slice, ...] | None = None  # selects those that are not contiguous in the file
 
 
 class _Box(NamedTuple):
@@ -58,25 +58,20 @@ def target_of(tensor: Tensor, shape: torch.Size, place: tuple[int, int] | None) 
     it. Only the local part of a DTensor is filled.
     """
     if not is_distributed_tensor(tensor):
-        return tensor if place is None else _narrowed(tensor, shape, place)
+        if place is None:
+            return tensor
+        dim, begin = place
+        return tensor.detach().narrow(dim, begin, shape[dim])
     local, begins = local_part_of(tensor)
     here = _Box(begins, tuple(local.shape))
     overlap = here.overlap(_box_of(tensor, shape, place))
     return None if 0 in overlap.shape else local.detach()[overlap.within(here)]
 
 
-def _narrowed(tensor: Tensor, shape: torch.Size, place: tuple[int, int]) -> Tensor:
-    dim, begin = place
-    return tensor.detach().narrow(dim, begin, shape[dim])
-
-
 def part_of(
     tensor: Tensor, shape: torch.Size, place: tuple[int, int] | None, *, is_packed: bool
 ) -> Part:
-    """Return the part of a stored tensor that fills its target; arguments as for `target_of`.
-
-    With `is_packed`, the elements of the stored tensor are contiguous in the file.
-    """
+    """Return the part of a stored tensor, contiguous if `is_packed`, that fills `target_of` it."""
     if not is_distributed_tensor(tensor) or tensor.dim() != len(shape):
         return Part(shape)
     local, begins = local_part_of(tensor)
@@ -93,9 +88,8 @@ def _box_of(tensor: Tensor, shape: Sequence[int], place: tuple[int, int] | None)
     begins = [0] * tensor.dim()
     if place is not None:
         begins[place[0]] = place[1]
-    if len(shape) != tensor.dim():  # one element
-        return _Box(tuple(begins), tuple(tensor.shape))
-    return _Box(tuple(begins), tuple(shape))
+    is_one_element = len(shape) != tensor.dim()
+    return _Box(tuple(begins), tuple(tensor.shape if is_one_element else shape))
 
 
 def _begin_of_block(
@@ -134,11 +128,7 @@ def parts_along(
 
 
 def fits(target: torch.Size, source: torch.Size) -> bool:
-    """Return whether a tensor of one shape fills one of another: equal shapes, or one element each.
-
-    >>> fits(torch.Size([1]), torch.Size([])), fits(torch.Size([2]), torch.Size([1]))
-    (True, False)
-    """
+    """Return whether a tensor fills another: their shapes are equal, or both () or (1,)."""
     return target == source or (target in _ONE_ELEMENT and source in _ONE_ELEMENT)
 
 
@@ -174,3 +164,109 @@ def default_weight_loader(param: Tensor, loaded_weight: Any) -> None:
         )
     with torch.no_grad():
         param.copy_(loaded_weight[...].reshape(param.shape))
+
+
+class _Reader(Protocol):
+    def read(self, reads: Sequence[Read]) -> None: ...
+
+
+class WeightSlice:
+    """A tensor in a file; an index reads only the elements that it selects, into CPU memory.
+
+    :func:`ptsave.load_model` passes it to a ``weight_loader`` that has the attribute
+    ``takes_slices = True``.  The loader may use it until it returns.
+
+    Attributes
+    ----------
+    shape : torch.Size
+        Shape in elements.
+    dtype : torch.dtype
+        Dtype of its elements.
+    ndim : int
+        The number of dimensions.
+
+    Examples
+    --------
+    >>> import os, tempfile, torch, ptsave
+    >>> rank, n_ranks = 1, 2
+    >>> def load_rows(parameter, weight):
+    ...     n_rows = weight.shape[0] // n_ranks
+    ...     parameter.copy_(weight[rank * n_rows : (rank + 1) * n_rows])
+    >>> load_rows.takes_slices = True
+    >>> half = torch.nn.Linear(2, 2, bias=False)
+    >>> half.weight.weight_loader = load_rows
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "model.pt")
+    ...     ptsave.save({"weight": torch.arange(8.0).reshape(4, 2)}, path)
+    ...     ptsave.load_model(half, path)
+    <All weights loaded>
+    >>> half.weight.tolist()
+    [[4.0, 5.0], [6.0, 7.0]]
+    """
+
+    def __init__(self, entry: Entry, reader: _Reader) -> None:
+        self.shape = entry.shape
+        self.dtype = entry.dtype
+        self.ndim = len(entry.shape)
+        self._entry = entry
+        self._reader: _Reader | None = reader
+
+    def close(self) -> None:
+        """Read nothing more: a later read raises ValueError."""
+        self._reader = None
+
+    def __repr__(self) -> str:
+        return f"WeightSlice({self._entry.name!r}, shape={self.shape}, dtype={self.dtype})"
+
+    def __eq__(self, other: object) -> bool:
+        """Raise TypeError: elements, which a tensor would compare, are still in the file."""
+        raise TypeError("a WeightSlice is not compared: read it, weight[...], and compare that")
+
+    __hash__ = object.__hash__
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """Return the shape, or the size of one dimension, as :meth:`torch.Tensor.size` does."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def get_shape(self) -> list[int]:
+        """Return the shape, as safetensors' slices do."""
+        return list(self.shape)
+
+    def narrow(self, dim: int, start: int, length: int) -> Tensor:
+        """Read a part of one dimension, as :meth:`torch.Tensor.narrow` selects it.
+
+        Raises
+        ------
+        IndexError
+            If there is no such part.
+        """
+        n = self.shape[dim] if -self.ndim <= dim < self.ndim else -1  # no such dimension
+        start = start + n if start < 0 else start
+        if not 0 <= start <= start + length <= n:
+            raise IndexError(f"narrow({dim}, {start}, {length}) of {self!r}")
+        before = (slice(None),) * (dim % self.ndim)
+        return self[(*before, slice(start, start + length))]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Read the part that numbers, slices, ``...`` and None select; others raise TypeError."""
+        check_index(index)
+        if self._reader is None:
+            raise ValueError(f"{self!r} was read after its weight_loader had returned")
+        (whole,) = unfilled_tensors([(self.dtype, self.shape)])
+        shape = whole[index].shape
+        target = torch.empty(shape, dtype=self.dtype, device="cpu")
+        self._reader.read([Read(self._entry, target, index=index)])
+        return target

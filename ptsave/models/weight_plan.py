@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +12,21 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ptsave import _C
-from ptsave.models.lazy_buffers import LazyBuffers
 from ptsave.models.packed_modules import PackedModules, Route, ShardId
 from ptsave.models.shards import Entry, Shard
 from ptsave.models.weight_parts import fits, parts_along
 from ptsave.state.copying import PLAIN_TYPES, Mismatch, mismatch_message, raise_load_errors
+from ptsave.state.lazy_buffers import lazy_buffer_hooks, new_buffer
 from ptsave.state.renaming import Renaming
-from ptsave.support.torch_modules import having, non_persistent_buffers_of, tensors_in
+from ptsave.support.torch_distributed import is_distributed_tensor
+from ptsave.support.torch_modules import (
+    buffers_of,
+    having,
+    non_persistent_buffers_of,
+    pre_hooks_of,
+    tensors_in,
+)
+from ptsave.tree.extents import ADVICE, default_limit
 
 
 class _Fields(NamedTuple):
@@ -89,10 +98,7 @@ class ModuleLoadOptions(NamedTuple):
 
 
 class ModelTensors:
-    """A model's parameters and buffers by name.
-
-    `by_name` has them under all of their names. `required` are the names that a state dict has.
-    """
+    """A model's parameters and buffers by name."""
 
     def __init__(
         self,
@@ -100,7 +106,7 @@ class ModelTensors:
         modules: list[tuple[str, nn.Module]],
         lazy_buffers: LazyBuffers,
     ) -> None:
-        self.by_name: dict[str, Tensor] = tensors_in(model, modules)
+        self.by_name: dict[str, Tensor] = tensors_in(model, modules)  # under all of their names
         if lazy_buffers.changing:
             self.by_name = lazy_buffers.in_place_of(self.by_name)
         self.required = set(self.by_name).difference(_left_out_of_state_dicts(modules))
@@ -189,10 +195,7 @@ class Delivery(NamedTuple):
 
 
 class WeightPlan:
-    """All deliveries, in the order of the files, and the names that do not fit.
-
-    With `skip_mismatched`, entries of other shapes are left out instead of being errors.
-    """
+    """All deliveries, in the order of the files, and the names that do not fit."""
 
     def __init__(
         self,
@@ -209,7 +212,6 @@ class WeightPlan:
         self.shards = shards
         self.entries = entries
         self.renaming = renaming
-        self.skip_mismatched = skip_mismatched
         self.deliveries: list[Delivery] = []
         self.left_out: list[Delivery] = []  # because of their shapes
         self.names: set[str] = set()  # the model's names of all entries that count
@@ -217,9 +219,9 @@ class WeightPlan:
         self._received: dict[str, dict[ShardId | None, Delivery]] = {}  # by the tensor's name
         self._packed_names: dict[str, str] = {}
         self._superseded: set[int] = set()  # ids of deliveries that later ones replace
-        self.loaders = loaders_of(self.tensors.by_name)
-        for entry in self.entries:
-            name = self.renaming(entry.name) if self.renaming.changes else entry.name
+        self.loaders = loaders_of(tensors.by_name)
+        for entry in entries:
+            name = renaming(entry.name) if renaming.changes else entry.name
             if name is not None:
                 self.names.add(name)
                 self._add(entry, name)
@@ -228,7 +230,7 @@ class WeightPlan:
         self._leave_out_tied_copies()
         self._report_what_is_missing()
         self._place_parts()
-        if self.skip_mismatched:
+        if skip_mismatched:  # else other shapes are errors
             self._leave_out_mismatched()
 
     def _add(self, entry: Entry, name: str) -> None:
@@ -247,12 +249,10 @@ class WeightPlan:
 
     def _deliver(self, entry: Entry, routes: Iterable[Route]) -> bool:
         """Note where an entry goes; return False if the model has none of these places."""
-        is_found = False
-        for target, shard_id, packed in routes:
-            if target in self.tensors.by_name:
-                self._note_delivery(Delivery(entry, target, shard_id), packed)
-                is_found = True
-        return is_found
+        found = [route for route in routes if route.target in self.tensors.by_name]
+        for target, shard_id, packed in found:
+            self._note_delivery(Delivery(entry, target, shard_id), packed)
+        return bool(found)
 
     def _note_delivery(self, delivery: Delivery, packed: str | None) -> None:
         self.deliveries.append(delivery)
@@ -280,11 +280,8 @@ class WeightPlan:
             delivered = [name for name in names if name in self._received]
             for name in delivered[:-1]:
                 kept = self._received[delivered[-1]]
-                left_out.update(
-                    delivery
-                    for shard_id, delivery in self._received[name].items()
-                    if shard_id in kept
-                )
+                parts = self._received[name].items()
+                left_out.update(part for shard_id, part in parts if shard_id in kept)
         if left_out:
             self.deliveries = [item for item in self.deliveries if item not in left_out]
 
@@ -292,21 +289,16 @@ class WeightPlan:
         for names in self.tensors.groups():
             if None in self._received.get(names[0], ()):
                 continue  # all of it
-            received: set[ShardId | None] = set()
-            packed_name = None
-            for name in names:
-                received.update(self._received.get(name, ()))
-                packed_name = packed_name or self._packed_names.get(name)
+            received = {shard_id for name in names for shard_id in self._received.get(name, ())}
+            packed = next((name for name in names if name in self._packed_names), None)
             if not received:
-                self.report.missing_keys.extend(
-                    name for name in names if name in self.tensors.required
-                )
-            elif packed_name is not None and None not in received:
-                wanted = self.packed.shard_ids(packed_name)
+                missing = (name for name in names if name in self.tensors.required)
+                self.report.missing_keys.extend(missing)
+            elif packed is not None and None not in received:
+                wanted = self.packed.shard_ids(self._packed_names[packed])
                 absent = [shard_id for shard_id in wanted if shard_id not in received]
                 if absent:
-                    first = next(name for name in names if name in self._packed_names)
-                    self.report.unfilled_shards[first] = absent
+                    self.report.unfilled_shards[packed] = absent
 
     def _place_parts(self) -> None:
         """Put the parts of packed parameters without a loader end to end."""
@@ -388,30 +380,146 @@ class WeightPlan:
 
     def _error_of(self, delivery: Delivery) -> str | None:
         target, entry = self.tensors.by_name[delivery.name], delivery.entry
+        where = f"(file {entry.shard.path}, tensor {entry.name})"
         if (loader := self.loaders.get(delivery.name)) is not None:
-            from ptsave.tree.extents import ADVICE, default_limit
-
             # A loader checks shapes itself, but first gets memory for the whole tensor.
-            is_sliced = takes_slices(loader)
-            if not is_sliced and entry.nbytes > default_limit(entry.stored_nbytes):
-                return (
-                    f'"{delivery.name}" would take {entry.nbytes:,} bytes, expanded from '
-                    f"{entry.stored_nbytes:,}: {ADVICE} {_place_of(entry)}"
-                )
-            return None
+            if takes_slices(loader) or entry.nbytes <= default_limit(entry.stored_nbytes):
+                return None
+            return (
+                f'"{delivery.name}" would take {entry.nbytes:,} bytes, expanded from '
+                f"{entry.stored_nbytes:,}: {ADVICE} {where}"
+            )
         if is_lazy(target):
-            return f'"{delivery.name}" has no shape yet, and no weight_loader {_place_of(entry)}'
+            return f'"{delivery.name}" has no shape yet, and no weight_loader {where}'
         if delivery.shard_id is not None:
             return (
                 f'Packed parameter "{delivery.name}" has no weight_loader to put shard '
                 f"{delivery.shard_id!r} in its place, and all of its shards are not together a "
-                f"tensor of shape {target.shape}: this one has shape {entry.shape} "
-                f"{_place_of(entry)}"
+                f"tensor of shape {target.shape}: this one has shape {entry.shape} {where}"
             )
         if not fits(target.shape, entry.shape):
-            return f"{mismatch_message(delivery.name, target, entry)} {_place_of(entry)}"
+            return f"{mismatch_message(delivery.name, target, entry)} {where}"
         return None
 
 
-def _place_of(entry: Entry) -> str:
-    return f"(file {entry.shard.path}, tensor {entry.name})"
+# ------------------------------------------------------------------------------- replaced tensors
+
+
+@dataclass(eq=False, repr=False)
+class _LazyBuffer:
+    """One buffer, under all of its names in the model."""
+
+    module: nn.Module
+    name: str
+    full_names: list[str] = field(default_factory=list)
+    entry: Entry | None = None  # None: the checkpoint has nothing for it
+    new: Tensor | None = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether the present tensor is filled, because it has the entry's shape."""
+        present = buffers_of(self.module)[self.name]
+        return self.entry is not None and present is not None and present.shape == self.entry.shape
+
+    def like(self) -> Tensor | None:
+        """Return a tensor of the entry's shape and dtype that takes no memory."""
+        if self.entry is None:
+            return None
+        return torch.empty((), dtype=self.entry.dtype, device="cpu").expand(self.entry.shape)
+
+
+class LazyBuffers:
+    """The lazy buffers of a model to which a checkpoint gives another shape, or None.
+
+    A new tensor replaces a buffer only once it holds the checkpoint's values, so a failed load
+    leaves the buffer as it was. `modules` lists each module under all of its names.
+    """
+
+    def __init__(
+        self,
+        modules: list[tuple[str, nn.Module]],
+        entries: Sequence[Entry],
+        renaming: Renaming,
+    ) -> None:
+        found: dict[tuple[int, str], _LazyBuffer] = {}
+        by_name: dict[str | None, Entry] = {}
+        for prefix, module in having(modules, pre_hooks_of):
+            for hook in lazy_buffer_hooks(module):
+                # The later of two entries with one name counts.
+                by_name = by_name or {renaming(entry.name): entry for entry in entries}
+                if hook.name in buffers_of(module):
+                    key = (id(module), hook.name)
+                    lazy = found.setdefault(key, _LazyBuffer(module, hook.name))
+                    full_name = f"{prefix}.{hook.name}" if prefix else hook.name
+                    lazy.full_names.append(full_name)
+                    lazy.entry = by_name.get(full_name, lazy.entry)
+        self.changing = [lazy for lazy in found.values() if not lazy.stays]
+
+    def in_place_of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a model's tensors by name as the load leaves them; new buffers have no values."""
+        tensors = dict(tensors)
+        for lazy in self.changing:
+            like = lazy.like()
+            for name in lazy.full_names:
+                tensors.pop(name, None)
+                if like is not None:
+                    tensors[name] = like
+        return tensors
+
+    def allocate(self) -> dict[str, Tensor]:
+        """Allocate the new buffers, where the model is now, and return them by name."""
+        tensors = {}
+        for lazy in self.changing:
+            like = lazy.like()
+            if like is not None:
+                lazy.new = new_buffer(lazy.module, buffers_of(lazy.module)[lazy.name], like)
+                tensors.update(dict.fromkeys(lazy.full_names, lazy.new))
+        return tensors
+
+    def put(self) -> None:
+        """Put the new tensors, which hold their values by now, into their modules."""
+        for lazy in self.changing:
+            buffers_of(lazy.module)[lazy.name] = lazy.new
+
+
+class Assignment:
+    """``load_state_dict(assign=True)`` for tensors from a file; `dtype` is for fractions only."""
+
+    def __init__(self, model: nn.Module, plan: WeightPlan, dtype: torch.dtype | None) -> None:
+        self._model = model
+        self._tied_names = plan.tensors.tied_names
+        self._new_dtypes: dict[str, torch.dtype] = {}  # by one name of each replaced tensor
+        for delivery in plan.deliveries:
+            name, stored = delivery.name, delivery.entry.dtype
+            tensor = plan.tensors.by_name[name]
+            is_filled = name in plan.loaders or delivery.place is not None
+            if is_filled or is_distributed_tensor(tensor):
+                continue
+            new_dtype = dtype if dtype is not None and stored.is_floating_point else stored
+            if tensor.requires_grad and not (new_dtype.is_floating_point or new_dtype.is_complex):
+                raise RuntimeError(
+                    f'"{name}" requires gradients and cannot become a tensor of {new_dtype}: load '
+                    "it without assign=True"
+                )
+            self._new_dtypes[name] = new_dtype
+        self.names = {tied for name in self._new_dtypes for tied in self._tied_names(name)}
+        self._new: dict[str, Tensor] = {}
+
+    def allocate(
+        self, tensors: Mapping[str, Tensor], device: torch.device | str | int | None
+    ) -> dict[str, Tensor]:
+        """Return the new tensors by name, without values, on `device` or where the old ones are."""
+        for name, dtype in self._new_dtypes.items():
+            old = tensors[name]
+            place = device if device is not None else "cpu" if old.is_meta else old.device
+            new = torch.empty(old.shape, dtype=dtype, device=place)
+            if isinstance(old, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=old.requires_grad)
+            self._new.update(dict.fromkeys(self._tied_names(name), new))
+        return self._new
+
+    def put(self) -> None:
+        """Put the new tensors, which hold their values by now, into the model."""
+        for name, new in self._new.items():
+            owner, _, own_name = name.rpartition(".")
+            setattr(self._model.get_submodule(owner), own_name, new)

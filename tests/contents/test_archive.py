@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from _corruption import flip
-from _system import run_python
+from _system import nbytes_read, run_python
 from safetensors.torch import save as safetensors_save
 from stock_comparison import (
     assert_same_object,
@@ -128,11 +128,12 @@ def test_views(tmp_path: Path) -> None:
         assert_same_object(archive[""], expected)
 
 
-def test_parameters_and_gradients(tmp_path: Path) -> None:
+def test_parameters_gradients_and_storages(tmp_path: Path) -> None:
     obj = {
         "parameter": nn.Parameter(torch.ones(2)),
         "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
         "leaf": torch.ones(3, requires_grad=True),
+        "storage": [torch.arange(10.0).untyped_storage(), torch.ones(3)],
     }
     path = write(tmp_path, obj)
     with ptsave.open(path) as archive:
@@ -158,27 +159,11 @@ def test_what_is_shared_stays_shared(tmp_path: Path) -> None:
         assert torch.equal(found[0], base[3:5])
 
 
-def test_storages(tmp_path: Path) -> None:
-    tensor = torch.arange(10.0)
-    obj = [tensor.untyped_storage(), torch.ones(3)]
-    path = write(tmp_path, obj)
-    with ptsave.open(path) as archive:
-        assert_same_object(archive[""], stock_load(path))
-
-
-@pytest.mark.parametrize("obj", [torch.arange(5), {"": torch.ones(1)}, [torch.ones(2)]])
-def test_top_level(obj: Any, tmp_path: Path) -> None:
-    path = write(tmp_path, obj)
-    with ptsave.open(path) as archive:
-        (name,) = archive.keys()
-        assert name == ("0" if isinstance(obj, list) else "")
-        assert torch.equal(archive.get_tensor(name), next(iter(_tensors(obj))))
-
-
-def _tensors(obj: Any) -> list[torch.Tensor]:
-    if isinstance(obj, torch.Tensor):
-        return [obj]
-    return list(obj.values() if isinstance(obj, dict) else obj)
+@pytest.mark.parametrize(("obj", "name"), [(BIG, ""), ({"": BIG}, ""), ([BIG], "0")])
+def test_top_level(obj: Any, name: str, tmp_path: Path) -> None:
+    with ptsave.open(write(tmp_path, obj)) as archive:
+        assert archive.keys() == [name]
+        assert torch.equal(archive.get_tensor(name), BIG)
 
 
 def test_ambiguous_names(tmp_path: Path) -> None:
@@ -454,22 +439,17 @@ def test_blocks_hold_what_a_view_needs() -> None:
         assert len(packed) <= max(raw.numel(), view.nbytes)
 
 
-def _bytes_read() -> int:
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
-
-
 def test_reads_only_what_it_needs(tmp_path: Path) -> None:
     obj = {"big": torch.arange(4 << 20, dtype=torch.int64), "small": torch.ones(1000)}
     path = write(tmp_path, obj)
-    before = _bytes_read()
+    before = nbytes_read()
     with ptsave.open(path) as archive:
         archive.infos()
-        assert _bytes_read() - before < 200_000
+        assert nbytes_read() - before < 200_000
         archive.get_tensor("small")
         part = archive.get_slice("big")[1 << 20 : (1 << 20) + 1000]
         assert part[0] == 1 << 20
-        assert _bytes_read() - before < 300_000
+        assert nbytes_read() - before < 300_000
 
 
 def test_scattered_views_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

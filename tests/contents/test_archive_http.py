@@ -145,12 +145,6 @@ def test_same_object(path: str, server: Server) -> None:
     assert server.nbytes_sent < len(FILES[path]) + OVERHEAD
 
 
-def test_whole_files_are_fetched_once(server: Server) -> None:
-    with ptsave.open(server.url("/legacy.pt")) as archive:
-        assert_same_object(archive[""], OBJ)
-    assert server.nbytes_sent < len(FILES["/legacy.pt"]) + OVERHEAD
-
-
 @pytest.mark.parametrize("path", FILES)
 @pytest.mark.parametrize("behaviour", ["ignores ranges", "refuses ranges"])
 def test_servers_without_ranges(path: str, behaviour: str, server: Server) -> None:
@@ -243,22 +237,12 @@ def test_an_index_of_shards(server: Server, query: str) -> None:
         server.nbytes_sent = 0
         assert archive.get_slice("weight")[5, :3].tolist() == WEIGHT[5, :3].tolist()
     assert server.nbytes_sent < OVERHEAD
-
-
-def test_a_shard_that_is_not_there(server: Server) -> None:
     with pytest.raises(FileNotFoundError, match=r"/broken/none\.safetensors"):
-        ptsave.open(server.url("/broken/model.safetensors.index.json"))
-
-
-class Target(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1024, 1024))
-        self.bias = torch.nn.Parameter(torch.zeros(1024))
+        ptsave.open(server.url("/broken/model.safetensors.index.json") + query)
 
 
 def restored(load: Callable[[torch.nn.Module], object]) -> dict[str, Any]:
-    target = Target()
+    target = torch.nn.ParameterDict({name: torch.zeros_like(each) for name, each in OBJ.items()})
     load(target)
     return target.state_dict()
 
@@ -275,10 +259,7 @@ LOADS: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("load", LOADS)
 def test_loads_fetch_everything_once(load: str, path: str, server: Server) -> None:
     found = LOADS[load](server.url(path))
-    assert {name: torch.equal(found[name], tensor) for name, tensor in OBJ.items()} == {
-        "weight": True,
-        "bias": True,
-    }
+    assert all(torch.equal(found[name], tensor) for name, tensor in OBJ.items())
     assert server.nbytes_sent < WEIGHT.nbytes + 4096 + 2 * OVERHEAD
 
 

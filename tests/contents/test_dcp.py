@@ -13,6 +13,7 @@ import shutil
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as _dcp
 from _corruption import flip
+from _system import nbytes_read
 from command_line import run
 from reports import verify_directory
 from stock_comparison import assert_same_object
@@ -175,15 +177,9 @@ def test_a_slice_reads_its_bytes_only(tmp_path: Path) -> None:
     folder = write(tmp_path, "ours", {"x": torch.arange(8 << 20, dtype=torch.int64).view(8192, -1)})
     with ptsave.open(folder) as archive:
         part = archive.get_slice("x")
-        before = read_bytes()
+        before = nbytes_read()
         assert part[100:102].sum() == torch.arange(100 * 1024, 102 * 1024).sum()
-        assert read_bytes() - before < 1 << 20
-
-
-def read_bytes() -> int:
-    """Return how many bytes this process has asked the system for."""
-    words = Path("/proc/self/io").read_text().split()
-    return int(words[words.index("rchar:") + 1])
+        assert nbytes_read() - before < 1 << 20
 
 
 # --------------------------------------------------------------------------------------- listing
@@ -340,12 +336,9 @@ def test_metadata_that_is_cut_short(folder: Path) -> None:
 # ---------------------------------------------------------------------------------- bad metadata
 
 
-def put(**changes: Any) -> Callable[[Metadata], None]:
-    def change(metadata: Metadata) -> None:
-        for info in metadata.storage_data.values():
-            vars(info).update(changes)
-
-    return change
+def put(metadata: Metadata, **changes: Any) -> None:
+    for info in metadata.storage_data.values():
+        vars(info).update(changes)
 
 
 def described(metadata: Metadata) -> TensorStorageMetadata:
@@ -354,28 +347,19 @@ def described(metadata: Metadata) -> TensorStorageMetadata:
     return found
 
 
-def resize(size: Any) -> Callable[[Metadata], None]:
-    def change(metadata: Metadata) -> None:
-        described(metadata).size = size
-
-    return change
+def resize(size: Any, metadata: Metadata) -> None:
+    described(metadata).size = size
 
 
-def rechunk(*chunks: tuple[Any, Any]) -> Callable[[Metadata], None]:
-    def change(metadata: Metadata) -> None:
-        (info,) = (i for key, i in metadata.storage_data.items() if key.fqn == "model.small")
-        described(metadata).chunks = [ChunkStorageMetadata(*chunk) for chunk in chunks]
-        for chunk in described(metadata).chunks:
-            metadata.storage_data[MetadataIndex("model.small", chunk.offsets)] = info
-
-    return change
+def rechunk(chunks: list[tuple[Any, Any]], metadata: Metadata) -> None:
+    (info,) = (i for key, i in metadata.storage_data.items() if key.fqn == "model.small")
+    described(metadata).chunks = [ChunkStorageMetadata(*chunk) for chunk in chunks]
+    for chunk in described(metadata).chunks:
+        metadata.storage_data[MetadataIndex("model.small", chunk.offsets)] = info
 
 
-def path_of(path: Any) -> Callable[[Metadata], None]:
-    def change(metadata: Metadata) -> None:
-        metadata.planner_data["model.small"] = path
-
-    return change
+def put_at(path: Any, metadata: Metadata) -> None:
+    metadata.planner_data["model.small"] = path
 
 
 def as_object(metadata: Metadata) -> None:
@@ -383,29 +367,29 @@ def as_object(metadata: Metadata) -> None:
 
 
 HOSTILE: list[tuple[Callable[[Metadata], None], str]] = [
-    (put(relative_path="../outside"), "points outside"),
-    (put(relative_path="/etc/passwd"), "points outside"),
-    (put(relative_path=3), "in which file"),
-    (put(offset=-1), "does not say where"),
-    (put(length="x"), "does not say where"),
-    (put(length=1 << 62), "objects take|cut short"),
-    (resize(torch.Size([1 << 60])), "all files together"),
-    (resize((1 << 60, 1 << 60, 1 << 60)), "not in it"),
-    (resize((-1,)), "shape"),
-    (resize([5]), "shape"),
-    (resize(None), "shape"),
-    (rechunk(((0,), (6,))), "not in it"),
-    (rechunk(((0, 0), (5, 1))), "not in it"),
-    (rechunk(((0,), (3,)), ((2,), (3,))), "overlaps"),
-    (rechunk(((0,), (3,))), "3 elements"),
-    (rechunk(), "0 elements"),
-    (rechunk(((0,), (-5,))), "which parts"),
-    (path_of(("list", 1 << 40)), "nearly empty"),
-    (path_of(("list", "x")), "cannot be at"),
-    (path_of(("step",)), "another entry"),
-    (path_of(("step", "x")), "cannot be at"),
-    (path_of(()), "path"),
-    (path_of((1.5,)), "path"),
+    (partial(put, relative_path="../outside"), "points outside"),
+    (partial(put, relative_path="/etc/passwd"), "points outside"),
+    (partial(put, relative_path=3), "in which file"),
+    (partial(put, offset=-1), "does not say where"),
+    (partial(put, length="x"), "does not say where"),
+    (partial(put, length=1 << 62), "objects take|cut short"),
+    (partial(resize, torch.Size([1 << 60])), "all files together"),
+    (partial(resize, (1 << 60, 1 << 60, 1 << 60)), "not in it"),
+    (partial(resize, (-1,)), "shape"),
+    (partial(resize, [5]), "shape"),
+    (partial(resize, None), "shape"),
+    (partial(rechunk, [((0,), (6,))]), "not in it"),
+    (partial(rechunk, [((0, 0), (5, 1))]), "not in it"),
+    (partial(rechunk, [((0,), (3,)), ((2,), (3,))]), "overlaps"),
+    (partial(rechunk, [((0,), (3,))]), "3 elements"),
+    (partial(rechunk, []), "0 elements"),
+    (partial(rechunk, [((0,), (-5,))]), "which parts"),
+    (partial(put_at, ("list", 1 << 40)), "nearly empty"),
+    (partial(put_at, ("list", "x")), "cannot be at"),
+    (partial(put_at, ("step",)), "another entry"),
+    (partial(put_at, ("step", "x")), "cannot be at"),
+    (partial(put_at, ()), "path"),
+    (partial(put_at, (1.5,)), "path"),
     (as_object, "does not say where"),
 ]
 
@@ -572,7 +556,6 @@ def test_metadata_that_is_a_pipe(folder: Path) -> None:
             read(folder)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_metadata_of_an_older_torch(tmp_path: Path) -> None:
     """It names the properties of ShardedTensor's, which have the same state."""
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 import ptsave
 
 _numbers = itertools.count()
+Opened = Callable[[str, bytes], Any]  # opens a kind of source that has these bytes
 
 
 def model() -> nn.Module:
@@ -184,7 +185,7 @@ def check_state(found: Any) -> None:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[[str, bytes], Any]]:
+def opened(tmp_path: Path) -> Iterator[Opened]:
     streams = []
 
     def make(name: str, data: bytes) -> Any:
@@ -210,9 +211,7 @@ DOORS = [
 
 
 @pytest.mark.parametrize(("source", "kind", "load"), DOORS)
-def test_every_source_through_every_door(
-    opened: Callable[[str, bytes], Any], source: str, kind: str, load: str
-) -> None:
+def test_every_source_through_every_door(opened: Opened, source: str, kind: str, load: str) -> None:
     if (source, kind) == ("only what torch needs", "legacy"):
         return  # which torch does not read either
     found = LOADS[load](opened(source, KINDS[kind]))
@@ -254,7 +253,7 @@ def checkpoint() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_values_are_torchs(opened: Callable[[str, bytes], Any], source: str) -> None:
+def test_values_are_torchs(opened: Opened, source: str) -> None:
     obj = checkpoint()
     for location in (None, "cpu", "meta", lambda storage, _: storage):
         data = saved_bytes(stock_save, obj)
@@ -271,7 +270,7 @@ def test_values_are_torchs(opened: Callable[[str, bytes], Any], source: str) -> 
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_map_location(opened: Callable[[str, bytes], Any], source: str, kind: str) -> None:
+def test_map_location(opened: Opened, source: str, kind: str) -> None:
     if (source, kind) == ("only what torch needs", "legacy"):
         return
     locations: list[Any] = ["cpu", "meta", torch.device("cpu"), {"cpu": "meta"}]
@@ -286,9 +285,7 @@ def test_map_location(opened: Callable[[str, bytes], Any], source: str, kind: st
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", ["archive", "safetensors"])
-def test_mmap_is_for_local_paths(
-    opened: Callable[[str, bytes], Any], source: str, kind: str
-) -> None:
+def test_mmap_is_for_local_paths(opened: Opened, source: str, kind: str) -> None:
     f = opened(source, KINDS[kind])
     if isinstance(f, (str, os.PathLike)) and "://" not in str(f):
         found = ptsave.load(f, mmap=True)
@@ -321,7 +318,7 @@ def test_skipped_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("source", ["path", "memory URL", "BytesIO"])
 def test_progress(
-    opened: Callable[[str, bytes], Any],
+    opened: Opened,
     source: str,
     kind: str,
     capfd: pytest.CaptureFixture[str],
@@ -334,7 +331,7 @@ def test_progress(
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_files_without_checksums_warn(opened: Callable[[str, bytes], Any], source: str) -> None:
+def test_files_without_checksums_warn(opened: Opened, source: str) -> None:
     data = saved_bytes(save_without_checksums, [torch.ones(1000)])
     with pytest.warns(ptsave.CheckpointWarning, match="without checksums") as caught:
         ptsave.load(opened(source, data))
@@ -366,9 +363,7 @@ def damaged(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("source", SOURCES)
-def test_damaged_records(
-    opened: Callable[[str, bytes], Any], tmp_path: Path, source: str, load: str
-) -> None:
+def test_damaged_records(opened: Opened, tmp_path: Path, source: str, load: str) -> None:
     data = damaged(KINDS["archive"])
     assert stock_load(io.BytesIO(data))  # which stock does not notice
     with pytest.raises(ptsave.CorruptCheckpointError) as expected:
@@ -381,7 +376,7 @@ def test_damaged_records(
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_damage_loads_if_asked(opened: Callable[[str, bytes], Any], source: str) -> None:
+def test_damage_loads_if_asked(opened: Opened, source: str) -> None:
     data = damaged(KINDS["archive"])
     found = ptsave.load(opened(source, data), verify=False)
     assert not torch.equal(found["1.weight"], STATE["1.weight"])
@@ -391,16 +386,14 @@ def test_damage_loads_if_asked(opened: Callable[[str, bytes], Any], source: str)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("kind", ["archive", "safetensors"])
 @pytest.mark.parametrize("source", SOURCES)
-def test_files_that_are_cut_short(
-    opened: Callable[[str, bytes], Any], source: str, kind: str, load: str
-) -> None:
+def test_files_that_are_cut_short(opened: Opened, source: str, kind: str, load: str) -> None:
     data = KINDS[kind]
     with pytest.raises(ptsave.CorruptCheckpointError):
         LOADS[load](opened(source, data[: len(data) * 3 // 4]))
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_archives_that_are_cut_anywhere(opened: Callable[[str, bytes], Any], source: str) -> None:
+def test_archives_that_are_cut_anywhere(opened: Opened, source: str) -> None:
     for n in (3, 100, 700, -400, -30, -1):
         with pytest.raises((RuntimeError, UnpicklingError, SafetensorError)):
             ptsave.load(opened(source, KINDS["archive"][:n]))
@@ -411,9 +404,7 @@ def test_archives_that_are_cut_anywhere(opened: Callable[[str, bytes], Any], sou
 
 @pytest.mark.parametrize("source", ["BytesIO", "subclass, further on", "file", "fsspec file"])
 @pytest.mark.parametrize("load", LOADS)
-def test_an_index_without_its_directory(
-    opened: Callable[[str, bytes], Any], source: str, load: str
-) -> None:
+def test_an_index_without_its_directory(opened: Opened, source: str, load: str) -> None:
     index = b'{"weight_map": {"0.weight": "model-00001-of-00002.safetensors"}}'
     with pytest.raises(ptsave.UnsupportedSourceError, match="pass the path or the URL"):
         LOADS[load](opened(source, index))
@@ -465,7 +456,7 @@ class Scripted(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("source", ["path", "memory URL", "BytesIO", "subclass of BytesIO"])
-def test_torchscript(opened: Callable[[str, bytes], Any], source: str) -> None:
+def test_torchscript(opened: Opened, source: str) -> None:
     stream = io.BytesIO()
     torch.jit.save(torch.jit.script(Scripted()), stream)
     calls: list[Callable[[Any], Any]] = [
@@ -485,7 +476,7 @@ def test_torchscript(opened: Callable[[str, bytes], Any], source: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["path", "memory URL", "BytesIO"])
-def test_modules_that_were_saved_whole(opened: Callable[[str, bytes], Any], source: str) -> None:
+def test_modules_that_were_saved_whole(opened: Opened, source: str) -> None:
     data = saved_bytes(stock_save, model())
     words = r"torch\.nn\.modules\.container\.Sequential.*module that was saved whole.*state_dict"
     with pytest.raises(ptsave.NotCheckpointError, match=words):

@@ -36,6 +36,9 @@ INDICES: list[Any] = [
 ]
 
 
+Source = Callable[[bytes, ExitStack, Path], Any]
+
+
 class Stream(io.BytesIO):
     """A file object of a kind that is read with its methods."""
 
@@ -50,7 +53,7 @@ def as_path(data: bytes, stack: ExitStack, folder: Path) -> Path:
     return folder / "model.safetensors"
 
 
-def at_offset(n: int) -> Callable[[bytes, ExitStack, Path], Any]:
+def at_offset(n: int) -> Source:
     """Return what makes a real file in which the data begins at byte n."""
 
     def as_file(data: bytes, stack: ExitStack, folder: Path) -> Any:
@@ -62,7 +65,7 @@ def at_offset(n: int) -> Callable[[bytes, ExitStack, Path], Any]:
     return as_file
 
 
-def as_stream(kind: type[io.BytesIO]) -> Callable[[bytes, ExitStack, Path], Any]:
+def as_stream(kind: type[io.BytesIO]) -> Source:
     def as_file(data: bytes, stack: ExitStack, folder: Path) -> Any:
         file = kind(b"x" * 10 + data)
         file.seek(10)
@@ -71,7 +74,7 @@ def as_stream(kind: type[io.BytesIO]) -> Callable[[bytes, ExitStack, Path], Any]
     return as_file
 
 
-SOURCES: dict[str, Callable[[bytes, ExitStack, Path], Any]] = {
+SOURCES: dict[str, Source] = {
     "path": as_path,
     "url": as_url,
     "file": at_offset(0),
@@ -190,6 +193,9 @@ HOSTILE = {
     "backwards": with_header({"a": entry(16, 0)}, 16),
     "negative": with_header({"a": entry(-16, 0)}, 16),
     "offsets of 2^64": with_header({"a": entry(0, 1 << 64)}, 16),
+    "hole at the beginning": with_header({"a": entry(4, 20)}, 20),
+    "bytes of no tensor": with_header({}, 4),
+    "negative shape": with_header({"a": entry(0, 16, shape=(-4,))}, 16),
     "shape does not fit": with_header({"a": entry(0, 16, shape=(5,))}, 16),
     "shape overflows": with_header({"a": entry(0, 16, shape=(1 << 62, 1 << 62, 4))}, 16),
     "huge shape": with_header({"a": entry(0, 1 << 60, "U8", (1 << 60,))}, 16),
@@ -203,6 +209,11 @@ def test_hostile_headers(name: str, source: Callable[[bytes], Any]) -> None:
     with pytest.raises((SafetensorError, AttributeError, KeyError)):
         load(HOSTILE[name])
     opened = source(HOSTILE[name])
+    if isinstance(opened, Path):
+        model = torch.nn.ParameterDict({"a": torch.zeros(4)})
+        with pytest.raises(ptsave.CorruptCheckpointError):
+            ptsave.load_model(model, opened)
+        assert not model["a"].any()
     tracemalloc.start()
     try:
         with pytest.raises(ptsave.CorruptCheckpointError):

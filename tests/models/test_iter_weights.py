@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from warm_python import run_warm
 
 import ptsave
-from ptsave.models import iterating, reading_ahead, shards
+from ptsave.models import iterating, shards
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
 
@@ -181,7 +181,7 @@ def test_a_file_that_is_replaced_before_it_is_opened_again(
 
     model["0"].weight_loader = replace_next
     model["2"].weight_loader = lambda parameter, tensor: parameter.copy_(tensor)
-    monkeypatch.setattr(reading_ahead.Bounds, "of", lambda *_: reading_ahead.Bounds(1, 0, 1, 1))
+    monkeypatch.setattr(iterating.Bounds, "of", lambda *_: iterating.Bounds(1, 0, 1, 1))
     with pytest.raises(OSError, match="replaced"):
         ptsave.load_model(model, tmp_path)
 

@@ -202,13 +202,6 @@ def test_renamed_tensors_are_packed(tmp_path: Path) -> None:
     assert_equal(model.state_dict(), packed(tensors))
 
 
-@pytest.mark.parametrize("rename", [3, ["a"], lambda name: 3])
-def test_what_does_not_rename(tmp_path: Path, rename: Any) -> None:
-    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(TypeError, match="rename"):
-        ptsave.load_model(nn.Linear(2, 2), tmp_path, rename=rename)
-
-
 # ------------------------------------------------------------------------------- shapes and dtypes
 
 
@@ -310,12 +303,6 @@ def test_the_dtype_of_a_model(tmp_path: Path, assign: bool, on_meta: bool) -> No
     assert_equal(model.state_dict(), expected)
 
 
-def test_dtypes_of_no_model(tmp_path: Path) -> None:
-    ptsave.save_model(nn.Linear(2, 2), tmp_path)
-    with pytest.raises(TypeError, match="int32"):
-        ptsave.load_model(nn.Linear(2, 2), tmp_path, dtype=torch.int32)
-
-
 # ---------------------------------------------------------------------------- default_weight_loader
 
 
@@ -336,10 +323,12 @@ def test_the_default_loader() -> None:
     [
         ({"prefix": None}, "prefix must be a string, not NoneType"),
         ({"prefix": b"a."}, "prefix must be a string, not bytes"),
+        *(({"rename": rename}, "rename") for rename in (3, ["a"], lambda name: 3)),
         ({"rename": {1: "weight"}}, "rename: a name must be a string, not 1"),
         ({"rename": {"weight": 5}}, r"rename\['weight'\] must be a string or None, not 5"),
         ({"strict": "no"}, "strict must be True or False, not 'no'"),
         ({"assign": 1}, "assign must be True or False, not 1"),
+        ({"dtype": torch.int32}, "int32"),
         ({"dtype": "bfloat16"}, "dtype must be a floating-point dtype of torch, not 'bfloat16'"),
     ],
 )

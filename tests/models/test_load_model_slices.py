@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from _system import nbytes_read
 from _weights import assert_equal, write_file
 from forked_ranks import ForkedRanks
 from torch import Tensor, nn
@@ -21,12 +22,6 @@ pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")
 SUFFIXES = (".safetensors", ".pt")
 N_RANKS = 4
 WIDTH = 1024
-
-
-def nbytes_read() -> int:
-    """Return what this process has asked files for."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
 
 
 def loader_of(dim: int, rank: int) -> Callable[[Tensor, ptsave.WeightSlice], None]:

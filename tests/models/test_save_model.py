@@ -183,22 +183,23 @@ def test_sizes(size: int | str, nbytes: int) -> None:
     assert parse_size(size, "max_shard_size") == nbytes
 
 
-@pytest.mark.parametrize("size", ["", "GB", "-1GB", "5 bytes", "1e9", 0, -5, 2.5, None, True, "0"])
-def test_sizes_that_are_none(tmp_path: Path, size: Any) -> None:
-    with pytest.raises(ValueError, match="max_shard_size"):
-        ptsave.save_model(make_model(), tmp_path, max_shard_size=size)
+NO_SIZES = ["", "GB", "-1GB", "5 bytes", "1e9", 0, -5, 2.5, None, True, "0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        *(({"max_shard_size": size}, ValueError, "max_shard_size") for size in NO_SIZES),
+        ({"fsync": "yes"}, TypeError, "fsync must be True or False, not 'yes'"),
+        ({"format": "gguf"}, ValueError, "'gguf'"),
+    ],
+)
+def test_options_that_are_none(
+    tmp_path: Path, options: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        ptsave.save_model(make_model(), tmp_path / "model", **options)
     assert names_in(tmp_path) == []
-
-
-def test_flags_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="fsync must be True or False, not 'yes'"):
-        ptsave.save_model({}, tmp_path / "model", fsync="yes")  # type: ignore[arg-type]
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_format_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'gguf'"):
-        ptsave.save_model(make_model(), tmp_path, format="gguf")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
