@@ -19,7 +19,7 @@ from url_file_systems import TOKEN
 
 import ptsave
 from ptsave.cli.arguments import complete_names
-from ptsave.cli.ls import command as ls
+from ptsave.cli.entries import ls_command as ls
 from ptsave.comparison.compare import compare
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert

@@ -15,12 +15,13 @@ from torch import Tensor
 from ptsave.capturing.difference import TensorDifference, difference_of_rows
 from ptsave.capturing.run import CapturedRun
 from ptsave.capturing.schema import CapturedValue, Statistics, parse_name
-from ptsave.comparison.entries import TensorPair
-from ptsave.comparison.moved_names import moved_names
-from ptsave.comparison.numbers import Tolerance, checked_tolerance
+from ptsave.comparison.entries import moved_names
 from ptsave.comparison.tensors import (
     ComparedCheckpoint,
+    TensorPair,
+    Tolerance,
     cannot_compare,
+    checked_tolerance,
     compare_tensors,
     dense_values,
     flat,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.comparison.numbers import Tolerance, rows_in_order
+from ptsave.comparison.tensors import Tolerance, rows_in_order
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ptsave.capturing.run import CapturedRun
 from ptsave.capturing.schema import CALL_FIELDS, VALUE_FIELDS, Row, Statistics
 from ptsave.capturing.tensors import local_values, statistics_of
 from ptsave.contents.contents import Contents
-from ptsave.inspection.listing import FileListing
+from ptsave.inspection.reports import FileListing
 from ptsave.support import config
 from ptsave.tree.names import entry_not_found
 

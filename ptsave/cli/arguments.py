@@ -115,7 +115,7 @@ def names_in(
     """Yield the names of a file's entries, or with `of_modules` of a capture's modules."""
     from ptsave.contents.captures import HEADER, is_capture
     from ptsave.contents.directories import find_files
-    from ptsave.inspection.listing import list_files
+    from ptsave.inspection.reports import list_files
 
     for listing in list_files(find_files(file, storage_options, distributed=True)):
         if of_modules and is_capture(listing.tree.obj):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ptsave.cli.terminal import PLAIN, Terminal
 from ptsave.contents.captures import CapturedRecords
-from ptsave.inspection.listing import FileListing, Totals, totals_of
+from ptsave.inspection.reports import FileListing, Totals, totals_of
 from ptsave.support.text import (
     count_text,
     cut,

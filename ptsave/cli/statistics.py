@@ -27,7 +27,7 @@ from ptsave.contents.captures import captured_run, is_capture
 from ptsave.contents.contents import Contents
 from ptsave.contents.files import ShardFiles
 from ptsave.contents.opening import OpenOptions, open_each
-from ptsave.inspection.listing import FileListing, listing_of, select
+from ptsave.inspection.reports import FileListing, listing_of, select
 from ptsave.support.text import (
     count_text,
     cut,

@@ -24,8 +24,8 @@ from ptsave.contents.files import is_metadata, refuse_file_of_rank, require_file
 from ptsave.contents.opening import open_file, reporting_damage, require_saved_object
 from ptsave.contents.opening import recover as recovery_of
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError, bare_message
-from ptsave.inspection.findings import NO_CHECKSUMS, Problem, Verification, compare_with_index
 from ptsave.inspection.pickle_globals import globals_in_pickle
+from ptsave.inspection.reports import NO_CHECKSUMS, Problem, Verification, compare_with_index
 from ptsave.sources.local import position_kept
 from ptsave.sources.ranges import FsspecFile, RangeSource
 from ptsave.support.calls import ProgressCallback, progress_from

@@ -19,7 +19,7 @@ from command_line import fail, run, run_process
 from stock_comparison import save_without_checksums
 
 import ptsave
-from ptsave.cli.command import FAILED, Command, note
+from ptsave.cli.commands import FAILED, Command, note
 
 
 def test_module_and_version() -> None:

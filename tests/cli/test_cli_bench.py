@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 from command_line import run
 
-from ptsave.bench import disk, limits, rounds, system, worker
-from ptsave.bench.disk import MIN_NBYTES, plan_disk
-from ptsave.bench.rounds import LIMIT, SPEED_HEADER, Results
+from ptsave.bench import limits, rounds, system, worker
+from ptsave.bench.rounds import LIMIT, MIN_NBYTES, SPEED_HEADER, Results, plan_disk
 from ptsave.bench.system import Figure, Task, filesystem_of
 
 MIB = 1 << 20
@@ -67,7 +66,7 @@ def test_table(fake: Fake, folder: Path) -> None:
     assert result.exit_code == 0, result.stderr
     header, *lines = result.stdout.splitlines()
     assert all(name in header for name in SPEED_HEADER)
-    titles = [workload.title for workload in disk.WORKLOADS.values()]
+    titles = [workload.title for workload in rounds.WORKLOADS.values()]
     if filesystem_of(folder).startswith("tmpfs"):
         titles = ["save", "load, warm"]
         assert "nothing there is durable, or cold" in result.stderr
@@ -165,7 +164,7 @@ def test_read_only_directory(tmp_path: Path) -> None:
 
 
 def test_too_little_memory(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "available_nbytes", lambda: 200 * MIB)
+    monkeypatch.setattr(rounds, "available_nbytes", lambda: 200 * MIB)
     assert "choose a smaller size" in bench(str(tmp_path), "--size", "100M").stderr
     assert plan_disk(str(tmp_path)).nbytes == 50 * MIB
 

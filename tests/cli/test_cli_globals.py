@@ -18,7 +18,7 @@ from command_line import fail, run
 from safetensors.torch import save_file
 from stock_comparison import deflated, stock_load
 
-from ptsave.inspection.required_globals import code_to_allow, required_globals, unsafe_globals
+from ptsave.inspection.pickle_globals import code_to_allow, required_globals, unsafe_globals
 
 stock_globals = torch.serialization.get_unsafe_globals_in_checkpoint
 

@@ -105,7 +105,7 @@ def test_interrupt_at_the_start_is_quiet() -> None:
 def test_an_ignored_interrupt_stays_ignored() -> None:
     """As of a program that a shell has put into the background."""
     code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    code += "from ptsave.cli.interrupts import *\nexit_when_interrupted()\n"
+    code += "from ptsave.cli.terminal import *\nexit_when_interrupted()\n"
     code += "print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\n"
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import ptsave
 from ptsave.comparison import tensors as tensor_comparison
 from ptsave.comparison.compare import Comparison, compare
-from ptsave.comparison.moved_names import moved_names
+from ptsave.comparison.entries import moved_names
 from ptsave.errors import EntryNotFoundError
 
 

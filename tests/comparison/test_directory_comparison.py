@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ptsave
-from ptsave.cli.command import FAILED
+from ptsave.cli.commands import FAILED
 from ptsave.comparison.compare import Comparison, compare
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ptsave.comparison.compare import Comparison, compare
-from ptsave.comparison.value_numbers import ValueNumbers
+from ptsave.comparison.entries import ValueNumbers
 from ptsave.tree.opaque import Opaque
 
 
