@@ -124,26 +124,24 @@ def names_in(
             yield from (node.name for node in listing.tree.nodes)
 
 
-class _JsonObject(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    name = "json"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> dict[str, Any]:
-        try:
-            found = json.loads(value)
-        except (ValueError, RecursionError) as error:  # not shown, as the value may be a secret
-            self.fail(f"not JSON ({error}): {_EXPECTED}", param, ctx)
-        if not isinstance(found, dict):
-            self.fail(f"{_EXPECTED}, not a {type(found).__name__}", param, ctx)
-        return found
+def _json_object(ctx: click.Context, option: click.Parameter, text: str | None) -> Any:
+    """Parse an object; errors do not show the text, because it may be a secret."""
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"not JSON ({error}): {_EXPECTED}", ctx, option) from None
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"{_EXPECTED}, not a {type(found).__name__}", ctx, option)
+    return found
 
 
 def with_storage_options(argument: str, prefix: str = "") -> Callable[[Any], Any]:
     """Give a command the option for an argument's file system; `prefix` begins its name."""
     return click.option(
         f"--{prefix}-storage-options" if prefix else "--storage-options",
-        type=_JsonObject(),
+        callback=_json_object,
         metavar="JSON",
         help=f"If {argument} is a URL: an object of arguments for its file system, for example "
         "'{\"anon\": true}'.",

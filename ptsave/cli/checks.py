@@ -256,6 +256,8 @@ def _file_json(found: Verification) -> dict[str, Any]:
     }
 
 
+# ------------------------------------------------------------------------------------------ globals
+
 _GLOBALS_EXAMPLES = """
 ptsave globals checkpoint.pt
 ptsave globals --all checkpoint.pt  # those that torch allows by default, too

@@ -8,9 +8,9 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pickle import UnpicklingError
 from typing import Any
 
@@ -116,14 +116,6 @@ _REASON = re.compile(r"WeightsUnpickler error:\s*(.+)")
 _CPP_FRAMES = "\nException raised from "  # follows the messages of torch's C++ part
 
 
-@dataclass
-class Settings:
-    """The options that every command has."""
-
-    quiet: bool = False
-    debug: bool = False
-
-
 class Command(click.Command):
     """A command with ``--quiet`` and ``--debug`` that prints an error as one line."""
 
@@ -150,7 +142,7 @@ class Command(click.Command):
         raise_when_interrupted()
         try:
             with warnings.catch_warnings():
-                warnings.showwarning = _remark_of(ctx)
+                warnings.showwarning = partial(_show_warning, ctx)
                 return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
@@ -206,9 +198,14 @@ def _discard_unwritten() -> None:
 
 def _flag(*names: str, help: str) -> click.Option:  # noqa: A002 - as click calls it
     def keep(ctx: click.Context, option: click.Parameter, value: bool) -> None:
-        setattr(ctx.ensure_object(Settings), str(option.name), value)
+        ctx.meta[f"ptsave.{option.name}"] = value
 
     return click.Option([*names], is_flag=True, expose_value=False, callback=keep, help=help)
+
+
+def _is_set(ctx: click.Context, name: str) -> bool:
+    """Return whether a flag that every command has is given."""
+    return bool(ctx.meta.get(f"ptsave.{name}"))
 
 
 def one_line(error: BaseException) -> str:
@@ -230,9 +227,8 @@ def one_line(error: BaseException) -> str:
             text += f" (`ptsave verify FILE` says what is whole{taken})"
     shown = text[:_MAX_SCANNED].partition(_CPP_FRAMES)[0]
     line = printable(" ".join(shown.split()))
-    return (
-        line if len(line) <= _MAX_LENGTH else f"{line[:_MAX_LENGTH]}... (--debug shows all of it)"
-    )
+    more = "... (--debug shows all of it)" if len(line) > _MAX_LENGTH else ""
+    return line[:_MAX_LENGTH] + more
 
 
 def _short_refusal(message: str, path: str) -> str:
@@ -247,7 +243,7 @@ def _short_refusal(message: str, path: str) -> str:
 
 def report_error(ctx: click.Context, error: Exception) -> None:
     """Print an error as one line, or its traceback with ``--debug``."""
-    if ctx.ensure_object(Settings).debug:
+    if _is_set(ctx, "debug"):
         import traceback
 
         traceback.print_exception(error)
@@ -262,26 +258,21 @@ def _say(text: str, color: str | None = None) -> None:
 
 def note(ctx: click.Context, text: str) -> None:
     """Print a remark on standard error, unless ``--quiet``."""
-    if not ctx.ensure_object(Settings).quiet:
+    if not _is_set(ctx, "quiet"):
         _say(text)
 
 
-def _remark_of(ctx: click.Context) -> Callable[..., None]:
-    """Return a hook that shows warnings about the file as remarks.
-
-    Only ``--debug`` shows warnings for programmers, such as torch's about TypedStorage.
-    """
-
-    def show(message: Warning | str, category: type[Warning], *place: object) -> None:
-        if issubclass(category, CheckpointWarning) or ctx.ensure_object(Settings).debug:
-            note(ctx, one_line(message) if isinstance(message, Warning) else message)
-
-    return show
+def _show_warning(
+    ctx: click.Context, message: Warning | str, category: type[Warning], *place: object
+) -> None:
+    """Show a warning about the file; only ``--debug`` shows warnings for programmers."""
+    if issubclass(category, CheckpointWarning) or _is_set(ctx, "debug"):
+        note(ctx, one_line(message) if isinstance(message, Warning) else message)
 
 
 def result(ctx: click.Context, text: str) -> None:
     """Print the result of a command, unless ``--quiet``."""
-    if not ctx.ensure_object(Settings).quiet:
+    if not _is_set(ctx, "quiet"):
         click.echo(printable(text))
 
 
@@ -324,4 +315,4 @@ with_trust = click.option(
 
 def shows_progress(ctx: click.Context) -> bool:
     """Return whether standard error is a terminal, and ``--quiet`` is not given."""
-    return sys.stderr.isatty() and not ctx.ensure_object(Settings).quiet
+    return sys.stderr.isatty() and not _is_set(ctx, "quiet")

@@ -158,16 +158,14 @@ def _name(difference: EntryDifference) -> str:
 
 def _largest(numbers: list[EntryDifference], top: int | None) -> list[EntryDifference]:
     """Return the `top` largest differences, largest first, or all in their order."""
-    if top is None:
-        return numbers
-    return sorted(numbers, key=_size, reverse=True)[:top]
 
+    def size(difference: EntryDifference) -> tuple[bool, float]:
+        found = difference.numbers
+        assert found is not None
+        has_nan = bool(found.n_nan_a or found.n_nan_b)
+        return has_nan, math.inf if found.max_abs is None else found.max_abs
 
-def _size(difference: EntryDifference) -> tuple[bool, float]:
-    numbers = difference.numbers
-    assert numbers is not None
-    has_nan = bool(numbers.n_nan_a or numbers.n_nan_b)
-    return has_nan, math.inf if numbers.max_abs is None else numbers.max_abs
+    return numbers if top is None else sorted(numbers, key=size, reverse=True)[:top]
 
 
 # -------------------------------------------------------------------------------------------- JSON
@@ -205,10 +203,9 @@ def _entry(difference: EntryDifference) -> dict[str, Any]:
             "n_outside_tolerance": numbers.n_outside,
             "n_nan_only_in_a": numbers.n_nan_a,
             "n_nan_only_in_b": numbers.n_nan_b,
+            "max_abs": _number(numbers.max_abs),
+            "max_rel": _number(numbers.max_rel),
         }
-        for name in ("max_abs", "max_rel"):  # an infinity becomes a string
-            number = getattr(numbers, name)
-            entry[name] = str(number) if number is not None and math.isinf(number) else number
     return entry
 
 
@@ -382,7 +379,7 @@ def _capture_summary(found: CaptureComparison) -> str:
 
 
 def capture_json(a: str, b: str, found: CaptureComparison) -> dict[str, Any]:
-    """Return the JSON object for all differences; infinities and NaN are strings."""
+    """Return the JSON object for all differences."""
     first = found.first
     return {
         "a": os.fspath(a),
@@ -425,8 +422,10 @@ def _capture_entry(difference: CapturedDifference) -> dict[str, Any]:
     return entry
 
 
-def _number(number: float) -> float | str:
-    return number if isinstance(number, int) or math.isfinite(number) else str(number)
+def _number(number: float | None) -> float | str | None:
+    """Return a number for JSON; infinities and NaN are strings."""
+    is_json = number is None or isinstance(number, int) or math.isfinite(number)
+    return number if is_json else str(number)
 
 
 # ------------------------------------------------------------------------------------------ picture

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from glob import has_magic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -34,9 +34,10 @@ from ptsave.cli.commands import (
     with_trust,
 )
 from ptsave.cli.listing import (
+    ListOptions,
     Style,
-    directory_json,
     file_json,
+    json_text,
     lines_by_size,
     totals_lines,
     tree_lines,
@@ -71,21 +72,6 @@ ptsave ls run.pt                            # a capture: the statistics of its m
 ptsave ls .run.pt.4f1c0a93b2d7e856.ptsave --recover  # what a killed process has left
 ptsave ls run.pt --step 3 'layers.*.mlp'
 """
-
-
-class _Options(NamedTuple):
-    """The options of one call, for each file."""
-
-    names: tuple[str, ...]
-    depth: int | None
-    sort: str
-    long: bool
-    chunks: bool
-    as_json: bool
-    stats: bool | None  # None: only for a capture
-    step: int | None
-    recover: bool
-    storage_options: dict[str, Any] | None
 
 
 def _complete(
@@ -173,7 +159,7 @@ def ls_command(
     file = source(file)
     places = _places(file, others, stats is not False, options["storage_options"])
     names = tuple(each for each in others if each not in places)
-    asked = _Options(names, stats=stats, step=step, **options)
+    asked = ListOptions(names, stats=stats, step=step, **options)
     if not places:
         _write(_listed(ctx, file, asked))
         return
@@ -212,7 +198,7 @@ def _places(
     return places
 
 
-def _listed(ctx: click.Context, file: str, asked: _Options) -> str:
+def _listed(ctx: click.Context, file: str, asked: ListOptions) -> str:
     """Return the listing of one file as text."""
     files = find_files(file, asked.storage_options, distributed=True)
     listings = [] if asked.stats else list(list_files(files, recover=asked.recover))
@@ -226,15 +212,12 @@ def _listed(ctx: click.Context, file: str, asked: _Options) -> str:
     if asked.stats:
         from ptsave.cli.statistics import statistics_text
 
-        return statistics_text(
-            files, asked.recover, asked.names, asked.depth, asked.step, asked.as_json
-        )
-    is_set = files.source is None
+        return statistics_text(files, asked)
     chosen = select(listings, asked.names)
     if asked.as_json:
         objects = [file_json(*pair) for pair in zip(listings, chosen, strict=True)]
-        return json.dumps(directory_json(file, files.index_path, objects) if is_set else objects[0])
-    folder = folder_at(file, asked.storage_options) if is_set else None
+        return json_text(file, files, objects)
+    folder = folder_at(file, asked.storage_options) if files.source is None else None
     if folder is not None:
         _note_others(ctx, folder, files)
     return "\n".join(_lines(listings, chosen, asked, files))
@@ -260,7 +243,7 @@ def _write(text: str) -> None:
 
 
 def _lines(
-    listings: list[FileListing], chosen: list[list[int]], asked: _Options, files: ShardFiles
+    listings: list[FileListing], chosen: list[list[int]], asked: ListOptions, files: ShardFiles
 ) -> list[str]:
     shown_on = terminal()
     style = Style(shown_on, with_places=asked.long, with_chunks=asked.chunks or asked.long)
@@ -278,6 +261,8 @@ def _lines(
         lines.append("")
     return [*lines, *totals_lines(listings, chosen, shown_on)]
 
+
+# --------------------------------------------------------------------------------------------- show
 
 _WIDTH = 80
 _MAX_VALUES = 1000  # torch also summarises a tensor with more elements

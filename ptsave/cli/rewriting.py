@@ -92,6 +92,8 @@ def convert_command(
     result(ctx, f"wrote {conversion.path}: {what}, {size} in {seconds:.2f} s")
 
 
+# ------------------------------------------------------------------------------------------ compact
+
 _COMPACT_EXAMPLES = """
 ptsave compact checkpoint.pt --dry-run
 ptsave compact checkpoint.pt -o small.pt
@@ -144,27 +146,26 @@ def compact_command(
         raise click.UsageError("pass one of --output OUT, --in-place and --dry-run")
     done = compact(file, output, dry_run=dry_run, progress=shows_progress(ctx), **options)
     if as_json:
-        found = {"path": done.path, "tensors": done.n_tensors, "storages": done.n_storages}
-        found |= {"nbytes_before": done.nbytes_before, "nbytes": done.nbytes}
-        found |= {"written": done.is_written}
-        click.echo(json.dumps(found))
+        facts = {"path": done.path, "tensors": done.n_tensors, "storages": done.n_storages}
+        facts |= {"nbytes_before": done.nbytes_before, "nbytes": done.nbytes}
+        click.echo(json.dumps({**facts, "written": done.is_written}))
         return
     saved = done.nbytes_before - done.nbytes
     where = f"wrote {done.path}" if done.is_written else file
     if done.n_storages == 0:
-        result(ctx, f"{where}: nothing to save: its tensors use all of their storages")
-        return
-    if saved <= 0:
-        result(ctx, f"{where}: nothing to save: it gets no smaller")
-        return
-    change = f"{size_text(done.nbytes_before)} -> {size_text(done.nbytes)}"
-    parts = count_text(done.n_storages, "storage")
-    could = "saved" if done.is_written else "could be saved"
-    result(ctx, f"{where}: {change}, {size_text(saved)} {could} in {parts}")
+        found = "nothing to save: its tensors use all of their storages"
+    elif saved <= 0:
+        found = "nothing to save: it gets no smaller"
+    else:
+        could = "saved" if done.is_written else "could be saved"
+        found = f"{size_text(done.nbytes_before)} -> {size_text(done.nbytes)}, "
+        found += f"{size_text(saved)} {could} in {count_text(done.n_storages, 'storage')}"
+    result(ctx, f"{where}: {found}")
 
+
+# ------------------------------------------------------------------------------------------ extract
 
 _N_SHOWN = 8
-
 _EXTRACT_EXAMPLES = """
 ptsave extract checkpoint.pt model                     # the state dict alone: model.pt
 ptsave extract checkpoint.pt model -o model.safetensors

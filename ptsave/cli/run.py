@@ -20,12 +20,7 @@ ptsave run -m torch.distributed.run --nproc-per-node 2 train.py
 _TO_THE_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-@click.command(
-    "run",
-    cls=Command,
-    examples=_EXAMPLES,
-    context_settings=_TO_THE_PROGRAM,
-)
+@click.command("run", cls=Command, examples=_EXAMPLES, context_settings=_TO_THE_PROGRAM)
 @click.option("--safetensors", is_flag=True, help="safetensors.torch's functions, too.")
 @click.option("--fsync", is_flag=True, help="Files survive power loss once they are saved.")
 @click.option("--no-atomic", is_flag=True, help="Overwrite files in place.")

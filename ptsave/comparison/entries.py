@@ -25,6 +25,7 @@ Kind = Literal["only in a", "only in b", "type", "value", "dtype", "shape", "num
 Detail = Literal["names", "shapes", "values"]
 _Pair: TypeAlias = tuple[Any, Any, str]  # two entries, and their name
 _PLAIN_KEYS = {str, int, bool, bytes}
+_NUMBERS = {int, float, complex}
 _BY_NUMBER = (Opaque, set, frozenset, deque)  # leaves that may hold objects that are not built
 
 
@@ -140,9 +141,12 @@ class EntryComparer:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             return self._compare_tensors(a, b, name) if self._wanted(name) else None
         parts = _parts(a), _parts(b)
-        if type(a) is not type(b) and not self._are_numbers(a, b):
-            self._note("type", name, a, b)
-            if parts[0] is None or parts[1] is None or _is_named(a) != _is_named(b):
+        are_numbers = self._settings.ignore_dtype and {type(a), type(b)} <= _NUMBERS
+        if type(a) is not type(b) and not are_numbers:
+            if self._wanted(name):
+                self.differences.append(EntryDifference("type", name, a, b))
+            are_named = isinstance(a, Mapping), isinstance(b, Mapping)
+            if parts[0] is None or parts[1] is None or are_named[0] != are_named[1]:
                 return None
         if parts[0] is None or parts[1] is None:
             if self._settings.detail == "values" and self._wanted(name):
@@ -176,10 +180,6 @@ class EntryComparer:
             if key not in a:
                 self._note_alone("only in b", value, f"{prefix}{key}")
 
-    def _note(self, kind: Kind, name: str, a: Any, b: Any) -> None:
-        if self._wanted(name):
-            self.differences.append(EntryDifference(kind, name, a, b))
-
     def _note_alone(self, kind: Kind, value: Any, top: str) -> None:
         for name, leaf in _leaves(value, top):
             if self._wanted(name):
@@ -208,14 +208,13 @@ class EntryComparer:
             self.pairs.append(TensorPair(name, a, b))
         return None
 
-    def _are_numbers(self, a: Any, b: Any) -> bool:
-        return self._settings.ignore_dtype and {type(a), type(b)} <= {int, float, complex}
-
     def _compare_values(self, a: Any, b: Any, name: str) -> None:
         if isinstance(a, _BY_NUMBER) and isinstance(b, _BY_NUMBER):
-            self._compare_by_number(a, b, name)
-            return
-        if {type(a), type(b)} <= {int, float, complex}:
+            equal = self._numbers.of(a) == self._numbers.of(b)
+            if equal:  # as far as it is not in tensors
+                for n, pair in enumerate(self._numbers.tensor_pairs(a, b)):
+                    self._compare_tensors(*pair, f"{name}.<tensor {n}>")
+        elif {type(a), type(b)} <= _NUMBERS:
             equal = _are_close(a, b, self._settings.tolerance)
         elif hasattr(a, "tobytes") and hasattr(b, "tobytes"):  # NumPy's arrays and scalars
             equal = comparable(a) == comparable(b)
@@ -229,14 +228,6 @@ class EntryComparer:
                 ) from error
         if not equal:
             self.differences.append(EntryDifference("value", name, a, b))
-
-    def _compare_by_number(self, a: Any, b: Any, name: str) -> None:
-        """Compare sets, and objects that are not built, by the contents that files give them."""
-        if self._numbers.of(a) != self._numbers.of(b):
-            self.differences.append(EntryDifference("value", name, a, b))
-            return
-        for n, (one, other) in enumerate(self._numbers.tensor_pairs(a, b)):
-            self._compare_tensors(one, other, f"{name}.<tensor {n}>")
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
@@ -257,10 +248,6 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     # An object without an __eq__ of its own is equal to another if their attributes are.
     has_equality = any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
     return None if has_equality else attributes_of(value) or None
-
-
-def _is_named(value: Any) -> bool:
-    return isinstance(value, Mapping)
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -499,11 +486,7 @@ def prefixes_of(name: str, other: str) -> tuple[str, str]:
     (('module.', ''), ('a.', 'b.'))
     """
     parts, others = name.split("."), other.split(".")
-    n = 0
-    while n < min(len(parts), len(others)) and parts[-1 - n] == others[-1 - n]:
-        n += 1
-    return _joined(parts[: len(parts) - n]), _joined(others[: len(others) - n])
-
-
-def _joined(parts: list[str]) -> str:
-    return "".join(f"{part}." for part in parts)
+    while parts and others and parts[-1] == others[-1]:
+        parts.pop()
+        others.pop()
+    return "".join(f"{part}." for part in parts), "".join(f"{part}." for part in others)

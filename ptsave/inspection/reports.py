@@ -263,18 +263,14 @@ def _verified(outline: Outline, progress: ProgressCallback | None) -> Verificati
 
 def _is_whole(archive: _core.Archive, progress: ProgressCallback | None) -> bool:
     n_threads = config.current().n_readers
-    for begin, end, limit in _batches(archive.limits()):
+    limits = archive.limits()  # the offset where each record ends
+    begin = done = 0
+    for end, limit in enumerate(limits, 1):
+        if limit - done < _READ_AT_ONCE_NBYTES and end < len(limits):
+            continue
         if not archive.are_whole(begin, end, n_threads=n_threads):
             return False
         if progress is not None:
             progress(limit)
+        begin, done = end, limit
     return True
-
-
-def _batches(limits: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of records, by their numbers, and the offset where each range ends."""
-    begin = done = 0
-    for end, limit in enumerate(limits, 1):
-        if limit - done >= _READ_AT_ONCE_NBYTES or end == len(limits):
-            yield begin, end, limit
-            begin, done = end, limit
