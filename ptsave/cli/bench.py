@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ptsave.cli.arguments import FILE
-from ptsave.cli.commands import Command, note, shows_progress
+from ptsave.cli.commands import FILE, Command, note, shows_progress
 from ptsave.support.text import size_text
 
 if TYPE_CHECKING:

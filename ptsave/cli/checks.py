@@ -15,10 +15,10 @@ from typing import Any
 
 import click
 
-from ptsave.cli.arguments import SOURCE, with_storage_options
 from ptsave.cli.commands import (
     FAILED,
     NEGATIVE,
+    SOURCE,
     Command,
     note,
     one_line,
@@ -26,6 +26,7 @@ from ptsave.cli.commands import (
     shows_progress,
     with_json,
     with_recovery,
+    with_storage_options,
 )
 from ptsave.cli.terminal import terminal
 from ptsave.contents.directories import (

@@ -8,8 +8,15 @@ from typing import Any
 
 import click
 
-from ptsave.cli.arguments import SOURCE, with_storage_options
-from ptsave.cli.commands import FAILED, NEGATIVE, Command, note, shows_progress
+from ptsave.cli.commands import (
+    FAILED,
+    NEGATIVE,
+    SOURCE,
+    Command,
+    note,
+    shows_progress,
+    with_storage_options,
+)
 from ptsave.support.text import printable
 
 _COLORS = {"-": "red", "+": "green", ">": "cyan", "~": "yellow", "!": "red"}

@@ -16,21 +16,19 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from ptsave.cli.arguments import (
-    FILE,
-    SOURCE,
-    complete_names,
-    names_in,
-    path_of_standard_input,
-    with_storage_options,
-)
 from ptsave.cli.commands import (
     FAILED,
+    FILE,
+    SOURCE,
     Command,
+    complete_names,
+    names_in,
     note,
+    path_of_standard_input,
     report_error,
     with_json,
     with_recovery,
+    with_storage_options,
     with_trust,
 )
 from ptsave.cli.listing import (

@@ -10,14 +10,18 @@ from typing import Any
 
 import click
 
-from ptsave.cli.arguments import FILE, SOURCE, STANDARD_INPUT, complete_names, with_storage_options
 from ptsave.cli.commands import (
+    FILE,
+    SOURCE,
+    STANDARD_INPUT,
     Command,
+    complete_names,
     note,
     result,
     shows_progress,
     with_json,
     with_recovery,
+    with_storage_options,
     with_trust,
 )
 from ptsave.errors import CorruptCheckpointError
