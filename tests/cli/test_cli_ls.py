@@ -141,12 +141,6 @@ def test_selection(path: Path) -> None:
     assert fail("ls", path, "modle") == f"ptsave: {path}: no entry 'modle'; did you mean 'model'?\n"
 
 
-def test_safetensors(tmp_path: Path) -> None:
-    save_file({"b": BIG, "a": torch.ones(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    rows = rows_of(ls(tmp_path / "model.safetensors"))
-    assert rows == {"b": ["float32", "[100, 100]", "39.1 KiB"], "a": ["int8", "[3]", "3 B"]}
-
-
 def test_directory_of_shards(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 4))
     ptsave.save_model(model, tmp_path, max_shard_size="5KB")

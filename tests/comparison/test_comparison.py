@@ -15,10 +15,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
-from safetensors.torch import save_file
 from stock_comparison import stock_save
 from torch import Tensor, nn
 
@@ -288,25 +286,16 @@ def test_sharing_is_a_remark(diff: Diff) -> None:
 # ------------------------------------------------------------------------------------------- kinds
 
 
-def test_files_directories_and_urls(tmp_path: Path) -> None:
+def test_tensors_by_dotted_names(tmp_path: Path) -> None:
+    """tests/test_front_door.py compares all other kinds of files."""
     state = {f"layer.{i}.weight": torch.randn(50, 60) for i in range(6)}
     stock_save(
         {"layer": {str(i): {"weight": t} for i, t in enumerate(state.values())}}, tmp_path / "a.pt"
     )
-    stock_save(state, tmp_path / "flat.pt")
-    save_file(state, tmp_path / "a.safetensors")
     ptsave.save_model(state, tmp_path / "shards", max_shard_size=40_000)
-    (tmp_path / "bin").mkdir()
-    for i, part in enumerate((slice(0, 3), slice(3, 6))):
-        name = f"pytorch_model-0000{i + 1}-of-00002.bin"
-        stock_save(dict(list(state.items())[part]), tmp_path / "bin" / name)
-    with fsspec.open("memory://compare/a.pt", "wb") as stream:
-        stock_save(state, stream)
-    places = [tmp_path / name for name in ("a.pt", "flat.pt", "a.safetensors", "shards", "bin")]
-    for place in [*places, "memory://compare/a.pt"]:
-        found = compare(str(place), str(tmp_path / "a.safetensors"))
-        assert found.equal, place
-        assert (found.n_tensors, found.remarks) == (6, [])
+    found = compare(str(tmp_path / "a.pt"), str(tmp_path / "shards"))
+    assert found.equal
+    assert (found.n_tensors, found.remarks) == (6, [])
     state["layer.3.weight"][2, 3] += 1
     stock_save({**state, "step": 1}, tmp_path / "b.pt")
     found = compare(str(tmp_path / "shards"), str(tmp_path / "b.pt"))
