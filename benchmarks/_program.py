@@ -23,8 +23,7 @@ from typing import Any
 
 from benchmarks._tables import by_state
 from benchmarks.plots import draw_report
-from ptsave.bench.plot import require_matplotlib
-from ptsave.bench.rounds import TIMES_STOCK, table
+from ptsave.bench.rounds import TIMES_STOCK, require_matplotlib, table
 from ptsave.bench.system import (
     AS_FOUND,
     REST_SECONDS,

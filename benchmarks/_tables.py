@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ptsave.bench.plot import Bar, Group
+from ptsave.bench.rounds import Bar, Group
 
 __all__ = ["Table", "by_state", "groups_of", "tables_of"]
 

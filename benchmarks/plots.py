@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._tables import Table, groups_of, tables_of
-from ptsave.bench.plot import draw_bars
+from ptsave.bench.rounds import draw_bars
 
 __all__ = ["RESULTS", "draw_report"]
 

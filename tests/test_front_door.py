@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 import ptsave
 from ptsave.inspection.extraction import read_entries
-from ptsave.inspection.required_globals import required_globals, unsafe_globals
+from ptsave.inspection.pickle_globals import required_globals, unsafe_globals
 from ptsave.inspection.verification import verify_file
 from ptsave.sources.local import describe
 

@@ -18,8 +18,8 @@ from reports import verify_directory
 from url_file_systems import TOKEN
 
 import ptsave
-from ptsave.cli.arguments import complete_names
-from ptsave.cli.ls import command as ls
+from ptsave.cli.commands import complete_names
+from ptsave.cli.entries import ls_command as ls
 from ptsave.comparison.compare import compare
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert

@@ -17,16 +17,18 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.capturing.run import CapturedRun, steps_text
 from ptsave.capturing.schema import CapturedValue, Statistics, parse_name
-from ptsave.comparison.entries import TensorPair
-from ptsave.comparison.moved_names import moved_names
-from ptsave.comparison.numbers import Tolerance, checked_tolerance, rows_in_order
+from ptsave.comparison.entries import moved_names
 from ptsave.comparison.tensors import (
     ComparedCheckpoint,
+    TensorPair,
+    Tolerance,
     cannot_compare,
+    checked_tolerance,
     compare_tensors,
     dense_values,
     flat,
     opened_sides,
+    rows_in_order,
     threads_of_measure,
 )
 from ptsave.contents.captures import is_capture

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ptsave.contents.contents import Contents
-    from ptsave.inspection.listing import FileListing
+    from ptsave.inspection.reports import FileListing
 
 _CALL_PHASES = frozenset(GRADIENT_PHASES.values())
 _STEP, _MODULE, _CLASS = map(CALL_FIELDS.index, ("step", "module", "class_name"))

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ptsave.cli.arguments import FILE
-from ptsave.cli.command import Command, note, shows_progress
+from ptsave.cli.commands import FILE, Command, note, shows_progress
 from ptsave.support.text import size_text
 
 if TYPE_CHECKING:
-    from ptsave.bench.disk import Measurement, Plan
+    from ptsave.bench.rounds import Measurement, Plan
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _EXAMPLES = """
@@ -53,7 +52,7 @@ def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int 
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
 @click.option("--plot", type=FILE, metavar="FILE", help="Write a picture, too: .png, .svg or .pdf.")
 @click.pass_context
-def command(
+def bench_command(
     ctx: click.Context,
     directory: str,
     *,
@@ -72,9 +71,16 @@ def command(
     has been touched.  s and GB/s are medians; ratios are medians of the ratios within a round.
     Files are removed afterwards.
     """
-    from ptsave.bench.disk import measure_disk, plan_disk
-    from ptsave.bench.plot import check_plot, plot_speeds
-    from ptsave.bench.rounds import SPEED_HEADER, aligned, speed_rows, table
+    from ptsave.bench.rounds import (
+        SPEED_HEADER,
+        aligned,
+        check_plot,
+        measure_disk,
+        plan_disk,
+        plot_speeds,
+        speed_rows,
+        table,
+    )
     from ptsave.bench.system import describe_machine
 
     if plot is not None:

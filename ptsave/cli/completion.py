@@ -18,7 +18,7 @@ from click.shell_completion import (
     split_arg_string,
 )
 
-from ptsave.cli.command import Command
+from ptsave.cli.commands import Command
 
 LINE = "_PTSAVE_LINE"  # the variable with the line
 
@@ -113,7 +113,7 @@ for _name in _SCRIPTS:
 
 @click.command("completion", cls=Command, examples=_EXAMPLES)
 @click.argument("shell", type=click.Choice([*_SCRIPTS]))
-def command(shell: str) -> None:
+def completion_command(shell: str) -> None:
     """Print the script with which SHELL completes commands, options, files and entries.
 
     Keep it in a file that the shell reads when it starts, as the examples do.

@@ -8,8 +8,15 @@ from typing import Any
 
 import click
 
-from ptsave.cli.arguments import SOURCE, with_storage_options
-from ptsave.cli.command import FAILED, NEGATIVE, Command, note, shows_progress
+from ptsave.cli.commands import (
+    FAILED,
+    NEGATIVE,
+    SOURCE,
+    Command,
+    note,
+    shows_progress,
+    with_storage_options,
+)
 from ptsave.support.text import printable
 
 _COLORS = {"-": "red", "+": "green", ">": "cyan", "~": "yellow", "!": "red"}
@@ -45,7 +52,7 @@ ptsave diff run.pt model.pt --capture --step 0  # the parameters of a step
 @with_storage_options("A", "a")
 @with_storage_options("B", "b")
 @click.pass_context
-def command(
+def diff_command(
     ctx: click.Context,
     /,
     a: str,
@@ -84,9 +91,9 @@ def command(
     """
     options["progress"] = shows_progress(ctx)
     if capture:
-        from ptsave.bench.plot import check_plot
+        from ptsave.bench.rounds import check_plot
         from ptsave.capturing.comparison import compare_captures
-        from ptsave.cli.diff_captures import capture_json, capture_lines, plot_errors
+        from ptsave.cli.differences import capture_json, capture_lines, plot_errors
 
         if names_only or shapes or ignore_dtype or only:
             raise click.UsageError(
@@ -104,7 +111,7 @@ def command(
         ctx.exit(NEGATIVE if not runs.equal else FAILED if runs.incomparable else 0)
     if exact or recover or step is not None or plot is not None:
         raise click.UsageError("--step, --exact, --recover and --plot need --capture")
-    from ptsave.cli.diff_checkpoints import comparison_json, comparison_lines
+    from ptsave.cli.differences import comparison_json, comparison_lines
     from ptsave.comparison.compare import compare
 
     found = compare(

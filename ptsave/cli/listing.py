@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ptsave.cli.terminal import PLAIN, Terminal
 from ptsave.contents.captures import CapturedRecords
-from ptsave.inspection.listing import FileListing, Totals, totals_of
+from ptsave.contents.files import ShardFiles
+from ptsave.inspection.reports import FileListing, Totals, totals_of
 from ptsave.support.text import (
     count_text,
     cut,
@@ -37,6 +39,21 @@ _MIN_REMARK_WIDTH = 12  # a shorter remark would say nothing
 _AT_HOME = {None, "cpu"}
 
 
+class ListOptions(NamedTuple):
+    """The options of one call of ``ptsave ls``, for each file."""
+
+    names: tuple[str, ...]
+    depth: int | None
+    sort: str
+    long: bool
+    chunks: bool
+    as_json: bool
+    stats: bool | None  # None: only for a capture
+    step: int | None
+    recover: bool
+    storage_options: dict[str, Any] | None
+
+
 class Style(NamedTuple):
     """How entries are shown: `with_places` in the file, and `with_chunks`, the parts of ranks.
 
@@ -55,13 +72,10 @@ def tree_lines(
     nodes = listing.tree.nodes
     if max_depth is not None:
         numbers = [number for number in numbers if nodes[number].depth < max_depth]
-    alone = len(nodes) == 1 and not listing.tree.path_of(0)
-    return _lines(
-        listing,
-        numbers,
-        ["" if alone else _INDENT * nodes[i].depth + _key_text(str(nodes[i].key)) for i in numbers],
-        style,
-    )
+    names = [_INDENT * nodes[i].depth + _key_text(str(nodes[i].key)) for i in numbers]
+    if len(nodes) == 1 and not listing.tree.path_of(0):  # the whole object, which has no name
+        names = [""] * len(numbers)
+    return _lines(listing, numbers, names, style)
 
 
 def _key_text(key: str) -> str:
@@ -223,9 +237,9 @@ class _Table:
             remarks.append(parts)
         group = self._listing.sharing.get(node.tensor)
         if group is not None:
-            other = group[0] if group[0] != node.tensor else group[1]
+            other = self._tree.tensor_nodes[group[0] if group[0] != node.tensor else group[1]]
             more = f" and {len(group) - 2} more" if len(group) > 2 else ""
-            remarks.append(f"shared with {printable(self._name_of(other))}{more}")
+            remarks.append(f"shared with {printable(self._tree.nodes[other].name)}{more}")
         return "".join(f"  {remark}" for remark in remarks)
 
     def _place_text(self, tensor: int) -> str:
@@ -235,9 +249,6 @@ class _Table:
         text = f"{nbytes} B" if offset is None else f"{nbytes} B at {offset + begin}"
         text += "" if record is None else f" in {printable(record)}"
         return text if storage_nbytes <= nbytes else f"{text}, a part of {storage_nbytes} B"
-
-    def _name_of(self, tensor: int) -> str:
-        return self._tree.nodes[self._tree.tensor_nodes[tensor]].name
 
 
 def _columns_of_tensor(facts: Facts) -> tuple[str, str, str, str]:
@@ -283,9 +294,10 @@ def value_text(value: Any) -> str:
         return str(value)
     if not is_plain(value):
         return ""
+    if isinstance(value, (str, bytes)):
+        return _cut(repr(value[: 4 * _MAX_VALUE_LENGTH]))
     if not isinstance(value, (list, tuple)):
-        begin = value[: 4 * _MAX_VALUE_LENGTH] if isinstance(value, (str, bytes)) else value
-        return _cut(repr(begin))
+        return _cut(repr(value))
     text = repr(value) if len(value) <= _MAX_VALUE_LENGTH else ""
     if 0 < len(text) <= _MAX_VALUE_LENGTH:
         return printable(text)
@@ -361,14 +373,17 @@ def file_json(listing: FileListing, numbers: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def directory_json(path: str, index_path: str, files: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON object for a directory of shards."""
+def json_text(path: str, files: ShardFiles, objects: Sequence[dict[str, Any]]) -> str:
+    """Return the JSON text for the object of a single file, or for those of a directory's files."""
+    if files.source is not None:
+        return json.dumps(objects[0])
     sums: dict[str, dict[str, int]] = {"totals": {}, "listed": {}}
-    for file in files:
+    for file in objects:
         for kind, found in sums.items():
             for key, value in file[kind].items():
                 found[key] = found.get(key, 0) + value
-    return {"path": path, "index": index_path or None, "files": list(files), **sums}
+    index = files.index_path or None
+    return json.dumps({"path": path, "index": index, "files": [*objects], **sums})
 
 
 def _tensor_json(listing: FileListing, number: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ptsave.cli.interrupts import exit_when_interrupted
+from ptsave.cli.terminal import exit_when_interrupted
 
 
 def main() -> None:
@@ -13,8 +13,7 @@ def main() -> None:
     import io
     import os
 
-    from ptsave.cli.command import exits_if_unwritable
-    from ptsave.cli.commands import commands
+    from ptsave.cli.commands import commands, exits_if_unwritable
 
     if "_PTSAVE_COMPLETE" in os.environ:  # a shell asks
         import ptsave.cli.completion  # noqa: F401 - tells click about the shells

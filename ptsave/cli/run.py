@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 import ptsave.startup
-from ptsave.cli.command import Command
+from ptsave.cli.commands import Command
 
 _EXAMPLES = """
 ptsave run train.py --epochs 3
@@ -20,12 +20,7 @@ ptsave run -m torch.distributed.run --nproc-per-node 2 train.py
 _TO_THE_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-@click.command(
-    "run",
-    cls=Command,
-    examples=_EXAMPLES,
-    context_settings=_TO_THE_PROGRAM,
-)
+@click.command("run", cls=Command, examples=_EXAMPLES, context_settings=_TO_THE_PROGRAM)
 @click.option("--safetensors", is_flag=True, help="safetensors.torch's functions, too.")
 @click.option("--fsync", is_flag=True, help="Files survive power loss once they are saved.")
 @click.option("--no-atomic", is_flag=True, help="Overwrite files in place.")
@@ -34,7 +29,7 @@ _TO_THE_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": Fa
 @click.option("--weights-only-check", is_flag=True, help="Warn of objects that need code to load.")
 @click.option("-m", "module", metavar="MODULE", help="Run a module, as python -m does.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [ARGUMENTS]...")
-def command(*, module: str | None, arguments: tuple[str, ...], **switches: bool) -> None:
+def run_command(*, module: str | None, arguments: tuple[str, ...], **switches: bool) -> None:
     """Run SCRIPT with ptsave.install() in it and in every Python that it starts.
 
     So workers of launchers, multiprocessing and data loaders have it, too. It happens when torch is

@@ -21,13 +21,13 @@ from ptsave.capturing.run import (
     entry_statistics,
     module_statistics,
 )
-from ptsave.cli.listing import directory_json, file_json, totals_lines
+from ptsave.cli.listing import ListOptions, file_json, json_text, totals_lines
 from ptsave.cli.terminal import Terminal, terminal
 from ptsave.contents.captures import captured_run, is_capture
 from ptsave.contents.contents import Contents
 from ptsave.contents.files import ShardFiles
 from ptsave.contents.opening import OpenOptions, open_each
-from ptsave.inspection.listing import FileListing, listing_of, select
+from ptsave.inspection.reports import FileListing, listing_of, select
 from ptsave.support.text import (
     count_text,
     cut,
@@ -48,48 +48,41 @@ _DISPENSABLE = ("norm", "dtype", "shape", "std")  # left out in this order if th
 _JSON_FIELDS = ("numel", "n_nan", "n_inf", "n_zero", "mean", "std", "min", "max", "norm")
 
 
-def statistics_text(  # noqa: PLR0917
-    files: ShardFiles,
-    recover: bool,
-    names: tuple[str, ...],
-    depth: int | None,
-    step: int | None,
-    as_json: bool,
-) -> str:
+def statistics_text(files: ShardFiles, asked: ListOptions) -> str:
     """Return the statistics of a checkpoint's tensors, or of a capture's modules, as text."""
-    contents = list(open_each(files, OpenOptions(recover=recover)))
+    contents = list(open_each(files, OpenOptions(recover=asked.recover)))
     if len(contents) == 1 and is_capture(contents[0].obj):
-        run = captured_run(contents[0].obj, contents[0].path)
-        return _statistics_of_run(run, names, depth, step, as_json)
-    if step is not None:
+        return _statistics_of_run(captured_run(contents[0].obj, contents[0].path), asked)
+    if asked.step is not None:
         raise click.UsageError(f"{files.path} is no capture, and has no steps: leave --step out")
     listings = [listing_of(each) for each in contents]
-    chosen = select(listings, names)
-    if as_json:
+    chosen = select(listings, asked.names)
+    if asked.as_json:
         objects = [
-            _add_statistics(file_json(listing, numbers), entry_statistics(each, listing, numbers))
+            _with_statistics(file_json(listing, numbers), entry_statistics(each, listing, numbers))
             for each, listing, numbers in zip(contents, listings, chosen, strict=True)
         ]
-        is_set = files.source is None
-        return json.dumps(
-            directory_json(files.path, files.index_path, objects) if is_set else objects[0]
-        )
-    return "\n".join(_statistics_of_files(contents, listings, chosen, depth))
+        return json_text(files.path, files, objects)
+    return "\n".join(_statistics_of_files(contents, listings, chosen, asked.depth))
 
 
-def _statistics_of_run(
-    run: CapturedRun, names: tuple[str, ...], depth: int | None, step: int | None, as_json: bool
-) -> str:
-    modules = module_statistics(run, step=step, patterns=names)
-    if as_json:
+def _statistics_of_run(run: CapturedRun, asked: ListOptions) -> str:
+    modules = module_statistics(run, step=asked.step, patterns=asked.names)
+    if asked.as_json:
         return json.dumps(_run_json(run, modules))
     totals = (
         f"{count_text(len(run.steps), 'step')}, {count_text(len(run.call_rows), 'call')}, "
         f"{count_text(len(run.value_rows), 'value')}"
     )
-    if names or step is not None:
-        totals = _totals_of(modules, step)
-    shown = [module for module in modules if depth is None or module.depth < depth]
+    if asked.names or asked.step is not None:  # of the listed modules or step
+        where = "" if asked.step is None else f" in step {asked.step}"
+        n_calls = sum(module.n_calls for module in modules)
+        n_tensors = sum(value.n_tensors for module in modules for value in module.values)
+        totals = (
+            f"{count_text(len(modules), 'module')}, {count_text(n_calls, 'call')}, "
+            f"{count_text(n_tensors, 'tensor')}{where}"
+        )
+    shown = [each for each in modules if asked.depth is None or each.depth < asked.depth]
     lines = [line for module in shown for line in _lines_of_module(module)]
     remarks = []
     if run.header.get("statistics") is False:
@@ -97,17 +90,6 @@ def _statistics_of_run(
     if run.totals is None:
         remarks.append("unfinished: the process was killed")
     return "\n".join([*_table(lines, terminal()), "", totals, *remarks])
-
-
-def _totals_of(modules: list[ModuleStatistics], step: int | None) -> str:
-    """Return the totals of the listed modules or step."""
-    where = "" if step is None else f" in step {step}"
-    n_calls = sum(module.n_calls for module in modules)
-    n_tensors = sum(value.n_tensors for module in modules for value in module.values)
-    return (
-        f"{count_text(len(modules), 'module')}, {count_text(n_calls, 'call')}, "
-        f"{count_text(n_tensors, 'tensor')}{where}"
-    )
 
 
 def _statistics_of_files(
@@ -179,7 +161,8 @@ def _line_of(name: str, value: ValueStatistics) -> _Line:
     if found is None:
         return _Line(name, cells, "".join(note))
     numbers = {key: _number_text(getattr(found, key)) for key in _COLUMNS[2:]}
-    remarks = [*_remarks(found)]
+    counts = {"NaN": found.n_nan, "Inf": found.n_inf}
+    remarks = [f"{short_count_text(n)} {name}" for name, n in counts.items() if n]
     return _Line(name, {**cells, **numbers}, ", ".join([*remarks, *note]), bool(remarks))
 
 
@@ -191,11 +174,6 @@ def statistics_line(value: ValueStatistics) -> str:
     numbers = [f"{name} {_number_text(getattr(found, name))}" for name in _COLUMNS[2:]]
     counts = f"{found.numel:,} elements, {found.n_nan:,} NaN, {found.n_inf:,} Inf"
     return "; ".join([", ".join(numbers), counts, *([printable(value.note)] if value.note else [])])
-
-
-def _remarks(found: PooledStatistics) -> list[str]:
-    counts = {"NaN": found.n_nan, "Inf": found.n_inf}
-    return [f"{short_count_text(n)} {name}" for name, n in counts.items() if n]
 
 
 def _number_text(number: complex) -> str:
@@ -283,13 +261,12 @@ def _run_json(run: CapturedRun, modules: Iterable[ModuleStatistics]) -> dict[str
     }
 
 
-def _add_statistics(
+def _with_statistics(
     file: dict[str, Any], statistics: Mapping[int, ValueStatistics]
 ) -> dict[str, Any]:
-    """Add statistics, in the order of the tensors, to the JSON object of a file; return it."""
+    """Return the JSON object of a file with statistics, in the order of its tensors."""
     for tensor, value in zip(file["tensors"], statistics.values(), strict=True):
-        tensor["note"] = value.note
-        tensor["statistics"] = statistics_json(value.statistics)
+        tensor |= {"note": value.note, "statistics": statistics_json(value.statistics)}
     return file
 
 

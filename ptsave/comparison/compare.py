@@ -19,15 +19,15 @@ from ptsave.comparison.entries import (
     EntryComparer,
     EntryDifference,
     Settings,
-    TensorPair,
     Wanted,
+    moved_names,
 )
-from ptsave.comparison.moved_names import moved_names
-from ptsave.comparison.numbers import checked_tolerance
 from ptsave.comparison.tensors import (
     ComparedCheckpoint,
     NumberMeasure,
+    TensorPair,
     are_empty,
+    checked_tolerance,
     compare_tensors,
     flat,
     opened_sides,

@@ -1,27 +1,31 @@
-"""Compares two objects entry by entry, except for the values of tensors."""
+"""Compares two objects entry by entry, except for the values of tensors.
+
+Objects that are not built are compared by numbers (`ValueNumbers`).
+"""
 
 from __future__ import annotations
 
 import cmath
 import fnmatch
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ptsave.comparison.numbers import NumberDifference, Tolerance
-from ptsave.comparison.value_numbers import ValueNumbers, comparable, opened
+from ptsave.comparison.tensors import NumberDifference, TensorPair, Tolerance, quantizer_of
+from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.containers import MAX_DEPTH, attributes_of, is_container, items_of, nested_too_deep
 from ptsave.tree.names import entry_not_found
-from ptsave.tree.opaque import Opaque
+from ptsave.tree.opaque import OPAQUE_HOLDERS, Opaque, type_name_of
 
 Kind = Literal["only in a", "only in b", "type", "value", "dtype", "shape", "numbers"]
 Detail = Literal["names", "shapes", "values"]
 _Pair: TypeAlias = tuple[Any, Any, str]  # two entries, and their name
 _PLAIN_KEYS = {str, int, bool, bytes}
+_NUMBERS = {int, float, complex}
 _BY_NUMBER = (Opaque, set, frozenset, deque)  # leaves that may hold objects that are not built
 
 
@@ -54,15 +58,6 @@ class EntryDifference:
     top: str = ""
     moved: str | None = None
     numbers: NumberDifference | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class TensorPair:
-    """Two tensors of one name whose values can be compared."""
-
-    name: str
-    a: Tensor
-    b: Tensor
 
 
 class Wanted:
@@ -146,9 +141,12 @@ class EntryComparer:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             return self._compare_tensors(a, b, name) if self._wanted(name) else None
         parts = _parts(a), _parts(b)
-        if type(a) is not type(b) and not self._are_numbers(a, b):
-            self._note("type", name, a, b)
-            if parts[0] is None or parts[1] is None or _is_named(a) != _is_named(b):
+        are_numbers = self._settings.ignore_dtype and {type(a), type(b)} <= _NUMBERS
+        if type(a) is not type(b) and not are_numbers:
+            if self._wanted(name):
+                self.differences.append(EntryDifference("type", name, a, b))
+            are_named = isinstance(a, Mapping), isinstance(b, Mapping)
+            if parts[0] is None or parts[1] is None or are_named[0] != are_named[1]:
                 return None
         if parts[0] is None or parts[1] is None:
             if self._settings.detail == "values" and self._wanted(name):
@@ -182,10 +180,6 @@ class EntryComparer:
             if key not in a:
                 self._note_alone("only in b", value, f"{prefix}{key}")
 
-    def _note(self, kind: Kind, name: str, a: Any, b: Any) -> None:
-        if self._wanted(name):
-            self.differences.append(EntryDifference(kind, name, a, b))
-
     def _note_alone(self, kind: Kind, value: Any, top: str) -> None:
         for name, leaf in _leaves(value, top):
             if self._wanted(name):
@@ -214,14 +208,13 @@ class EntryComparer:
             self.pairs.append(TensorPair(name, a, b))
         return None
 
-    def _are_numbers(self, a: Any, b: Any) -> bool:
-        return self._settings.ignore_dtype and {type(a), type(b)} <= {int, float, complex}
-
     def _compare_values(self, a: Any, b: Any, name: str) -> None:
         if isinstance(a, _BY_NUMBER) and isinstance(b, _BY_NUMBER):
-            self._compare_by_number(a, b, name)
-            return
-        if {type(a), type(b)} <= {int, float, complex}:
+            equal = self._numbers.of(a) == self._numbers.of(b)
+            if equal:  # as far as it is not in tensors
+                for n, pair in enumerate(self._numbers.tensor_pairs(a, b)):
+                    self._compare_tensors(*pair, f"{name}.<tensor {n}>")
+        elif {type(a), type(b)} <= _NUMBERS:
             equal = _are_close(a, b, self._settings.tolerance)
         elif hasattr(a, "tobytes") and hasattr(b, "tobytes"):  # NumPy's arrays and scalars
             equal = comparable(a) == comparable(b)
@@ -236,28 +229,11 @@ class EntryComparer:
         if not equal:
             self.differences.append(EntryDifference("value", name, a, b))
 
-    def _compare_by_number(self, a: Any, b: Any, name: str) -> None:
-        """Compare sets, and objects that are not built, by the contents that files give them."""
-        if self._numbers.of(a) != self._numbers.of(b):
-            self.differences.append(EntryDifference("value", name, a, b))
-            return
-        for n, (one, other) in enumerate(self._numbers.tensor_pairs(a, b)):
-            self._compare_tensors(one, other, f"{name}.<tensor {n}>")
-
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
     if a.layout != b.layout or a.is_quantized != b.is_quantized or a.is_nested != b.is_nested:
         return False
     return not a.is_quantized or quantizer_of(a) == quantizer_of(b)
-
-
-def quantizer_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the parameters that turn the integers of a quantized tensor into numbers."""
-    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point()
-    scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-    axis = tensor.q_per_channel_axis()
-    return tensor.qscheme(), tuple(scales.tolist()), tuple(zero_points.tolist()), axis
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
@@ -272,10 +248,6 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     # An object without an __eq__ of its own is equal to another if their attributes are.
     has_equality = any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
     return None if has_equality else attributes_of(value) or None
-
-
-def _is_named(value: Any) -> bool:
-    return isinstance(value, Mapping)
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -306,3 +278,215 @@ def _are_close(a: complex, b: complex, tolerance: Tolerance | None) -> bool:
         return abs(a - b) <= tolerance.atol + tolerance.rtol * abs(b) < float("inf")
     except OverflowError:  # integers that no float holds
         return False
+
+
+# ----------------------------------------------------------------------------------- value numbers
+
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_HOLDERS = (Opaque, *OPAQUE_HOLDERS)
+
+
+class _Again(NamedTuple):
+    """Stands for a container that is met again inside itself."""
+
+    order: int
+
+
+class _Open:
+    """A container with parts that have no number yet; `rest` are its parts without tokens."""
+
+    __slots__ = ("lowest", "order", "rest", "start", "value")
+
+    def __init__(self, value: Any, order: int, start: int, parts: Iterable[Any]) -> None:
+        self.value = value
+        # Number of incomplete containers before it, and that of the outermost container known to be
+        # in a circle with it.
+        self.order = self.lowest = order
+        self.start = start  # number of tokens in front of its own
+        self.rest = iter(parts)
+
+
+class ValueNumbers:
+    """Numbers the values of several files: two values have the same number if they are equal.
+
+    All tensors have one number, and all storages have one: `tensor_pairs` yields the pairs to
+    compare.  A part that two containers share counts as two equal parts.  Each container is
+    searched once, unless it holds itself.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._known: dict[int, int] = {}
+        self._seen: set[tuple[int, int]] = set()
+        self._kept: list[Any] = []  # kept alive, so that no id is used again
+
+    def of(self, value: Any) -> int:
+        """Return the number of a value."""
+        # A container is a row of tokens.  When it is complete, it is one token in the row around
+        # it.  Containers in a circle are completed together (Tarjan's algorithm).
+        tokens: list[Any] = []
+        orders: dict[int, int] = {}  # of incomplete containers
+        around = [_Open(None, -1, 0, (value,))]
+        while True:
+            for each in around[-1].rest:
+                part = opened(each)
+                if isinstance(part, Tensor):
+                    tokens.append(self._number(("tensor",) if each is part else ("storage",)))
+                elif not isinstance(part, _HOLDERS):
+                    tokens.append(self._number(comparable(each)))
+                elif id(part) in self._known:
+                    tokens.append(self._known[id(part)])
+                elif id(part) in orders:
+                    tokens.append(_Again(orders[id(part)]))
+                    around[-1].lowest = min(around[-1].lowest, orders[id(part)])
+                else:
+                    self._kept.append(part)
+                    order = next(reversed(orders.values()), -1) + 1
+                    orders[id(part)] = order
+                    inner = _parts_of(part)
+                    around.append(_Open(part, order, len(tokens), inner))
+                    tokens.append((len(inner), type_name_of(part)))
+                    break
+            else:
+                done = around.pop()
+                if not around:
+                    return int(tokens[0])
+                around[-1].lowest = min(around[-1].lowest, done.lowest)
+                if done.lowest == done.order:
+                    self._complete(done, tokens, orders)
+
+    def _complete(self, done: _Open, tokens: list[Any], orders: dict[int, int]) -> None:
+        """Replace the tokens of a container, and of all in a circle with it, by its number."""
+        form = tokens[done.start :]
+        if isinstance(done.value, (set, frozenset)) and all(type(each) is int for each in form[1:]):
+            form[1:] = sorted(form[1:])
+        form = [
+            _Again(each.order - done.order) if isinstance(each, _Again) else each for each in form
+        ]
+        number = self._number(tuple(form))
+        tokens[done.start :] = [number]
+        self._known[id(done.value)] = number
+        while orders and next(reversed(orders.values())) >= done.order:
+            orders.popitem()
+
+    def _number(self, form: Any) -> int:
+        return self._numbers.setdefault(form, len(self._numbers))
+
+    def tensor_pairs(self, a: Any, b: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the pairs of tensors in two values of one number, once per pair of containers."""
+        pending = [(a, b)]
+        while pending:
+            one, other = map(opened, pending.pop())
+            if isinstance(one, Tensor):
+                yield one, other
+            elif isinstance(one, _HOLDERS) and (id(one), id(other)) not in self._seen:
+                self._seen.add((id(one), id(other)))
+                self._kept += one, other
+                parts = zip(self._in_order(one), self._in_order(other), strict=True)
+                pending += reversed([*parts])
+
+    def _in_order(self, value: Any) -> list[Any]:
+        parts = _parts_of(value)
+        return sorted(parts, key=self.of) if isinstance(value, (set, frozenset)) else parts
+
+
+def _parts_of(value: Any) -> list[Any]:
+    if isinstance(value, Opaque):
+        return value.parts
+    if isinstance(value, (set, frozenset)):
+        return [*value]
+    items = [*items_of(value)]
+    if isinstance(value, Mapping) and not any(isinstance(key, _HOLDERS) for key, _ in items):
+        items.sort(key=lambda item: repr(comparable(item[0])))  # their order does not count
+    attributes = attributes_of(value)
+    return [*(part for item in items for part in item), *([attributes] if attributes else [])]
+
+
+def comparable(value: Any) -> tuple[Any, ...]:
+    """Return a hashable form of a value that equals itself, even for NaN and NumPy's arrays."""
+    if hasattr(value, "tobytes"):
+        return type(value), str(value.dtype), value.shape, value.tobytes()
+    try:
+        hash(value)
+        is_equal = bool(value == value)  # noqa: PLR0124 - NaN
+    except Exception:  # a slice, or a signaling NaN
+        is_equal = False
+    return type(value), value if is_equal else repr(value)
+
+
+def opened(value: Any) -> Any:
+    """Return a storage as a tensor over it, and any other value as it is."""
+    if isinstance(value, torch.TypedStorage):
+        dtype, value = value.dtype, untyped_of(value)
+        if dtype in _QUANTIZED:  # their tensors need more than a storage
+            dtype = torch.uint8
+        return torch.empty(0, dtype=dtype, device=value.device).set_(value)
+    if isinstance(value, torch.UntypedStorage):
+        return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
+    return value
+
+
+# ------------------------------------------------------------------------------------- moved names
+
+# Parts that wrappers put into names, at any depth.
+_WRAPPERS = frozenset(
+    {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+)
+
+
+def moved_names(a: Mapping[str, Hashable], b: Mapping[str, Hashable]) -> dict[str, str]:
+    """Return the new names in `b` of names in `a`, where these are clear.
+
+    Parts from wrappers (``module.``, ``_orig_mod.``) do not count.  One name must end in the whole
+    of the other (``model.fc.weight``, ``fc.weight``), or both must end in the same two parts or
+    more.  The longest common end decides between several candidates.  The values of both names,
+    such as dtype and shape, must be equal.
+
+    >>> moved_names({"fc.weight": 1, "fc.bias": 2}, {"module.fc.weight": 1, "module.fc.bias": 3})
+    {'fc.weight': 'module.fc.weight'}
+    """
+    by_end: dict[tuple[str, Hashable], list[str]] = {}
+    for name, fact in b.items():
+        for end in _ends(name):
+            by_end.setdefault((end, fact), []).append(name)
+    moved: dict[str, str] = {}
+    for name, fact in a.items():
+        found = _partner([by_end.get((end, fact), []) for end in _ends(name)])
+        if found is not None:
+            moved[name] = found
+    count = Counter(moved.values())  # a name that several would have become is not clear
+    return {name: other for name, other in moved.items() if count[other] == 1}
+
+
+def _ends(name: str) -> list[str]:
+    """Return the dotted ends of a name, the longest first: ``a.b.c``, ``b.c``, ``c``."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return [".".join(parts[begin:]) for begin in range(len(parts))]
+
+
+def _partner(candidates: list[list[str]]) -> str | None:
+    n_parts = len(candidates)
+    begin = next((i for i, names in enumerate(candidates) if names), n_parts)
+    if begin == n_parts:
+        return None
+    n_common, names = n_parts - begin, candidates[begin]
+    if len(names) > 1:
+        # A name may be the end of many others: the one without further parts is meant.
+        names = [other for other in names if len(_ends(other)) == n_common]
+    if len(names) != 1:
+        return None
+    is_whole = n_common == min(n_parts, len(_ends(names[0])))
+    return names[0] if is_whole or n_common >= 2 else None
+
+
+def prefixes_of(name: str, other: str) -> tuple[str, str]:
+    """Return the beginnings of two names, in front of the parts at their common end.
+
+    >>> prefixes_of("module.fc.weight", "fc.weight"), prefixes_of("a.w", "b.w")
+    (('module.', ''), ('a.', 'b.'))
+    """
+    parts, others = name.split("."), other.split(".")
+    while parts and others and parts[-1] == others[-1]:
+        parts.pop()
+        others.pop()
+    return "".join(f"{part}." for part in parts), "".join(f"{part}." for part in others)

@@ -40,12 +40,12 @@ def read_entries(
     `names` are dotted names of tensors, containers or values, or paths of keys such as ``"('a.b',
     0)"``.  Raises KeyError, with similar names, if there is no such entry.
     """
-    options: dict[str, Any] = {
-        "verify": verify,
-        "recover": recover,
-        "storage_options": storage_options,
-    }
-    with position_kept(file), open_archive(file, **options) as archive:
+    with (
+        position_kept(file),
+        open_archive(
+            file, verify=verify, recover=recover, storage_options=storage_options
+        ) as archive,
+    ):
         return {name: find_entry(archive.__getitem__, name) for name in names}
 
 
@@ -54,10 +54,8 @@ def read_whole(
 ) -> tuple[dict[str, Any], list[str]]:
     """Read all intact entries of a file that is damaged, or has lost its end.
 
-    Also returns the names of all parts left out.  These are damaged tensors and objects that are
-    not built.  A list or tuple that holds one is left out as a whole, because its other parts would
-    change places.  Raises CorruptCheckpointError if more than tensors is damaged, and TypeError if
-    the file holds no dict.
+    Also returns the names of the parts left out: damaged tensors, and objects that are not built.
+    Raises CorruptCheckpointError if more than tensors is damaged, TypeError if there is no dict.
     """
     found = verify_file(file, recover=True, storage_options=storage_options)
     with position_kept(file):
@@ -79,8 +77,32 @@ def without_entries(obj: Mapping[Any, Any], names: Set[str]) -> tuple[dict[str, 
     Lists and tuples that hold such a leaf are left out, too, because their other parts would change
     places.
     """
-    rest = _Rest(names)
-    return rest.of(obj), rest.lost
+    lost: list[str] = []
+    copies: dict[int, Any] = {}  # a mapping that is met again gives the same copy
+
+    def rest_of(container: Any, prefix: str, depth: int) -> Any:
+        if id(container) in copies:
+            return copies[id(container)]
+        rest: dict[Any, Any] = OrderedDict() if type(container) is OrderedDict else {}
+        copies[id(container)] = rest
+        set_attributes(rest, attributes_of(container))
+        for key, value in items_of(container):
+            name = f"{prefix}{key}"
+            inner = value
+            if type(value) in (dict, OrderedDict) and value and depth < MAX_DEPTH:
+                inner = rest_of(value, f"{name}.", depth + 1)
+                if not inner:  # all of it is left out
+                    continue
+            elif name in names or (
+                isinstance(value, (list, tuple, set, frozenset, Mapping))
+                and any(each.startswith(f"{name}.") for each in names)
+            ):
+                lost.append(name)
+                continue
+            rest[key] = inner
+        return rest
+
+    return rest_of(obj, "", 0), lost
 
 
 def without_opaque(obj: Any) -> tuple[Any, list[str]]:
@@ -93,39 +115,6 @@ def _opaque_in(obj: Any) -> set[str]:
     tree = EntryTree(obj)
     leaves = [node for n, node in enumerate(tree.nodes) if not tree.is_container(n)]
     return {node.name for node in leaves if holds_opaque((node.key, node.value))}
-
-
-class _Rest:
-    """Copies mappings without damaged leaves; `lost` has the names of what is left out."""
-
-    def __init__(self, damaged: Set[str]) -> None:
-        self.lost: list[str] = []
-        self._damaged = damaged
-        self._made: dict[int, Any] = {}
-
-    def of(self, container: Any, prefix: str = "", depth: int = 0) -> Any:
-        """Return a copy of a mapping; a mapping that is met again gives the same copy."""
-        if id(container) in self._made:
-            return self._made[id(container)]
-        made: dict[Any, Any] = OrderedDict() if type(container) is OrderedDict else {}
-        self._made[id(container)] = made
-        set_attributes(made, attributes_of(container))
-        for key, value in items_of(container):
-            name = f"{prefix}{key}"
-            inner = value
-            if type(value) in (dict, OrderedDict) and value and depth < MAX_DEPTH:
-                inner = self.of(value, f"{name}.", depth + 1)
-                if not inner:  # all of it is damaged
-                    continue
-            elif name in self._damaged or self._holds_damaged(value, name):
-                self.lost.append(name)
-                continue
-            made[key] = inner
-        return made
-
-    def _holds_damaged(self, value: Any, name: str) -> bool:
-        is_other = isinstance(value, (list, tuple, set, frozenset, Mapping))
-        return is_other and any(each.startswith(f"{name}.") for each in self._damaged)
 
 
 def find_entry(find: Callable[[str | Path], Any], name: str) -> Any:
@@ -174,9 +163,7 @@ def write_entries(
     """Write entries to a file; nothing is left behind if that fails.
 
     One entry is written as it is, several as a dict.  The suffix ``.safetensors`` or ``.npy`` of a
-    path or URL chooses that format; otherwise :func:`ptsave.save` writes the file.  `max_size`
-    limits the bytes of the tensors in these two formats, which hold each tensor in full.  By
-    default it is 8 times the bytes of the tensors' storages, and at least 1 GiB.
+    path or URL chooses that format, in which `max_size` limits the bytes of the tensors.
     """
     obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
     if not isinstance(output, str):
@@ -189,7 +176,7 @@ def write_entries(
     if exists(target) and not overwrite:
         raise FileExistsError(errno.EEXIST, "there is such a file: --force replaces it", output)
     if output.endswith(".safetensors"):
-        tensors = _tensors_of(entries)
+        tensors = _tensors_of(dict(entries) if isinstance(obj, Tensor) else obj)
         check_expansion(tensors.values(), output, max_size=max_size)
         write_safetensors(tensors, target, {"format": "pt"})
     elif output.endswith(".npy"):
@@ -201,11 +188,8 @@ def write_entries(
         save(obj, target)
 
 
-def _tensors_of(entries: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all tensors by name, and refuse entries that hold other values."""
-    obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
-    if isinstance(obj, Tensor):
-        obj = dict(entries)
+def _tensors_of(obj: Any) -> dict[str, Tensor]:
+    """Return all tensors by name, and refuse an object that holds other values."""
     tree = EntryTree(obj)
     tensors: dict[str, Tensor] = {}
     for number, node in enumerate(tree.nodes):

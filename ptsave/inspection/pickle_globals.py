@@ -1,14 +1,22 @@
-"""Finds the globals of a pickle by reading its steps, without running them."""
+"""Finds the functions and classes that a checkpoint asks for, without running its pickle.
+
+Only functions import the modules that need torch, because `ptsave globals` often works without.
+"""
 
 from __future__ import annotations
 
 import _compat_pickle
+import io
 import pickletools
 import re
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from ptsave.contents.directories import find_files
 from ptsave.errors import CorruptCheckpointError
+from ptsave.sources.local import named_errors, position_kept
+from ptsave.sources.ranges import RangeSource
 
 # The globals that most files name and that every torch allows.
 ORDINARY_GLOBALS = frozenset(
@@ -94,3 +102,80 @@ def _dtype_class(code: str | None) -> dict[str, str]:
         if kind.__module__ == "numpy.dtypes":  # before NumPy 1.25 they have no names
             return {f"numpy.dtypes.{kind.__name__}": "numpy.dtypes"}
     return {}
+
+
+# Of a legacy file: magic number, protocol, machine, object, keys of its storages.
+_N_LEGACY_PICKLES = 5
+
+
+def required_globals(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return the functions and classes that a checkpoint's files name, and their modules.
+
+    The full names are those of Python 3, as torch has them.  The steps of the pickle are read, not
+    run.  With NumPy's arrays come the classes of their dtypes: no file names them, but torch wants
+    them allowed.
+    """
+    from ptsave.contents.opening import require_checkpoint
+
+    found: dict[str, str] = {}
+    with position_kept(f):
+        for source in find_files(f, storage_options).open():
+            with named_errors(source.name):
+                require_checkpoint(source)
+                found |= _globals_in(source)
+    return found
+
+
+def _globals_in(source: RangeSource) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if source.kind == "legacy":
+        with source.stream() as stream:
+            for _ in range(_N_LEGACY_PICKLES):
+                found |= globals_in_pickle(stream, source.name)
+    elif source.kind == "zip":
+        found = globals_in_pickle(io.BytesIO(_pickle_of(source)), source.name)
+    return found  # a safetensors file has none
+
+
+def _pickle_of(source: RangeSource) -> bytes:
+    from ptsave.archive.checks import check_compressed_members
+    from ptsave.archive.opening import open_source_archive
+    from ptsave.contents.opening import require_saved_object
+    from ptsave.support.torch_serialization import ArchiveFileReader
+
+    reader = open_source_archive(source, verify=True)
+    require_saved_object(reader)
+    if reader.engine.all_stored:
+        return reader.get_record("data.pkl")
+    check_compressed_members(reader)
+    with source.stream() as stream:
+        data: bytes = ArchiveFileReader(stream).get_record("data.pkl")
+    return data
+
+
+def unsafe_globals(names: Iterable[str]) -> list[str]:
+    """Return the globals that neither torch nor the user allows with ``weights_only=True``."""
+    from ptsave.support.torch_serialization import allowed_globals, user_allowed_globals
+
+    allowed = {*allowed_globals(), *user_allowed_globals()}
+    return sorted(name for name in names if name not in allowed)
+
+
+def never_allowed(module: str) -> bool:
+    """Whether torch refuses a module's functions even if the user allows them."""
+    from ptsave.support.torch_serialization import blocked_modules
+
+    return module in ("", *blocked_modules)
+
+
+def code_to_allow(modules: Mapping[str, str]) -> str:
+    """Return the Python code that makes torch build some globals, given the module of each.
+
+    >>> print(code_to_allow({"pathlib.PosixPath": "pathlib"}))
+    import pathlib, torch
+    torch.serialization.add_safe_globals([pathlib.PosixPath])
+    """
+    return (
+        f"import {', '.join(sorted({'torch', *modules.values()}))}\n"
+        f"torch.serialization.add_safe_globals([{', '.join(sorted(modules))}])"
+    )

@@ -24,8 +24,8 @@ from ptsave.contents.files import is_metadata, refuse_file_of_rank, require_file
 from ptsave.contents.opening import open_file, reporting_damage, require_saved_object
 from ptsave.contents.opening import recover as recovery_of
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError, bare_message
-from ptsave.inspection.findings import NO_CHECKSUMS, Problem, Verification, compare_with_index
 from ptsave.inspection.pickle_globals import globals_in_pickle
+from ptsave.inspection.reports import NO_CHECKSUMS, Problem, Verification, compare_with_index
 from ptsave.sources.local import position_kept
 from ptsave.sources.ranges import FsspecFile, RangeSource
 from ptsave.support.calls import ProgressCallback, progress_from
@@ -33,6 +33,23 @@ from ptsave.support.text import count_text, some_of
 from ptsave.support.torch_serialization import restricted_unpickler
 from ptsave.tree.containers import MAX_DEPTH
 from ptsave.tree.tree import EntryTree
+
+_METADATA_UNCHECKED = (
+    "its metadata has no checksum, because torch's writer adds none: a name or number that has "
+    "changed and is still valid is not noticed"
+)
+_UNKNOWN_TENSORS = (
+    "its tensors cannot be named: its object needs more than weights_only=True, or values that are "
+    "damaged"
+)
+_TOO_DEEP = (
+    f"containers are nested deeper than {MAX_DEPTH} levels: tensors below that were verified, but "
+    "are not named"
+)
+_WITHOUT_CHECKSUMS = (
+    "its storages have no checksums (set_crc32_options(False) or skip_data()): they were read, but "
+    "not compared"
+)
 
 
 def verify_all(
@@ -61,10 +78,9 @@ def verify_file(
 ) -> Verification:
     """Check a file: every checksum, and that every record and tensor lies where it can.
 
-    All checkpoints of a directory count, by their contents; subdirectories are not searched.
-    `progress` gets the bytes read in all files so far.  With `recover`, a file without its end
-    is checked as far as :func:`ptsave.open` recovers it.  Such a file is whole if no finished part
-    is lost.  Raises OSError if there is no checkpoint at all.
+    All checkpoints of a directory count; subdirectories are not searched.  With `recover`, a file
+    without its end is whole if no part that :func:`ptsave.open` recovers is lost.  Raises OSError
+    if there is no checkpoint at all.
     """
     with position_kept(f):
         contents = checkpoint_files(f, storage_options)
@@ -240,24 +256,6 @@ def _verify_archive(
     )
 
 
-_METADATA_UNCHECKED = (
-    "its metadata has no checksum, because torch's writer adds none: a name or number that has "
-    "changed and is still valid is not noticed"
-)
-_UNKNOWN_TENSORS = (
-    "its tensors cannot be named: its object needs more than weights_only=True, or values that are "
-    "damaged"
-)
-_TOO_DEEP = (
-    f"containers are nested deeper than {MAX_DEPTH} levels: tensors below that were verified, but "
-    "are not named"
-)
-_WITHOUT_CHECKSUMS = (
-    "its storages have no checksums (set_crc32_options(False) or skip_data()): they were read, but "
-    "not compared"
-)
-
-
 class _Tensors(NamedTuple):
     """The names of all tensors, and of the tensors in each record; `is_whole` as in `EntryTree`."""
 
@@ -344,11 +342,3 @@ def _verify_unfinished(source: RangeSource) -> Verification:
 def _problem_of(error: CorruptCheckpointError) -> Problem:
     reason = bare_message(error, error.path)
     return Problem(reason, error.record, error.offset, list(error.entries))
-
-
-# ------------------------------------------------------------------ distributed checkpoints
-
-_METADATA_UNCHECKED = (
-    "its metadata has no checksum, as torch's writer gives it none: a name or a number in it that "
-    "has changed and still makes sense is not found"
-)

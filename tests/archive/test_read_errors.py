@@ -72,9 +72,9 @@ from ptsave.comparison.compare import compare
 from ptsave.conversion.converting import convert
 from ptsave.contents.opening import OpenOptions, open_checkpoint
 from ptsave.inspection.extraction import read_entries
-from ptsave.inspection.listing import listing_of
+from ptsave.inspection.reports import listing_of
 from ptsave.inspection.verification import verify_file
-from ptsave.inspection.required_globals import required_globals
+from ptsave.inspection.pickle_globals import required_globals
 
 warnings.simplefilter("ignore")
 shim = ctypes.CDLL(None)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.capturing.comparison import TensorDifference, difference_of_rows
-from ptsave.comparison.numbers import Tolerance, number_difference
+from ptsave.comparison.tensors import Tolerance, number_difference
 
 # Of torch: a prototype.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

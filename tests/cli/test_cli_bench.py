@@ -12,27 +12,21 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from command_line import run
+from command_line import json_of, run
 
-from ptsave.bench import disk, limits, rounds, system, worker
-from ptsave.bench.disk import MIN_NBYTES, plan_disk
-from ptsave.bench.rounds import LIMIT, SPEED_HEADER, Results
+from ptsave.bench import limits, rounds, system, worker
+from ptsave.bench.rounds import LIMIT, MIN_NBYTES, SPEED_HEADER, Results, plan_disk
 from ptsave.bench.system import Figure, Task, filesystem_of
 
 MIB = 1 << 20
 
 
-class Fake(NamedTuple):
-    """Stands in for the processes that measure, each of which takes seconds to start."""
-
-    tasks: list[Task]
-
-
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+def tasks(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    """Return the tasks of processes that measure, without the seconds in which each starts."""
     tasks: list[Task] = []
 
     def run_worker(task: Task) -> Figure:
@@ -44,7 +38,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
     monkeypatch.setattr(rounds, "_run_worker", run_worker)
     monkeypatch.setattr(limits, "measure", lambda mode, path, nbytes: (10**9, {"1": 1.0, "2": 0.5}))
-    return Fake(tasks)
+    return tasks
 
 
 bench = partial(run, "bench")
@@ -62,12 +56,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(place)
 
 
-def test_table(fake: Fake, folder: Path) -> None:
+def test_table(tasks: list[Task], folder: Path) -> None:
     result = bench(str(folder), "--size", "32MiB", "--rounds", "2")
     assert result.exit_code == 0, result.stderr
     header, *lines = result.stdout.splitlines()
     assert all(name in header for name in SPEED_HEADER)
-    titles = [workload.title for workload in disk.WORKLOADS.values()]
+    titles = [workload.title for workload in rounds.WORKLOADS.values()]
     if filesystem_of(folder).startswith("tmpfs"):
         titles = ["save", "load, warm"]
         assert "nothing there is durable, or cold" in result.stderr
@@ -83,10 +77,10 @@ def test_table(fake: Fake, folder: Path) -> None:
     assert os.listdir(folder) == []
 
 
-def test_says_beforehand_what_is_written(fake: Fake, tmp_path: Path) -> None:
+def test_says_beforehand_what_is_written(tasks: list[Task], tmp_path: Path) -> None:
     result = bench(str(tmp_path), "--size", "1GiB", "--rounds", "3")
     plan = plan_disk(str(tmp_path), 1 << 30, 3)
-    written = sum(task.action == "save" for task in fake.tasks) + 3 * 3 * sum(
+    written = sum(task.action == "save" for task in tasks) + 3 * 3 * sum(
         workload.action == "save" for workload in plan.workloads.values()
     )
     assert plan.nbytes_written == written << 30
@@ -94,8 +88,8 @@ def test_says_beforehand_what_is_written(fake: Fake, tmp_path: Path) -> None:
     assert bench(str(tmp_path), "--quiet").stderr == ""
 
 
-def test_json_and_markdown(fake: Fake, tmp_path: Path) -> None:
-    found = json.loads(bench(str(tmp_path), "--json", "--size", "40M").stdout)
+def test_json_and_markdown(tasks: list[Task], tmp_path: Path) -> None:
+    found = json_of("bench", tmp_path, "--size", "40M")
     assert (found["nbytes"], found["state"]) == (40 * MIB, "as found")
     assert found["workloads"]["load-warm"]["ptsave"]["times_torch"] == 4.0
     assert found["workloads"]["save"]["ptsave"]["seconds"] == [1.0] * 3
@@ -104,11 +98,11 @@ def test_json_and_markdown(fake: Fake, tmp_path: Path) -> None:
     assert str(tmp_path) not in text
 
 
-def test_states(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def states(*arguments: str) -> set[str]:
-        fake.tasks.clear()
+        tasks.clear()
         assert bench(str(tmp_path), "--size", "32MiB", *arguments).exit_code == 0
-        return {task.state for task in fake.tasks if "loaded" not in task.path or task.nbytes == 0}
+        return {task.state for task in tasks if "loaded" not in task.path or task.nbytes == 0}
 
     assert states() == {"as found"}
     assert states("--state", "warmed-up") == {"warmed up"}
@@ -118,7 +112,7 @@ def test_states(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "only root can make memory cold" in result.stderr
 
 
-def test_plot(fake: Fake, tmp_path: Path) -> None:
+def test_plot(tasks: list[Task], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = bench(str(tmp_path), "--plot", str(tmp_path / "speeds.svg"))
     assert result.exit_code == 0, result.stderr
@@ -126,17 +120,17 @@ def test_plot(fake: Fake, tmp_path: Path) -> None:
 
 
 def test_plot_without_matplotlib(
-    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = bench(str(tmp_path), "--plot", str(tmp_path / "x.png"))
-    assert (result.exit_code, fake.tasks) == (2, [])
+    assert (result.exit_code, tasks) == (2, [])
     assert result.stderr == (
         "ptsave: plots need matplotlib: pip install 'ptsave[plot]', or pip install matplotlib\n"
     )
 
 
-def test_what_cannot_be_measured(fake: Fake, tmp_path: Path) -> None:
+def test_what_cannot_be_measured(tasks: list[Task], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cases = {
         ("nowhere",): "nowhere: No such file or directory",
@@ -153,7 +147,7 @@ def test_what_cannot_be_measured(fake: Fake, tmp_path: Path) -> None:
         assert (result.exit_code, result.stdout) == (2, ""), arguments
         assert message in result.stderr
         assert "Error" in result.stderr or result.stderr.count("\n") == 1
-    assert fake.tasks == []
+    assert tasks == []
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -164,13 +158,17 @@ def test_read_only_directory(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (2, f"ptsave: {tmp_path}: Permission denied\n")
 
 
-def test_too_little_memory(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "available_nbytes", lambda: 200 * MIB)
+def test_too_little_memory(
+    tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "available_nbytes", lambda: 200 * MIB)
     assert "choose a smaller size" in bench(str(tmp_path), "--size", "100M").stderr
     assert plan_disk(str(tmp_path)).nbytes == 50 * MIB
 
 
-def test_a_failing_worker(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_worker(
+    tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(self: Any, workload: Any, contender: str, results: Results) -> None:
         raise RuntimeError(f"save with {contender} has failed: OSError: No space left on device")
 

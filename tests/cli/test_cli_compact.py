@@ -69,18 +69,13 @@ def test_views_that_overlap_share(tmp_path: Path) -> None:
 
 def test_strided_views_alone_become_contiguous(tmp_path: Path) -> None:
     base = torch.randn(1000, 100)
-    found, _ = compacted(tmp_path, {"column": base[:, 3]})
-    assert torch.equal(found["column"], base[:, 3])
-    assert storage_nbytes(found["column"]) == 4000
+    for view in (base[:, 3], torch.arange(10_001)[::100]):
+        found, done = compacted(tmp_path, {"view": view})
+        assert torch.equal(found["view"], view)
+        assert storage_nbytes(found["view"]) == view.nbytes
+        assert done.n_storages == 1
     found, _ = compacted(tmp_path, {"nearly": base[1:, 1:]})
     assert found["nearly"].stride() == (100, 1)
-
-
-def test_sparse_views_of_all_of_a_storage_become_contiguous(tmp_path: Path) -> None:
-    found, done = compacted(tmp_path, {"hundredth": torch.arange(10_001)[::100]})
-    assert found["hundredth"].tolist() == list(range(0, 10_001, 100))
-    assert storage_nbytes(found["hundredth"]) == 101 * 8
-    assert done.n_storages == 1
 
 
 def test_views_that_are_near_stay_together(tmp_path: Path) -> None:
@@ -238,16 +233,6 @@ def test_files_that_load_whole(tmp_path: Path, legacy: bool) -> None:
     found = torch.load(tmp_path / "b.pt")
     assert torch.equal(found["a"], obj["a"])
     assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
-
-
-def test_locations_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
-        path = saved(tmp_path / "a.pt", {"a": torch.arange(1000)[5:8], "b": torch.ones(2)})
-    compact(path)
-    with ptsave.open(path) as archive:
-        assert [info.location for info in archive.infos()] == ["cuda:1", "cuda:1"]
-        assert archive["a"].tolist() == [5, 6, 7]
 
 
 def test_random_views(tmp_path: Path) -> None:

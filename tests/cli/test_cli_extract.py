@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import torch
 from _corruption import flip, offset_of
-from command_line import fail, run
+from click.shell_completion import ShellComplete
+from command_line import fail, json_of, run
 from safetensors.torch import load_file, save_file
 from stock_comparison import assert_same_object, stock_load
 from torch import Tensor
 from warm_python import WarmProcess, run_warm
 
-import ptsave
-from ptsave.cli.completion import LINE
+from ptsave.cli.commands import commands
 from ptsave.inspection.extraction import read_whole, write_entries
 
-# The tests run in a folder of their own.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(ptsave.__file__).parent.parent)}
 BIG = torch.arange(10_000.0).view(100, 100)
 
 
@@ -236,8 +230,7 @@ def test_everything_that_is_whole(path: Path) -> None:
     rest = stock_load("rest.pt")
     assert torch.equal(rest.pop("view"), expected["view"])  # without the rest of its storage
     assert_same_object(rest, {name: expected[name] for name in rest})
-    done = extract(path, "--whole", "-o", "rest.pt", "--force", "--json")
-    found = json.loads(done.stdout)
+    found = json_of("extract", path, "--whole", "-o", "rest.pt", "--force")
     assert (found["entries"], found["left_out"]) == ([*expected], ["model.a.bias"])
 
 
@@ -292,31 +285,9 @@ def test_names_or_all_that_is_whole(path: Path, arguments: list[str]) -> None:
     assert "--whole" in fail("extract", path, *arguments)
 
 
-def test_url_and_shards(path: Path, tmp_path: Path) -> None:
-    with fsspec.open("memory://extract/checkpoint.pt", "wb") as stream:
-        stream.write(path.read_bytes())
-    assert extract("memory://extract/checkpoint.pt", "model.a.bias", "-o", "url.pt").exit_code == 0
-    assert torch.equal(stock_load("url.pt"), torch.zeros(3))
-    module = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 4))
-    ptsave.save_model(module, tmp_path / "model", max_shard_size="5KB")
-    assert extract("model", "0.bias", "1.weight", "-o", "both.pt").exit_code == 0
-    expected = {name: module.state_dict()[name] for name in ("0.bias", "1.weight")}
-    assert_same_object(stock_load("both.pt"), expected)
-    assert "did you mean '0.bias'" in extract("model", "0.bas", "-o", "x.pt").stderr
-
-
 def test_completion_of_names(path: Path) -> None:
-    environment = {
-        **ENVIRONMENT,
-        "_PTSAVE_COMPLETE": "bash_complete",
-        LINE: f"ptsave extract {path} model.a",
-    }
-    command = [sys.executable, "-c", "from ptsave.cli.main import main; main()"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == [
-        "plain\tmodel.a.weight\t",
-        "plain\tmodel.a.bias\t",
-    ]
-    environment |= {LINE: "ptsave extract che"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == ["file\tche\t"]  # which the shell completes itself
+    complete = ShellComplete(commands, {}, "ptsave", "_PTSAVE_COMPLETE")
+    found = complete.get_completions(["extract", str(path)], "model.a")
+    assert [item.value for item in found] == ["model.a.weight", "model.a.bias"]
+    (item,) = complete.get_completions(["extract"], "che")
+    assert (item.type, item.value) == ("file", "che")  # which the shell completes itself

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from stock_comparison import saved_bytes, zip_records, zipped
 
 import ptsave
-from ptsave.cli.command import Command
+from ptsave.cli.commands import Command
 from ptsave.errors import CheckpointWarning
-from ptsave.inspection.required_globals import required_globals
+from ptsave.inspection.pickle_globals import required_globals
 from ptsave.inspection.verification import verify_file
 
 

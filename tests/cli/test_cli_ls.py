@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from command_line import fail, run, run_process
+from command_line import fail, json_of, run, run_process
 from safetensors.torch import save_file
 from stock_comparison import stock_load, typed_storage
 
@@ -95,7 +95,7 @@ def test_totals(path: Path) -> None:
 
 
 def test_json_says_what_torch_loads(path: Path) -> None:
-    listed = json.loads(ls("--json", path).stdout)
+    listed = json_of("ls", path)
     loaded = stock_load(path)
     with ptsave.open(path) as archive:
         infos = {info.name: info for info in archive.infos()}
@@ -121,14 +121,14 @@ def test_json_says_what_torch_loads(path: Path) -> None:
 
 def test_json_path_of_keys_that_are_no_text(path: Path) -> None:
     torch.save({0: torch.ones(1), (1, 2): torch.ones(1), "": torch.ones(1)}, path)
-    listed = json.loads(ls("--json", path).stdout)
+    listed = json_of("ls", path)
     assert [tensor["path"] for tensor in listed["tensors"]] == [[0], ["(1, 2)"], [""]]
 
 
 def test_object_that_is_no_container(path: Path) -> None:
     torch.save(torch.ones(2, 3), path)
     assert ls(path).stdout.startswith("  float32  [2, 3]  24 B\n")
-    assert json.loads(ls("--json", path).stdout)["tensors"][0]["path"] == []
+    assert json_of("ls", path)["tensors"][0]["path"] == []
 
 
 def test_selection(path: Path) -> None:
@@ -141,16 +141,10 @@ def test_selection(path: Path) -> None:
     assert fail("ls", path, "modle") == f"ptsave: {path}: no entry 'modle'; did you mean 'model'?\n"
 
 
-def test_safetensors(tmp_path: Path) -> None:
-    save_file({"b": BIG, "a": torch.ones(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    rows = rows_of(ls(tmp_path / "model.safetensors"))
-    assert rows == {"b": ["float32", "[100, 100]", "39.1 KiB"], "a": ["int8", "[3]", "3 B"]}
-
-
 def test_directory_of_shards(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 4))
     ptsave.save_model(model, tmp_path, max_shard_size="5KB")
-    listed = json.loads(ls("--json", tmp_path).stdout)
+    listed = json_of("ls", tmp_path)
     names = [tensor["name"] for file in listed["files"] for tensor in file["tensors"]]
     assert sorted(names) == sorted(model.state_dict())
     assert listed["totals"]["tensors"] == 4
@@ -204,7 +198,7 @@ def test_names_and_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_long(path: Path) -> None:
     rows = rows_of(ls("-l", path))
-    for each in json.loads(ls("--json", path).stdout)["tensors"]:
+    for each in json_of("ls", path)["tensors"]:
         place = f"{each['nbytes']} B at {each['offset']} in {each['record']}"
         if each["storage_nbytes"] > each["nbytes"]:
             place += f", a part of {each['storage_nbytes']} B"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from _system import Child
-from command_line import fail, run, succeed
+from command_line import fail, json_of, run, succeed
 from stock_comparison import assert_same_object
 from torch import nn
 
@@ -53,7 +52,7 @@ def test_without_it_the_file_is_damaged(leftover: str, tmp_path: Path, command: 
 
 
 def test_ls(leftover: str) -> None:
-    listed = json.loads(succeed("ls", leftover, "--recover", "--json").output)
+    listed = json_of("ls", leftover, "--recover")
     assert [tensor["name"] for tensor in listed["tensors"]] == ["a", "b"]
     assert "a  float32  [2, 3]  24 B" in succeed("ls", leftover, "--recover").output
     assert "2.5" in succeed("ls", leftover, "--recover", "--stats").output

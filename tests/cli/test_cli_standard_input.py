@@ -13,7 +13,7 @@ import torch
 from command_line import run
 from safetensors.torch import save_file
 
-from ptsave.cli.arguments import copy_header
+from ptsave.cli.commands import copy_header
 
 START = f"{sys.executable} -c 'from ptsave.cli.main import main; main()'"
 

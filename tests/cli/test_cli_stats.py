@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.shell_completion import ShellComplete
-from command_line import fail, run, succeed
+from command_line import fail, json_of, run, succeed
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -48,7 +48,7 @@ def captured(model: nn.Module, tmp_path: Path) -> Path:
 
 
 def modules_of(*arguments: object) -> dict[str, Any]:
-    found = json.loads(output_of("--json", *arguments))
+    found = json_of("ls", "--stats", *arguments)
     return {module["path"]: module for module in found["modules"]}
 
 
@@ -121,7 +121,7 @@ def test_nan_and_infinity_are_remarked(tmp_path: Path) -> None:
     assert lines[3].split() == ["good", "int64", "[4]", "1.5", "1.29", "0", "3", "3.74"]
     assert lines[4].split() == ["none", "float32", "[0]", "nan", "nan", "nan", "nan", "0"]
     assert not any(line.startswith("n ") for line in lines)
-    found = {each["name"]: each for each in json.loads(output_of(path, "--json"))["tensors"]}
+    found = {each["name"]: each for each in json_of("ls", "--stats", path)["tensors"]}
     assert found["model.bad"]["statistics"]["n_inf"] == 2
     assert found["model.none"]["statistics"]["mean"] is None
     assert found["model.good"]["statistics"]["max"] == 3
@@ -132,7 +132,7 @@ def test_other_kinds_of_files(tmp_path: Path) -> None:
     save_file({"b": torch.ones(3) * 2}, tmp_path / "b.safetensors")
     index = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    found = json.loads(output_of("--json", tmp_path))
+    found = json_of("ls", "--stats", tmp_path)
     means = [file["tensors"][0]["statistics"]["mean"] for file in found["files"]]
     assert means == [1, 2]
     lines = output_of(tmp_path).splitlines()
@@ -198,15 +198,15 @@ def test_records_are_listed_in_one_line(captured: Path) -> None:
         values = opened.captured_values(step=0)
         n_tensors = len(opened.keys())
     assert line.split("  ")[-1] == f"{len(calls)} calls, {len(values)} values"
-    listed = json.loads(run("ls", "--no-stats", "--json", captured).stdout)
+    listed = json_of("ls", "--no-stats", captured)
     assert len(listed["tensors"]) == n_tensors
 
 
 def test_records_that_are_damaged_are_listed_whole(tmp_path: Path) -> None:
     header = {"format": "ptsave.capture", "version": 1}
     torch.save({"capture": header, "0/records/0": {"calls": [torch.ones(2)]}}, tmp_path / "x.pt")
-    listed = run("ls", "--no-stats", "--json", tmp_path / "x.pt").stdout
-    assert [each["name"] for each in json.loads(listed)["tensors"]] == ["0/records/0.calls.0"]
+    listed = json_of("ls", "--no-stats", tmp_path / "x.pt")
+    assert [each["name"] for each in listed["tensors"]] == ["0/records/0.calls.0"]
     assert "a damaged capture: '0/records/0' has no list of calls" in fail(
         "ls", "--stats", tmp_path / "x.pt"
     )

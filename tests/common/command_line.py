@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
@@ -31,6 +32,14 @@ def fail(*arguments: object, **variables: str | None) -> str:
         assert result.stderr.startswith("ptsave: ")
         assert result.stderr.count("\n") == 1
     return result.stderr
+
+
+def json_of(*arguments: object, code: int = 0) -> Any:
+    """Run the command with ``--json``; return the object of its only line."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    (line,) = result.stdout.splitlines()
+    return json.loads(line)
 
 
 def run_process(

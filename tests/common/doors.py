@@ -14,7 +14,7 @@ from ptsave.comparison.compare import compare
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import read_entries
-from ptsave.inspection.required_globals import required_globals
+from ptsave.inspection.pickle_globals import required_globals
 from ptsave.inspection.verification import verify_file
 
 # These refuse what they cannot read as torch does. The state is that of a `Linear(3, 2)`.

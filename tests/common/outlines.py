@@ -10,7 +10,7 @@ from typing import Any
 from ptsave.cli.listing import Style, file_json, lines_by_size, totals_lines, tree_lines
 from ptsave.contents.opening import open_file
 from ptsave.contents.outline import Outline, outline_of
-from ptsave.inspection.listing import FileListing, listing_of
+from ptsave.inspection.reports import FileListing, listing_of
 from ptsave.sources.ranges import LocalFile
 
 __all__ = ["assert_equal_or_left_to_torch", "by_torch", "outlined"]

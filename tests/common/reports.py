@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from ptsave.contents.directories import CheckpointFiles, checkpoint_files
 from ptsave.contents.opening import OpenOptions, open_checkpoint
-from ptsave.inspection.findings import Problem, Verification
-from ptsave.inspection.listing import FileListing, listing_of
+from ptsave.inspection.reports import FileListing, Problem, Verification, listing_of
 from ptsave.inspection.verification import verify_all
 from ptsave.sources.local import position_kept
 

@@ -155,6 +155,16 @@ def typed_storage(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Any
     )
 
 
+class Calls:
+    """An object that is built by a call."""
+
+    def __init__(self, call: Callable[..., object], *arguments: object) -> None:
+        self.call = call, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call
+
+
 def dtypes(names: str) -> list[torch.dtype]:
     """Return the dtypes of these names."""
     return [getattr(torch, name) for name in names.split()]

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import run
+from command_line import json_of, run
 from safetensors.torch import save_file
 from torch import Tensor
 
 import ptsave
-from ptsave.cli.command import FAILED
+from ptsave.cli.commands import FAILED
 from ptsave.comparison.compare import Comparison, compare
 
 
@@ -58,20 +58,8 @@ def optimizer(folder: Path) -> None:
     )
 
 
-def value(folder: Path) -> None:
-    torch.save({"last_epoch": 4}, folder / "scheduler.pt")
-
-
 def text(folder: Path) -> None:
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 4}))
-
-
-def removed(folder: Path) -> None:
-    (folder / "optimizer.pt").unlink()
-
-
-def added(folder: Path) -> None:
-    (folder / "rng_state.pth").write_bytes(b"something")
 
 
 def model(folder: Path) -> None:
@@ -82,16 +70,17 @@ def model(folder: Path) -> None:
     ("change", "expected"),
     [
         (optimizer, [("numbers", "optimizer.pt/state.0.exp_avg")]),
-        (value, [("value", "scheduler.pt/last_epoch")]),
+        (
+            lambda folder: torch.save({"last_epoch": 4}, folder / "scheduler.pt"),
+            [("value", "scheduler.pt/last_epoch")],
+        ),
         (text, [("value", "trainer_state.json")]),
-        (removed, [("only in a", "optimizer.pt")]),
+        (lambda folder: (folder / "optimizer.pt").unlink(), [("only in a", "optimizer.pt")]),
         (model, [("numbers", "layer.1"), ("numbers", "layer.2")]),
     ],
 )
 def test_every_file_counts(
-    tmp_path: Path,
-    change: Callable[[Path], None],
-    expected: list[tuple[str, str]],
+    tmp_path: Path, change: Callable[[Path], None], expected: list[tuple[str, str]]
 ) -> None:
     a, b = pair_of(make_trainer, tmp_path)
     change(b)
@@ -117,12 +106,10 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
     result = run("diff", a, b)
     assert result.exit_code == FAILED
     assert "! training_args.bin  not compared: " in result.stdout
-    result = run("diff", a, b, "--json")
-    assert result.exit_code == FAILED
-    shown = json.loads(result.stdout)
+    shown = json_of("diff", a, b, code=FAILED)
     assert not shown["equal"]
     assert list(shown["not_compared"]) == ["training_args.bin"]
-    added(b)  # damaged, by its name
+    (b / "rng_state.pth").write_bytes(b"something")  # damaged, by its name
     assert any("rng_state.pth" in name for name in compare(a, b).not_compared)
 
 

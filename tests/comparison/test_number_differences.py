@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ptsave.comparison.numbers import NumberDifference, Tolerance, number_difference
+from ptsave.comparison.tensors import NumberDifference, Tolerance, number_difference
 
 INTEGERS = {
     torch.uint8: (0, 2**8 - 1),

@@ -20,9 +20,8 @@ from safetensors.torch import save_file
 from stock_comparison import saved_bytes, stock_save, zip_records, zipped
 
 import ptsave
-from ptsave.inspection.findings import whole_file
-from ptsave.inspection.pickle_globals import ORDINARY_GLOBALS
-from ptsave.inspection.required_globals import unsafe_globals
+from ptsave.inspection.pickle_globals import ORDINARY_GLOBALS, unsafe_globals
+from ptsave.inspection.reports import whole_file
 from ptsave.inspection.verification import verify_file
 
 INDEX = "model.safetensors.index.json"

@@ -12,7 +12,7 @@ import pytest
 from benchmarks._program import Program
 from benchmarks._tables import Table, groups_of, tables_of
 from benchmarks.plots import RESULTS, draw_report
-from ptsave.bench.plot import Bar, Group
+from ptsave.bench.rounds import Bar, Group
 
 pytest.importorskip("matplotlib")
 

@@ -23,7 +23,7 @@ from safetensors.torch import save as safetensors_bytes
 from stock_comparison import zip_records, zipped
 from unpickler_mutation import corpus, mutated
 
-from ptsave.inspection.findings import whole_file
+from ptsave.inspection.reports import whole_file
 from ptsave.inspection.verification import verify_file
 
 _MAX_CHANGES = 4

@@ -20,7 +20,7 @@ from stock_comparison import assert_same_object, stock_load, stock_save
 from torch import nn
 
 import ptsave
-from ptsave.bench.disk import plan_disk
+from ptsave.bench.rounds import plan_disk
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import write_entries

@@ -1,8 +1,12 @@
-"""`ptsave verify`: all damage is found, and what it names are the tensors that have changed."""
+"""`verify` finds all damage and names what has changed; `globals` says what torch says."""
 
 from __future__ import annotations
 
+import collections
+import datetime
+import fractions
 import json
+import os
 import pickle
 import random
 import time
@@ -18,10 +22,11 @@ from _corruption import flip, offset_of
 from command_line import fail, run
 from reports import verify_directory
 from safetensors.torch import save_file
-from stock_comparison import deflated, save_without_checksums, stock_load
+from stock_comparison import Calls, deflated, save_without_checksums, stock_load
 from torch import Tensor
 
 import ptsave
+from ptsave.inspection.pickle_globals import code_to_allow, required_globals, unsafe_globals
 from ptsave.inspection.verification import verify_file
 
 N_TENSORS = 12
@@ -184,18 +189,6 @@ def test_formats_without_checksums(tmp_path: Path) -> None:
             assert verify(path).exit_code == 1
 
 
-def test_url_and_its_damage(path: Path) -> None:
-    flip(path, offset_of(path, "layer.2"), offset_of(path, "layer.5"))
-    with fsspec.open("memory://verify/checkpoint.pt", "wb") as stream:
-        stream.write(path.read_bytes())
-    result = verify("memory://verify/checkpoint.pt")
-    assert result.exit_code == 1
-    assert [line for line in result.stdout.splitlines() if "damaged:" in line] == [
-        "    damaged: layer.2",
-        "    damaged: layer.5",
-    ]
-
-
 def test_url_of_a_file_beyond_its_tail() -> None:
     """What is fetched with the directory is the end of a file, not its pickle."""
     url = "memory://verify/large.pt"
@@ -302,16 +295,13 @@ def test_every_file_of_a_directory(trainer: Path) -> None:
     result = verify(trainer)
     assert result.exit_code == 0
     shards = sorted(p.name for p in trainer.glob("model-*-of-*"))
-    whole = [
-        line.partition(": whole (")[0] for line in result.stdout.splitlines() if "whole" in line
-    ]
-    assert whole == [str(trainer / name) for name in sorted(TORCH_FILES)]
-    unchecked = [
-        line.partition(": no ch")[0] for line in result.stdout.splitlines() if "checksums (" in line
-    ]
-    names = sorted([*shards, "model_1.safetensors", "old.pt"])
-    assert sorted(unchecked) == [str(trainer / name) for name in names]
-    assert result.stdout.splitlines()[-1].startswith(f"{trainer}: not looked at: config.json, ")
+    *files, last = result.stdout.splitlines()
+    states = [line.rpartition(" (")[0].removeprefix(f"{trainer}/") for line in files]
+    unchecked = sorted([*shards, "model_1.safetensors", "old.pt"])
+    assert sorted(states) == sorted(
+        [f"{name}: whole" for name in TORCH_FILES] + [f"{name}: no checksums" for name in unchecked]
+    )
+    assert last.startswith(f"{trainer}: not looked at: config.json, ")
     rest = verify("--list", trainer).stdout.splitlines()[-1].partition("not looked at: ")[2]
     assert rest == (
         "config.json, merges.txt, random_states_1.pkl (a pickle that torch.save has not written), "
@@ -406,3 +396,101 @@ def test_progress_over_a_directory(trainer: Path) -> None:
     found = verify_directory(str(trainer), done.append)
     assert done == sorted(done)
     assert done[-1] <= sum(file.nbytes for file in found.files)
+
+
+# ------------------------------------------------------------------------------------------ globals
+
+
+OBJECTS: dict[str, Any] = {
+    "tensors": {"t": torch.ones(2), "p": torch.nn.Parameter(torch.ones(1))},
+    "containers": {"set": {1}, "ordered": collections.OrderedDict(a=1), "range": range(3)},
+    "classes": [Path("x"), fractions.Fraction(1, 2), datetime.timedelta(1)],
+    "module": torch.nn.Linear(1, 1),
+    "nothing": None,
+}
+
+
+globals_of = partial(run, "globals")
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_as_torch_says(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save(OBJECTS[name], path)
+    expected = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    assert unsafe_globals(required_globals(path)) == expected
+    result = globals_of(path)
+    assert result.exit_code == (1 if expected else 0)
+    for each in expected:
+        assert f"not allowed    {each}\n" in result.stdout
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.parametrize("protocol", [0, 3, 4, 5])
+def test_other_protocols_name_the_same(name: str, protocol: int, tmp_path: Path) -> None:
+    """torch reads only protocol 2 here."""
+    usual, other = tmp_path / "usual.pt", tmp_path / "other.pt"
+    torch.save(OBJECTS[name], usual)
+    torch.save(OBJECTS[name], other, pickle_protocol=protocol)
+    needed = set(unsafe_globals(required_globals(usual)))
+    found = set(unsafe_globals(required_globals(other)))
+    builtins = {each for each in found ^ needed if not each.startswith(("builtins.", "copyreg."))}
+    assert not builtins
+
+
+def test_the_code_allows_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"f": fractions.Fraction(1, 2), "d": datetime.timedelta(1)}, path)
+    needed = required_globals(path)
+    with pytest.raises(pickle.UnpicklingError):
+        stock_load(path, weights_only=True)
+    code = code_to_allow({name: needed[name] for name in unsafe_globals(needed)})
+    assert code.splitlines()[1] in globals_of(path).stdout
+    exec(code)
+    assert stock_load(path, weights_only=True)["d"] == datetime.timedelta(1)
+    assert globals_of(path).exit_code == 0  # those that the user has allowed
+
+
+def test_nothing_runs_and_what_is_never_allowed(tmp_path: Path) -> None:
+    path, mark = tmp_path / "file.pt", tmp_path / "mark"
+    torch.save(Calls(os.mkdir, str(mark)), path)
+    result = globals_of(path)
+    assert result.exit_code == 1
+    assert "never allowed  posix.mkdir" in result.stdout
+    assert "add_safe_globals" not in result.stdout
+    assert not mark.exists()
+
+
+def test_all(tmp_path: Path) -> None:
+    torch.save(OBJECTS["tensors"], tmp_path / "file.pt")
+    result = globals_of("--all", tmp_path / "file.pt")
+    assert result.exit_code == 0
+    assert "allowed        torch._utils._rebuild_tensor_v2" in result.stdout
+
+
+def test_every_kind_of_file(tmp_path: Path) -> None:
+    plain, packed, old = (tmp_path / name for name in ("file.pt", "packed.pt", "old.pt"))
+    torch.save([Path("x"), torch.ones(2)], plain)
+    packed.write_bytes(deflated(plain.read_bytes()))
+    torch.save([Path("x"), torch.ones(2)], old, _use_new_zipfile_serialization=False)
+    fsspec.filesystem("memory").pipe("/globals/file.pt", plain.read_bytes())
+    for source in (plain, packed, old, "memory://globals/file.pt"):
+        needed = [f"{type(tmp_path).__module__}.PosixPath"]
+        assert unsafe_globals(required_globals(source)) == needed, source
+
+
+def test_files_without_pickles(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert globals_of(tmp_path / "model.safetensors").exit_code == 0
+    (tmp_path / "page.pt").write_text("<html>")
+    assert globals_of(tmp_path).exit_code == 0  # the model in the directory is that file
+
+
+def test_globals_of_a_damaged_pickle(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save(OBJECTS["classes"], path, _use_new_zipfile_serialization=False)
+    data = path.read_bytes()
+    for end in range(30, 200, 7):
+        path.write_bytes(data[:end])
+        fail("globals", path)

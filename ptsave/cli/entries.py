@@ -1,4 +1,4 @@
-"""``ptsave ls``: lists the entries of a checkpoint."""
+"""``ptsave ls`` and ``ptsave show``: the entries of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,23 +11,31 @@ from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from glob import has_magic
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from ptsave.cli.arguments import (
+from ptsave.cli.commands import (
+    FAILED,
     FILE,
+    SOURCE,
+    Command,
     complete_names,
     names_in,
+    note,
     path_of_standard_input,
+    report_error,
+    with_json,
+    with_recovery,
     with_storage_options,
+    with_trust,
 )
-from ptsave.cli.command import FAILED, Command, note, report_error, with_recovery
 from ptsave.cli.listing import (
+    ListOptions,
     Style,
-    directory_json,
     file_json,
+    json_text,
     lines_by_size,
     totals_lines,
     tree_lines,
@@ -36,12 +44,17 @@ from ptsave.cli.terminal import terminal
 from ptsave.contents.captures import is_capture
 from ptsave.contents.directories import PROMISING, find_files, look_into
 from ptsave.contents.files import ShardFiles
-from ptsave.inspection.listing import FileListing, list_files, select
+from ptsave.inspection.reports import FileListing, list_files, listing_of, select
 from ptsave.sources.locations import is_url
 from ptsave.sources.opening import Folder, folder_at
-from ptsave.support.text import count_text, printable, some_of
+from ptsave.support.text import count_text, dtype_text, printable, shape_text, size_text, some_of
+from ptsave.tree.containers import is_container
+from ptsave.tree.names import EntryNames
 
-_EXAMPLES = """
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LS_EXAMPLES = """
 ptsave ls checkpoint.pt
 ptsave ls checkpoint.pt optimizer '*.bias'  # only these
 ptsave ls step-*.pt                         # several files
@@ -59,21 +72,6 @@ ptsave ls run.pt --step 3 'layers.*.mlp'
 """
 
 
-class _Options(NamedTuple):
-    """The options of one call, for each file."""
-
-    names: tuple[str, ...]
-    depth: int | None
-    sort: str
-    long: bool
-    chunks: bool
-    as_json: bool
-    stats: bool | None  # None: only for a capture
-    step: int | None
-    recover: bool
-    storage_options: dict[str, Any] | None
-
-
 def _complete(
     ctx: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
@@ -81,7 +79,7 @@ def _complete(
     return names or FILE.shell_complete(ctx, parameter, incomplete)
 
 
-@click.command("ls", cls=Command, examples=_EXAMPLES)
+@click.command("ls", cls=Command, examples=_LS_EXAMPLES)
 @click.argument("file", type=FILE)
 @click.argument("others", metavar="[FILE]... [NAME]...", nargs=-1, shell_complete=_complete)
 @click.option("--depth", type=click.IntRange(1), help="How many levels to show.")
@@ -115,7 +113,7 @@ def _complete(
 @with_recovery
 @with_storage_options("FILE")
 @click.pass_context
-def command(
+def ls_command(
     ctx: click.Context,
     /,
     file: str,
@@ -159,7 +157,7 @@ def command(
     file = source(file)
     places = _places(file, others, stats is not False, options["storage_options"])
     names = tuple(each for each in others if each not in places)
-    asked = _Options(names, stats=stats, step=step, **options)
+    asked = ListOptions(names, stats=stats, step=step, **options)
     if not places:
         _write(_listed(ctx, file, asked))
         return
@@ -198,7 +196,7 @@ def _places(
     return places
 
 
-def _listed(ctx: click.Context, file: str, asked: _Options) -> str:
+def _listed(ctx: click.Context, file: str, asked: ListOptions) -> str:
     """Return the listing of one file as text."""
     files = find_files(file, asked.storage_options, distributed=True)
     listings = [] if asked.stats else list(list_files(files, recover=asked.recover))
@@ -212,15 +210,12 @@ def _listed(ctx: click.Context, file: str, asked: _Options) -> str:
     if asked.stats:
         from ptsave.cli.statistics import statistics_text
 
-        return statistics_text(
-            files, asked.recover, asked.names, asked.depth, asked.step, asked.as_json
-        )
-    is_set = files.source is None
+        return statistics_text(files, asked)
     chosen = select(listings, asked.names)
     if asked.as_json:
         objects = [file_json(*pair) for pair in zip(listings, chosen, strict=True)]
-        return json.dumps(directory_json(file, files.index_path, objects) if is_set else objects[0])
-    folder = folder_at(file, asked.storage_options) if is_set else None
+        return json_text(file, files, objects)
+    folder = folder_at(file, asked.storage_options) if files.source is None else None
     if folder is not None:
         _note_others(ctx, folder, files)
     return "\n".join(_lines(listings, chosen, asked, files))
@@ -246,7 +241,7 @@ def _write(text: str) -> None:
 
 
 def _lines(
-    listings: list[FileListing], chosen: list[list[int]], asked: _Options, files: ShardFiles
+    listings: list[FileListing], chosen: list[list[int]], asked: ListOptions, files: ShardFiles
 ) -> list[str]:
     shown_on = terminal()
     style = Style(shown_on, with_places=asked.long, with_chunks=asked.chunks or asked.long)
@@ -263,3 +258,116 @@ def _lines(
             lines += tree_lines(listing, numbers, asked.depth, style)
         lines.append("")
     return [*lines, *totals_lines(listings, chosen, shown_on)]
+
+
+# --------------------------------------------------------------------------------------------- show
+
+_WIDTH = 80
+_MAX_VALUES = 1000  # torch also summarises a tensor with more elements
+_SHOW_EXAMPLES = """
+ptsave show checkpoint.pt epoch
+ptsave show checkpoint.pt optimizer.param_groups
+ptsave show model.safetensors embed.weight     # reads this tensor
+ptsave show s3://bucket/checkpoint.pt model.head.bias
+ptsave show checkpoints/1000 model.embed.weight --json | jq .statistics.max
+ptsave show lightning.ckpt hyper_parameters --trust argparse.Namespace
+"""
+
+
+@click.command("show", cls=Command, examples=_SHOW_EXAMPLES)
+@click.argument("file", type=SOURCE)
+@click.argument("name", default="", shell_complete=complete_names)
+@with_json
+@with_recovery
+@with_trust
+@with_storage_options("FILE")
+def show_command(
+    file: str, name: str, *, as_json: bool, recover: bool, storage_options: dict[str, Any] | None
+) -> None:
+    """Print one entry of FILE.
+
+    NAME is as `ptsave ls` shows it, with dots between the levels, or Python's tuple of keys:
+    "('a.b', 0)". Without it, the whole object is shown.
+
+    Of a tensor: dtype, shape, size, the device it was saved from, its numbers as torch prints them,
+    and statistics, of the finite elements. Nothing else is read. A container that holds tensors is
+    listed, and none of them is read. An object of a class that is not built is an error, which
+    names the class.
+
+    With --json: an object with path, name, type and value; where JSON has no such value it is null,
+    and text is Python's. Of a tensor: dtype, shape, nbytes, location, note and statistics, and the
+    value of up to 1,000 elements, in which NaN and infinities are null. A container that holds
+    tensors is an object as of `ptsave ls --json`.
+    """
+    from ptsave.capturing.run import tensor_statistics
+    from ptsave.cli.statistics import statistics_json, statistics_line
+    from ptsave.comparison.entries import opened
+    from ptsave.contents.contents import facts_of
+    from ptsave.contents.opening import OpenOptions, open_checkpoint
+    from ptsave.inspection.extraction import find_entry
+    from ptsave.tree.entry_reading import read_entry, tensors_over
+
+    contents = open_checkpoint(file, OpenOptions(storage_options, recover=recover))
+    entry = find_entry(EntryNames(contents.obj, contents.path).find, name)
+    tensors = tensors_over(entry)
+    if tensors and is_container(entry):  # none of its tensors is read
+        listing = listing_of(contents)
+        (numbers,) = select([listing], [name] if name else [])
+        if as_json:
+            click.echo(json.dumps(file_json(listing, numbers)))
+        else:
+            click.echo("\n".join(tree_lines(listing, numbers, None, Style(terminal()))))
+        return
+    shown = f"{contents.path}: {name!r}" if name else contents.path
+    value = read_entry(entry, lambda each: contents.read(each, None), shown)
+    facts: dict[str, Any] = {"path": contents.path, "name": name, "type": type(value).__name__}
+    if not tensors:
+        click.echo(json.dumps({**facts, **_value_json(value)}) if as_json else _value_text(value))
+        return
+    tensor, location = opened(value), contents.places_of(tensors)[0][3]
+    ((dtype, shape, _, _, nbytes, _),) = facts_of([tensor])
+    found = tensor_statistics(name, tensor, nbytes)
+    if as_json:
+        facts |= {"dtype": dtype_text(dtype), "shape": [*shape], "nbytes": nbytes}
+        facts |= {"location": location, "note": found.note}
+        facts |= {"statistics": statistics_json(found.statistics), "value": _numbers_json(tensor)}
+        click.echo(json.dumps(facts))
+        return
+    where = "" if location is None else f", saved from {printable(location)}"
+    head = f"{dtype_text(dtype)} {shape_text(shape)}, {size_text(nbytes)}{where}"
+    try:
+        text = str(tensor)
+    except NotImplementedError as error:  # torch cannot read elements of this dtype
+        text = f"no numbers: {error}"
+    click.echo("\n".join([head, *map(printable, text.splitlines()), statistics_line(found)]))
+
+
+def _value_text(value: Any) -> str:
+    text = repr(value)
+    if is_container(value):
+        import pprint
+
+        text = pprint.pformat(value, width=terminal().width or _WIDTH, sort_dicts=False)
+    return "\n".join(map(printable, text.splitlines()))
+
+
+def _value_json(value: Any) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):  # a set, NaN, a list that contains itself
+        return {"value": None, "text": repr(value)}
+    return {"value": value}
+
+
+def _numbers_json(tensor: Tensor) -> Any:
+    from ptsave.cli.statistics import number_json
+
+    def as_json(numbers: Any) -> Any:
+        return [*map(as_json, numbers)] if isinstance(numbers, list) else number_json(numbers)
+
+    if tensor.is_nested or tensor.numel() > _MAX_VALUES:
+        return None
+    try:
+        return as_json(tensor.tolist())
+    except RuntimeError:  # a sparse tensor, or a dtype that Python does not have
+        return None

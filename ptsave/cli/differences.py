@@ -1,16 +1,222 @@
-"""Shows the differences of two captured runs as text, JSON and a picture."""
+"""Shows the differences of two checkpoints, or captured runs, as text, JSON and a picture."""
 
 from __future__ import annotations
 
 import math
 import os
+import reprlib
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ptsave.bench.plot import require_matplotlib
-from ptsave.capturing.comparison import CaptureComparison, CapturedDifference, TensorDifference
-from ptsave.capturing.schema import Statistics, parse_name
-from ptsave.support.text import count_text, cut, differ_text, printable, shape_text, size_text
+import torch
+from torch import Tensor
+
+from ptsave.capturing.schema import parse_name
+from ptsave.comparison.entries import EntryDifference, prefixes_of
+from ptsave.comparison.tensors import quantizer_of
+from ptsave.support.text import (
+    count_text,
+    cut,
+    differ_text,
+    dtype_text,
+    printable,
+    shape_text,
+    size_text,
+)
+from ptsave.tree.opaque import Opaque, type_name_of
+
+if TYPE_CHECKING:
+    from ptsave.capturing.comparison import CaptureComparison, CapturedDifference, TensorDifference
+    from ptsave.capturing.schema import Statistics
+    from ptsave.comparison.compare import Comparison
+
+# -------------------------------------------------------------------------------------------- text
+
+
+def comparison_lines(a: str, b: str, found: Comparison, top: int | None) -> Iterator[str]:
+    """Yield text lines: entries of one side only, other types, other numbers."""
+    numbers = [each for each in found.differences if each.kind == "numbers"]
+    others = [each for each in found.differences if each.kind != "numbers"]
+    yield from _alone_lines(a, b, [each for each in others if each.kind.startswith("only")])
+    for each in others:
+        if not each.kind.startswith("only"):
+            yield f"~ {_name(each)}  {each.kind}: {_text(each, each.a)} / {_text(each, each.b)}"
+    for each in _largest(numbers, top):
+        yield f"~ {_name(each)}  {_tensor_text(each.a)}: {_numbers_text(each)}"
+    if top is not None and len(numbers) > top:
+        yield f"  and {len(numbers) - top} more tensors whose values differ less"
+    for name, reason in found.not_compared.items():
+        yield f"! {printable(name)}  not compared: {printable(reason)}"
+    yield _summary(a, b, found)
+
+
+def _alone_lines(a: str, b: str, alone: list[EntryDifference]) -> Iterator[str]:
+    """Yield lines for entries of one side only; entries that seem renamed come first."""
+    moved = [each for each in alone if each.moved is not None]
+    prefixes: dict[tuple[str, str], list[EntryDifference]] = {}
+    for each in moved:
+        if each.kind == "only in a":
+            prefixes.setdefault(prefixes_of(each.name, each.moved or ""), []).append(each)
+    for (in_a, in_b), entries in prefixes.items():
+        example = f"{printable(entries[0].name)} / {printable(entries[0].moved or '')}"
+        yield (
+            f"> {count_text(len(entries), 'tensor')} called {printable(in_a)}* in {a} may be "
+            f"{printable(in_b)}* in {b}: {example}"
+        )
+    missing: dict[tuple[str, str], list[EntryDifference]] = {}
+    for each in alone:
+        if each.moved is None:
+            missing.setdefault((each.kind, each.top), []).append(each)
+    for (kind, name), entries in missing.items():
+        side, sign = (a, "-") if kind == "only in a" else (b, "+")
+        yield f"{sign} {printable(name)}  only in {side}: {_content_text(name, entries)}"
+
+
+def _content_text(name: str, entries: list[EntryDifference]) -> str:
+    values = [each.a if each.kind == "only in a" else each.b for each in entries]
+    if len(values) == 1 and entries[0].name == name:
+        return _text(entries[0], values[0])
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    nbytes = sum(value.numel() * value.itemsize for value in tensors)
+    parts = [f"{count_text(len(tensors), 'tensor')} ({size_text(nbytes)})"] if tensors else []
+    if len(tensors) < len(values):
+        parts.append(count_text(len(values) - len(tensors), "value"))
+    return ", ".join(parts)
+
+
+def _text(difference: EntryDifference, value: Any) -> str:
+    if difference.kind == "type":
+        return _type_text(value)
+    if isinstance(value, Tensor):
+        if difference.kind == "dtype":
+            return dtype_text(value.dtype)
+        return shape_text(value.shape) if difference.kind == "shape" else _tensor_text(value)
+    return _value_text(value)
+
+
+def _type_text(value: Any) -> str:
+    kind = type_name_of(value) if isinstance(value, Opaque) else type(value).__qualname__
+    if not isinstance(value, Tensor):
+        return kind
+    if value.layout != torch.strided:
+        return f"{kind} ({str(value.layout).removeprefix('torch.')})"
+    if value.is_quantized:
+        return f"{kind} (quantized: {', '.join(map(_value_text, quantizer_of(value)))})"
+    return kind
+
+
+def _tensor_text(tensor: Tensor) -> str:
+    return f"{dtype_text(tensor.dtype)} {shape_text(tensor.shape)}"
+
+
+def _value_text(value: Any) -> str:
+    return printable(reprlib.repr(value))
+
+
+def _numbers_text(difference: EntryDifference) -> str:
+    numbers = difference.numbers
+    assert numbers is not None
+    differ = differ_text(numbers.n_different, numbers.n_outside, numbers.numel)
+    if numbers.max_abs is None:
+        return f"{differ} (torch cannot compute with this dtype)"
+    parts = [differ, f"max abs {numbers.max_abs:.3g}", f"max rel {numbers.max_rel:.3g}"]
+    if numbers.max_abs == 0 and not (numbers.n_nan_a or numbers.n_nan_b):
+        parts = [f"{differ}, in their bits only: the values are equal"]
+    for n, side in ((numbers.n_nan_a, "A"), (numbers.n_nan_b, "B")):
+        if n:
+            parts.append(f"{n:,} NaN only in {side}")
+    return ", ".join(parts)
+
+
+def _summary(a: str, b: str, found: Comparison) -> str:
+    kinds: Counter[str] = Counter(each.kind for each in found.differences)
+    compared = f"{count_text(found.n_tensors, 'tensor')} compared ({size_text(found.nbytes)})"
+    if found.within_tolerance:
+        compared += f", {len(found.within_tolerance)} of them equal within the tolerance"
+    if found.not_compared:
+        compared += f", {count_text(len(found.not_compared), 'file')} not compared"
+    if not found.differences:
+        return f"equal: {compared}" if found.equal else f"no difference found: {compared}"
+    words = {
+        "only in a": f"only in {a}",
+        "only in b": f"only in {b}",
+        "type": "of another type",
+        "dtype": "of another dtype",
+        "shape": "of another shape",
+        "value": "with another value",
+        "numbers": "with other numbers",
+    }
+    parts = [f"{kinds[kind]} {text}" for kind, text in words.items() if kinds[kind]]
+    return f"different: {', '.join(parts)}; {compared}"
+
+
+def _name(difference: EntryDifference) -> str:
+    return printable(difference.name) or "(the whole)"
+
+
+def _largest(numbers: list[EntryDifference], top: int | None) -> list[EntryDifference]:
+    """Return the `top` largest differences, largest first, or all in their order."""
+
+    def size(difference: EntryDifference) -> tuple[bool, float]:
+        found = difference.numbers
+        assert found is not None
+        has_nan = bool(found.n_nan_a or found.n_nan_b)
+        return has_nan, math.inf if found.max_abs is None else found.max_abs
+
+    return numbers if top is None else sorted(numbers, key=size, reverse=True)[:top]
+
+
+# -------------------------------------------------------------------------------------------- JSON
+
+
+def comparison_json(a: str, b: str, found: Comparison, top: int | None) -> dict[str, Any]:
+    """Return the JSON object for a comparison."""
+    numbers = [each for each in found.differences if each.kind == "numbers"]
+    others = [each for each in found.differences if each.kind != "numbers"]
+    return {
+        "a": os.fspath(a),
+        "b": os.fspath(b),
+        "equal": found.equal,
+        "n_tensors": found.n_tensors,
+        "nbytes": found.nbytes,
+        "n_differences": len(found.differences),
+        "differences": [*map(_entry, [*others, *_largest(numbers, top)])],
+        "within_tolerance": [*map(_entry, found.within_tolerance)],
+        "not_compared": found.not_compared,
+        "remarks": found.remarks,
+    }
+
+
+def _entry(difference: EntryDifference) -> dict[str, Any]:
+    entry: dict[str, Any] = {"kind": difference.kind, "name": difference.name}
+    for side, value in (("a", difference.a), ("b", difference.b)):
+        if difference.kind != f"only in {'b' if side == 'a' else 'a'}":
+            entry[side] = _json_value(difference, value)
+    if difference.moved is not None:
+        entry["moved"] = difference.moved
+    if (numbers := difference.numbers) is not None:
+        entry |= {
+            "numel": numbers.numel,
+            "n_different": numbers.n_different,
+            "n_outside_tolerance": numbers.n_outside,
+            "n_nan_only_in_a": numbers.n_nan_a,
+            "n_nan_only_in_b": numbers.n_nan_b,
+            "max_abs": _number(numbers.max_abs),
+            "max_rel": _number(numbers.max_rel),
+        }
+    return entry
+
+
+def _json_value(difference: EntryDifference, value: Any) -> Any:
+    if difference.kind == "type":
+        return _type_text(value)
+    if isinstance(value, Tensor):
+        return {"dtype": dtype_text(value.dtype), "shape": list(value.shape)}
+    return _value_text(value)
+
+
+# ---------------------------------------------------------------------------------------- captures
 
 _WIDTH = 80
 _NAME_WIDTH = 34
@@ -37,7 +243,7 @@ def capture_lines(a: str, b: str, found: CaptureComparison, top: int | None) -> 
         yield cut(f"? {printable(problem)}", 2 * _WIDTH)
     if first is not None:
         yield from _module_lines(found, _N_MODULES if top is None else top)
-    yield _summary(found)
+    yield _capture_summary(found)
 
 
 def _first_lines(found: CaptureComparison, first: CapturedDifference) -> Iterator[str]:
@@ -153,7 +359,7 @@ def _module_line(module: str, differences: list[CapturedDifference]) -> str:
     )
 
 
-def _summary(found: CaptureComparison) -> str:
+def _capture_summary(found: CaptureComparison) -> str:
     text = f"{count_text(len(found.compared), 'value')} compared ({size_text(found.nbytes)})"
     if found.incomparable:
         text += f", {len(found.incomparable)} of which cannot be compared"
@@ -172,7 +378,7 @@ def _summary(found: CaptureComparison) -> str:
 
 
 def capture_json(a: str, b: str, found: CaptureComparison) -> dict[str, Any]:
-    """Return the JSON object for all differences; infinities and NaN are strings."""
+    """Return the JSON object for all differences."""
     first = found.first
     return {
         "a": os.fspath(a),
@@ -181,7 +387,7 @@ def capture_json(a: str, b: str, found: CaptureComparison) -> dict[str, Any]:
         "first": None if first is None else first.name,
         "n_compared": len(found.compared),
         "nbytes": found.nbytes,
-        "differences": [_entry(each) for each in found.differences],
+        "differences": [_capture_entry(each) for each in found.differences],
         "incomparable": found.incomparable,
         "only_in_a": found.only_in_a,
         "only_in_b": found.only_in_b,
@@ -189,7 +395,7 @@ def capture_json(a: str, b: str, found: CaptureComparison) -> dict[str, Any]:
     }
 
 
-def _entry(difference: CapturedDifference) -> dict[str, Any]:
+def _capture_entry(difference: CapturedDifference) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "name": difference.name,
         "kind": difference.kind,
@@ -215,8 +421,10 @@ def _entry(difference: CapturedDifference) -> dict[str, Any]:
     return entry
 
 
-def _number(number: float) -> float | str:
-    return number if isinstance(number, int) or math.isfinite(number) else str(number)
+def _number(number: float | None) -> float | str | None:
+    """Return a number for JSON; infinities and NaN are strings."""
+    is_json = number is None or isinstance(number, int) or math.isfinite(number)
+    return number if is_json else str(number)
 
 
 # ------------------------------------------------------------------------------------------ picture
@@ -224,6 +432,8 @@ def _number(number: float) -> float | str:
 
 def plot_errors(path: str, found: CaptureComparison, title: str) -> None:
     """Draw the relative errors along the network, in A's order of execution."""
+    from ptsave.bench.rounds import require_matplotlib
+
     tensors = [each for each in found.compared if each.a.kind == "tensor"]
     figure = require_matplotlib()(figsize=(10, 4.5), layout="constrained")
     axes = figure.add_subplot()

@@ -1,10 +1,11 @@
-"""``ptsave verify``: checks that files are whole, and names the damaged parts.
+"""``ptsave verify`` and ``ptsave globals``: whether files are whole, and what code they need.
 
 docs/reference/command_line.md has the form of ``--json``.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -14,10 +15,10 @@ from typing import Any
 
 import click
 
-from ptsave.cli.arguments import SOURCE, with_storage_options
-from ptsave.cli.command import (
+from ptsave.cli.commands import (
     FAILED,
     NEGATIVE,
+    SOURCE,
     Command,
     note,
     one_line,
@@ -25,18 +26,25 @@ from ptsave.cli.command import (
     shows_progress,
     with_json,
     with_recovery,
+    with_storage_options,
 )
 from ptsave.cli.terminal import terminal
-from ptsave.contents.directories import CheckpointFiles, checkpoint_files, nbytes_of_ranks
+from ptsave.contents.directories import (
+    CheckpointFiles,
+    checkpoint_files,
+    find_files,
+    nbytes_of_ranks,
+)
 from ptsave.contents.files import ShardFiles
-from ptsave.inspection.findings import Problem, Verification, compare_with_index, whole_file
+from ptsave.contents.outline import plain_pickle
+from ptsave.inspection.reports import Problem, Verification, compare_with_index, whole_file
 from ptsave.sources.locations import is_url
 from ptsave.sources.ranges import FsspecFile
 from ptsave.support.calls import ProgressCallback, progress_bar, progress_from
 from ptsave.support.text import count_text, printable, size_text
 
 _N_SHOWN = 5
-_EXAMPLES = """
+_VERIFY_EXAMPLES = """
 ptsave verify checkpoint.pt
 ptsave verify --list checkpoint.pt   # names every damaged tensor, and every one that is whole
 ptsave verify *.pt && rm -r backup
@@ -47,14 +55,14 @@ curl -s https://example.org/model.pt | ptsave verify -
 """
 
 
-@click.command("verify", cls=Command, examples=_EXAMPLES)
+@click.command("verify", cls=Command, examples=_VERIFY_EXAMPLES)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=SOURCE)
 @click.option("--list", "list_all", is_flag=True, help="Name all tensors, not only the first few.")
 @with_json
 @with_recovery
 @with_storage_options("a FILE")
 @click.pass_context
-def command(
+def verify_command(
     ctx: click.Context,
     files: tuple[str, ...],
     *,
@@ -247,3 +255,91 @@ def _file_json(found: Verification) -> dict[str, Any]:
         "remarks": found.remarks,
         "error": None,
     }
+
+
+# ------------------------------------------------------------------------------------------ globals
+
+_GLOBALS_EXAMPLES = """
+ptsave globals checkpoint.pt
+ptsave globals --all checkpoint.pt  # those that torch allows by default, too
+ptsave globals - < checkpoint.pt
+"""
+_ALLOWED, _NOT, _NEVER = "allowed", "not allowed", "never allowed"
+_COLORS = {_ALLOWED: "green", _NOT: "yellow", _NEVER: "red"}
+_WARNING = """
+Loading calls these functions and classes, so a malicious file can do harm with them.
+Allow them only if you know what each one does, and trust the author of the file:
+"""
+
+
+@click.command("globals", cls=Command, examples=_GLOBALS_EXAMPLES)
+@click.argument("file", type=SOURCE)
+@click.option("--all", "show_all", is_flag=True, help="Show those that are allowed, too.")
+@with_json
+@with_storage_options("FILE")
+@click.pass_context
+def globals_command(
+    ctx: click.Context,
+    *,
+    file: str,
+    show_all: bool,
+    as_json: bool,
+    storage_options: dict[str, Any] | None,
+) -> None:
+    """Say which functions and classes FILE needs beyond torch's default allow-list.
+
+    Nothing of the file is run. Exits with 1 if there are any: torch.load with weights_only=True
+    refuses such a file until they are allowed.
+
+    With --json: an object with path and globals, a list of objects with name (the full one) and
+    state: "allowed", "not allowed" or "never allowed". All are listed.
+    """
+    ordinary = _ordinary_globals(file, storage_options)
+    possible: dict[str, Any] = {}
+    if ordinary is not None:
+        states = dict.fromkeys(sorted(ordinary), _ALLOWED)
+    else:
+        from ptsave.inspection.pickle_globals import (
+            code_to_allow,
+            never_allowed,
+            required_globals,
+            unsafe_globals,
+        )
+
+        modules = required_globals(file, storage_options=storage_options)
+        unsafe = unsafe_globals(modules)
+        possible = {name: modules[name] for name in unsafe if not never_allowed(modules[name])}
+        states = dict.fromkeys(sorted(modules.keys() - set(unsafe)), _ALLOWED)
+        states |= {name: _NOT if name in possible else _NEVER for name in unsafe}
+    code = 0 if {*states.values()} <= {_ALLOWED} else NEGATIVE
+    if as_json:
+        found = [{"name": name, "state": state} for name, state in states.items()]
+        click.echo(json.dumps({"path": file, "globals": found}))
+        ctx.exit(code)
+    for name, state in states.items():
+        if show_all or state != _ALLOWED:
+            label = terminal().paint(state.ljust(len(_NEVER)), _COLORS[state])
+            click.echo(f"{label}  {printable(name)}")
+    if not code:
+        click.echo(f"Nothing beyond the allow-list ({count_text(len(states), 'global')}).")
+    if possible:
+        click.echo(_WARNING)
+        for line in code_to_allow(possible).splitlines():
+            click.echo(f"    {printable(line)}")
+    ctx.exit(code)
+
+
+def _ordinary_globals(file: str, storage_options: dict[str, Any] | None) -> set[str] | None:
+    """Return the globals if all are ordinary, else None; this does not import torch."""
+    from ptsave.inspection.pickle_globals import ORDINARY_GLOBALS, globals_in_pickle
+
+    found: set[str] = set()
+    for source in find_files(file, storage_options).open():
+        if source.kind == "safetensors":
+            continue
+        data = plain_pickle(source)
+        if data is None:
+            return None
+        found |= globals_in_pickle(io.BytesIO(data), source.name).keys()
+        source.close()
+    return found if found <= ORDINARY_GLOBALS else None
