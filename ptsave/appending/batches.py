@@ -22,7 +22,7 @@ from ptsave.archive.recovery import part_of_dict
 from ptsave.background.saves import Reservation
 from ptsave.support.threads import PAUSE, Thread
 from ptsave.support.torch_tensors import storage_id
-from ptsave.writing.pickling import StorageTable, dump
+from ptsave.writing.planning import StorageTable, dump
 
 # A batch of this size, or of half the budget, is written at once, and another batch begins.  A
 # smaller burst of entries, such as a training step's, is only copied: a write at the same time

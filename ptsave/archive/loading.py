@@ -5,11 +5,12 @@ from __future__ import annotations
 import mmap as mmap_module
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.serialization import UNSAFE_MESSAGE, get_default_mmap_options
@@ -17,7 +18,6 @@ from torch.utils.serialization import config as torch_config
 
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import fills_storages, unpickle, unpickle_without_bytes
-from ptsave.archive.weights_only import raise_with_advice, resolve_weights_only
 from ptsave.errors import CorruptCheckpointError, MalformedPickleError, not_checkpoint
 from ptsave.sources.kinds import (
     HEAD_NBYTES,
@@ -33,9 +33,11 @@ from ptsave.sources.local import describe
 from ptsave.support import torch_serialization as stock
 from ptsave.support.calls import progress_bar, warn_user
 from ptsave.support.torch_serialization import (
+    IGNORES_CASE_OF_VARIABLES,
     WARNS_OF_UNUSED_ARGUMENTS,
     ArchiveFileReader,
     check_dill_version,
+    defaults_to_weights_only,
     log_api_usage,
     restricted_unpickler,
 )
@@ -73,14 +75,14 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
     if reader is not None and reader.engine.find("constants.pkl") is not None:
         reader.close()
         if options.wants_state:
-            from ptsave.archive.checks import torchscript_error
+            from ptsave.archive.damage import torchscript_error
 
             raise torchscript_error(reader.path)
         warn_user(_TORCHSCRIPT_WARNING)
         return _load_torchscript(f, options.map_location, restricted)
     module = restricted_unpickler if restricted else options.pickle_module or pickle
     if reader is not None and not reader.engine.all_stored:
-        from ptsave.archive.checks import check_compressed_members
+        from ptsave.archive.damage import check_compressed_members
 
         with closing(reader):
             check_compressed_members(reader)
@@ -107,7 +109,7 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
         overall = _map_file(reader, options.map_location) if options.mmap else None
         result = rebuild(reader, options, module, partial(unpickle, overall_storage=overall))
         if options.leaves_opaque:
-            from ptsave.tree.opaque import drop_opaque_attributes
+            from ptsave.tree.tree import drop_opaque_attributes
 
             drop_opaque_attributes(result)
         end = None if begin is None else begin + reader.end_of_storages()
@@ -256,3 +258,67 @@ def _map_file(reader: RecordReader, map_location: Any) -> Any:
     descriptor = reader.engine.descriptor
     nbytes = os.fstat(descriptor).st_size
     return torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", shared, nbytes)
+
+
+_TRUE_VALUES = ("1", "y", "yes", "true")
+
+
+def raise_with_advice(error: pickle.UnpicklingError, pickle_module: Any) -> NoReturn:
+    """Raise an unpickling error, with torch's advice if torch's restricted unpickler raised it."""
+    if pickle_module is not restricted_unpickler or isinstance(error, RuntimeError):
+        raise error
+    raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
+
+
+def resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:
+    """Return the option's value by torch's default and its environment variables."""
+    force = _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+    force_not = _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    if force and force_not:
+        raise RuntimeError(
+            "Only one of `TORCH_FORCE_WEIGHTS_ONLY_LOAD` or `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD` "
+            "should be set, but both were set."
+        )
+    restricted = defaults_to_weights_only(pickle_module) if weights_only is None else weights_only
+    if force:
+        restricted = True
+    elif force_not and weights_only is None:
+        warn_user(
+            "Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD detected, since the"
+            "`weights_only` argument was not explicitly passed to `torch.load`, forcing "
+            "weights_only=False."
+        )
+        restricted = False
+    if restricted and pickle_module is not None:
+        raise RuntimeError("Can not safely load weights when explicit pickle_module is specified")
+    return bool(restricted)
+
+
+def _is_set(variable: str) -> bool:
+    value = os.environ.get(variable, "0")
+    return (value.lower() if IGNORES_CASE_OF_VARIABLES else value) in _TRUE_VALUES
+
+
+def _weights_only_message(message: str) -> str:
+    """Return the message of torch's restricted unpickler with torch's advice around it."""
+    documentation = (
+        "\n\nCheck the documentation of torch.load to learn more about types accepted by default "
+        "with weights_only https://pytorch.org/docs/stable/generated/torch.load.html."
+    )
+    if re.search(r"GLOBAL (\S+) was not an allowed global by default.", message):
+        return (
+            "Weights only load failed. This file can still be loaded, to do so you have two "
+            "options, \033[1mdo those steps only if you trust the source of the checkpoint\033[0m. "
+            f"\n\t(1) {UNSAFE_MESSAGE}\n\t(2) Alternatively, to load with `weights_only=True` "
+            "please check the recommended steps in the following error message.\n\t"
+            f"WeightsUnpickler error: {message}{documentation}"
+        )
+    if re.search(r"(\S+) must be (\S+) to load", message):
+        return f"Weights only load failed. {message}\n {UNSAFE_MESSAGE}\n"
+    advice = (
+        ""
+        if re.search(r"whose module (\S+) is blocked", message)
+        else "Please file an issue with the following so that we can make `weights_only=True` "
+        "compatible with your use case: WeightsUnpickler error: "
+    )
+    return f"Weights only load failed. {UNSAFE_MESSAGE}\n{advice}\n\n{message}{documentation}"

@@ -28,6 +28,7 @@ from ptsave.sources.local import describe, engine_name, name_file, real_file
 from ptsave.support import config
 
 if TYPE_CHECKING:
+    from ptsave.archive.spans import ArchiveSpans
     from ptsave.sources.ranges import LocalFile, RangeSource
 
 
@@ -102,7 +103,7 @@ def reader_for(f: Any, mmap: bool, verify: bool) -> RecordReader | None:
     reader = open_archive(f, verify=verify)
     if reader is not None or isinstance(f, (str, os.PathLike)):
         return reader
-    from ptsave.archive.stream_reader import open_stream
+    from ptsave.archive.remote import open_stream
 
     return open_stream(f, verify=verify)
 
@@ -134,6 +135,18 @@ def open_source_archive(
         _advise(error, advice)
         raise
     return RecordReader(engine, source.name, limits, verify=verify)
+
+
+def spans_of(reader: RecordReader) -> ArchiveSpans:
+    """Return the reader of parts of an archive's records, for fetched or local bytes."""
+    if not reader.is_fetched:
+        from ptsave.archive.spans import EngineSpans
+
+        return EngineSpans(reader)
+    from ptsave.archive.remote import FetchedSpans, RemoteReader
+
+    assert isinstance(reader, RemoteReader)
+    return FetchedSpans(reader)
 
 
 def _advise(error: CorruptCheckpointError, advice: str) -> None:

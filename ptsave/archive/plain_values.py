@@ -28,7 +28,7 @@ from typing import Any
 
 from ptsave.support.torch_serialization import restricted_unpickler, user_allowed_globals
 from ptsave.tree.containers import walk
-from ptsave.tree.opaque import Opaque
+from ptsave.tree.tree import Opaque
 
 # One-step programs that the engine's machine leaves to Python; the memo holds their operands.
 _REDUCE = b"h\0h\1R."

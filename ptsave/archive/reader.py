@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -20,7 +21,6 @@ from ptsave.support.text import size_text
 from ptsave.support.torch_tensors import CHECKPOINT_OFFSET
 
 if TYPE_CHECKING:
-    from ptsave.archive.parking import Parking
     from ptsave.sources.ranges import LocalFile
 
 _BYTE_ORDER = "byteorder"
@@ -68,8 +68,6 @@ class RecordReader:
 
     def park(self, file: LocalFile) -> None:
         """Close the archive's file until it is read; `file` is the same one, to open it."""
-        from ptsave.archive.parking import Parking
-
         self._parking = Parking(self.engine, file, direct=self.limits.direct_reads)
 
     def opened(self) -> AbstractContextManager[None]:
@@ -312,3 +310,35 @@ class UnfilledView(LoadersView):
         tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         setattr(tensor.untyped_storage(), CHECKPOINT_OFFSET, self.get_record_offset(name))
         return tensor
+
+
+class Parking:
+    """Opens an archive's file for its readers, and closes it after the last reader.
+
+    Closes the engine's file at once.  `file` is the same file, parked: it has the path, and
+    recognises the file.  `direct` reads past the page cache.  Safe for concurrent use.
+    """
+
+    def __init__(self, engine: _C.Reader, file: LocalFile, *, direct: bool) -> None:
+        self._engine = engine
+        self._file = file
+        self._direct = direct
+        self._lock = threading.Lock()
+        self._n_users = 0
+        engine.close_file()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Keep the file open within a block; raises OSError if it is gone or has been replaced."""
+        with self._lock:
+            if self._n_users == 0:
+                with self._file.opened() as file:
+                    self._engine.lend_file(file.descriptor, file.begin, direct=self._direct)
+            self._n_users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._n_users -= 1
+                if self._n_users == 0:
+                    self._engine.close_file()

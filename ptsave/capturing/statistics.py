@@ -17,7 +17,7 @@ from ptsave.capturing.tensors import local_values, statistics_of
 from ptsave.contents.contents import Contents
 from ptsave.inspection.listing import FileListing
 from ptsave.support import config
-from ptsave.tree.names import entry_not_found
+from ptsave.tree.tree import entry_not_found
 
 _PHASES = {  # in the order of the list, with the suffixes of names
     "forward": "",

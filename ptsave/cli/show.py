@@ -14,7 +14,7 @@ from ptsave.cli.terminal import terminal
 from ptsave.inspection.listing import listing_of, select
 from ptsave.support.text import dtype_text, printable, shape_text, size_text
 from ptsave.tree.containers import is_container
-from ptsave.tree.names import EntryNames
+from ptsave.tree.tree import EntryNames
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +62,7 @@ def command(
     from ptsave.contents.contents import facts_of
     from ptsave.contents.opening import OpenOptions, open_checkpoint
     from ptsave.inspection.extraction import find_entry
-    from ptsave.tree.entry_reading import read_entry, tensors_over
+    from ptsave.tree.leaves import read_entry, tensors_over
 
     contents = open_checkpoint(file, OpenOptions(storage_options, recover=recover))
     entry = find_entry(EntryNames(contents.obj, contents.path).find, name)

@@ -15,8 +15,7 @@ from torch import Tensor
 from ptsave.comparison.numbers import NumberDifference, Tolerance
 from ptsave.comparison.value_numbers import ValueNumbers, comparable, opened
 from ptsave.tree.containers import MAX_DEPTH, attributes_of, is_container, items_of, nested_too_deep
-from ptsave.tree.names import entry_not_found
-from ptsave.tree.opaque import Opaque
+from ptsave.tree.tree import Opaque, entry_not_found
 
 Kind = Literal["only in a", "only in b", "type", "value", "dtype", "shape", "numbers"]
 Detail = Literal["names", "shapes", "values"]

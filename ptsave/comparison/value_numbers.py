@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.containers import attributes_of, items_of
-from ptsave.tree.opaque import OPAQUE_HOLDERS, Opaque, type_name_of
+from ptsave.tree.tree import OPAQUE_HOLDERS, Opaque, type_name_of
 
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _HOLDERS = (Opaque, *OPAQUE_HOLDERS)

@@ -18,21 +18,19 @@ from ptsave.archive.filling import accelerator_of, to_device
 from ptsave.archive.spans import (
     MAX_FETCHED_GAP,
     MAX_READ_GAP,
+    Allocator,
     Span,
     batches,
+    bytes_of,
     memory_of,
+    new_storage,
     range_files,
     read_ranges,
-)
-from ptsave.archive.unpickling import fills_storages, is_meta_location
-from ptsave.archive.views import (
-    Allocator,
-    bytes_of,
-    new_storage,
     read_view,
     unfilled_tensors,
     view_as,
 )
+from ptsave.archive.unpickling import fills_storages, is_meta_location
 from ptsave.contents.contents import CPU, OneFile, Place
 from ptsave.contents.safetensors_fields import (
     DTYPES,

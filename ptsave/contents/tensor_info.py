@@ -12,7 +12,7 @@ from ptsave.support.calls import pausing_garbage_collection
 
 if TYPE_CHECKING:
     from ptsave.tree.containers import Path
-    from ptsave.tree.names import EntryNames
+    from ptsave.tree.tree import EntryNames
 
 
 class TensorInfo(NamedTuple):

@@ -30,8 +30,8 @@ from ptsave.streaming.payload_sources import PayloadSources, SourceCheckpoint, c
 from ptsave.support import torch_dcp
 from ptsave.support.calls import ProgressCallback
 from ptsave.support.text import count_text
-from ptsave.tree.entry_reading import read_entry
 from ptsave.tree.extents import check_expansion
+from ptsave.tree.leaves import read_entry
 
 _PLAIN_TYPES = (Tensor, Parameter)
 

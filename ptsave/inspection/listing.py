@@ -11,8 +11,7 @@ from ptsave.contents.captures import with_short_records
 from ptsave.contents.files import ShardFiles
 from ptsave.contents.outline import Outline, outline_of
 from ptsave.support.calls import pausing_garbage_collection
-from ptsave.tree.names import entry_not_found
-from ptsave.tree.tree import EntryTree
+from ptsave.tree.tree import EntryTree, entry_not_found
 
 if TYPE_CHECKING:
     from ptsave.contents.contents import ChunkInfo, Contents, Facts, Place

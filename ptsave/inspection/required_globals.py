@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ptsave.archive.checks import check_compressed_members
+from ptsave.archive.damage import check_compressed_members
 from ptsave.archive.opening import open_source_archive
 from ptsave.contents.directories import find_files
 from ptsave.contents.opening import require_checkpoint, require_saved_object

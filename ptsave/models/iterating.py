@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.recycled_memory import RecycledMemory
+from ptsave.archive.spans import RecycledMemory
 from ptsave.contents.directories import find_files
 from ptsave.models.reading_ahead import MAX_AHEAD_NBYTES, Bounds, read_ahead
 from ptsave.models.shards import Entry, Read, ShardReader, open_shards

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ptsave.archive.views import unfilled_tensors
+from ptsave.archive.spans import unfilled_tensors
 from ptsave.models.shards import Entry, Read
 from ptsave.tree.extents import check_index
 

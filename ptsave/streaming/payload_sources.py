@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.checks import member_pieces
+from ptsave.archive.damage import member_pieces
 from ptsave.archive.opening import open_source_archive
-from ptsave.archive.spans import memory_of
-from ptsave.archive.views import bytes_of, unfilled_tensors
+from ptsave.archive.spans import bytes_of, memory_of, unfilled_tensors
 from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.errors import CorruptCheckpointError, SaveError
@@ -30,7 +29,7 @@ from ptsave.sources.kinds import regular_only
 from ptsave.sources.ranges import LocalFile, RangeSource, expect_no_more_reads
 from ptsave.support import config
 from ptsave.support.torch_tensors import storage_id
-from ptsave.tree.entry_reading import tensors_over
+from ptsave.tree.leaves import tensors_over
 
 if TYPE_CHECKING:
     from ptsave.contents.dcp import DcpContents  # its torch module takes a second

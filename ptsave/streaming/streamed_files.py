@@ -20,8 +20,7 @@ from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.streaming.payload_sources import Payload, PayloadSources, StoragePlace, is_in_order
 from ptsave.support.calls import ProgressCallback, pausing_garbage_collection
 from ptsave.tree.extents import span_of
-from ptsave.writing.pickling import pickle_object
-from ptsave.writing.planning import plan_archive
+from ptsave.writing.planning import pickle_object, plan_archive
 from ptsave.writing.targets import FileTarget, FileWriter, name_of, scratch_folder
 
 

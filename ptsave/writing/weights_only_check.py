@@ -18,7 +18,7 @@ from ptsave.archive.unpickling import refusal_of
 from ptsave.errors import CheckpointWarning
 from ptsave.support.calls import warn_user
 from ptsave.tree.containers import is_container, walk_entries
-from ptsave.writing.pickling import pickle_object
+from ptsave.writing.planning import pickle_object
 
 _MAX_NAMED = 8
 _SMALLEST_ODD_INT = 1 << (8 * 255 - 1)  # its opcode is unknown to torch's machine

@@ -25,7 +25,7 @@ from stock_comparison import assert_same_object
 
 import ptsave
 from ptsave import _C
-from ptsave.archive.cut import CutArchive, CutRecord
+from ptsave.archive.recovery import CutArchive, CutRecord
 from ptsave.archive.surviving import SavedEntries
 from ptsave.background import saves as background
 from ptsave.sources.ranges import Buffer, LocalFile

@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from ptsave.archive.part_copies import PART_ALIGNMENT, StorageView, is_viewable
+from ptsave.archive.group_archive import PART_ALIGNMENT, StorageView, is_viewable
 
 
 def _random_view(choice: random.Random, base: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from stock_comparison import assert_same_object, failure_of, saved_bytes, zip_re
 from torch import distributed
 
 import ptsave
-from ptsave.archive import group_archive, group_records
+from ptsave.archive import group_archive
 
 CHUNK_NBYTES = 1 << 14
 MIB = 1 << 20
@@ -36,7 +36,7 @@ class Looking:
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_records, "CHUNK_NBYTES", CHUNK_NBYTES)
+    monkeypatch.setattr(group_archive, "CHUNK_NBYTES", CHUNK_NBYTES)
 
 
 def _state() -> dict[str, Any]:
@@ -243,7 +243,7 @@ def test_a_rank_that_ends_is_no_hang(tmp_path: Path) -> None:
 
 
 def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_records, "CHUNK_NBYTES", 8 * MIB)
+    monkeypatch.setattr(group_archive, "CHUNK_NBYTES", 8 * MIB)
     path = tmp_path / "a.pt"
     torch.save(
         {"large": torch.zeros(24 * MIB), **{str(i): torch.ones(MIB) for i in range(24)}}, path

@@ -18,7 +18,7 @@ from stock_comparison import assert_same_object, failure_of
 from torch import distributed, nn
 
 import ptsave
-from ptsave.archive import group_archive, group_records
+from ptsave.archive import group_archive
 from ptsave.models import group_weights
 from ptsave.support import group_call, torch_distributed
 
@@ -28,7 +28,7 @@ SIZE = 30_000
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_records, "CHUNK_NBYTES", 1 << 15)
+    monkeypatch.setattr(group_archive, "CHUNK_NBYTES", 1 << 15)
 
 
 @pytest.fixture

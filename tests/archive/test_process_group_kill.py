@@ -17,7 +17,7 @@ from kill_rounds import ROUNDS, SEED
 from torch import distributed
 
 import ptsave
-from ptsave.archive import group_records
+from ptsave.archive import group_archive
 from ptsave.support import group_call
 
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(0)]
@@ -53,7 +53,7 @@ def _load_for_ever(path: Path, folder: Path, rank: int, size: int) -> None:
 
 
 def test_a_rank_is_killed_while_all_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_records, "CHUNK_NBYTES", 1 << 16)
+    monkeypatch.setattr(group_archive, "CHUNK_NBYTES", 1 << 16)
     chance = random.Random(SEED)
     path = tmp_path / "a.pt"
     torch.save(_state(7.0), path)

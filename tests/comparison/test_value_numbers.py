@@ -16,7 +16,7 @@ import torch
 
 from ptsave.comparison.compare import Comparison, compare
 from ptsave.comparison.value_numbers import ValueNumbers
-from ptsave.tree.opaque import Opaque
+from ptsave.tree.tree import Opaque
 
 
 class Color(enum.Enum):
