@@ -23,6 +23,11 @@ from ptsave.support.torch_serialization import (
 from ptsave.support.torch_tensors import CHECKPOINT_OFFSET, parts_of_sparse_coo, storage_id_of
 from ptsave.tree.tree import EntryTree
 
+_READ_AT_ONCE_NBYTES = 512 << 20  # between two updates of a progress bar
+_DEFLATED = 8
+# DEFLATE's highest ratio: a member that claims more is damaged or hostile.
+_MAX_INFLATION = 1032
+_PIECE_NBYTES = 1 << 20
 # A map_location that keeps the storages of `_PlainView`; before torch 2.11, "meta" would make new
 # ones.
 _NOWHERE: Any = "meta" if META_LOADS_KEEP_OFFSETS else lambda storage, location: storage
@@ -38,11 +43,7 @@ class RecordDamage(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """A damaged record, and the offset of the damage in the archive, in bytes.
-
-    `error` is the exception to raise if nothing can be added.  `crcs` is set if the checksums
-    differ.
-    """
+    """A damaged record, and the offset of the damage in the archive, in bytes."""
 
     record: str
     offset: int
@@ -82,12 +83,7 @@ def damage_of(
 def entries_using(
     reader: RecordReader, records: set[str], pickle_module: Any = restricted_unpickler
 ) -> list[str]:
-    """Return the dotted paths of the tensors that are stored in one of `records`.
-
-    torch's restricted unpickler, or a stand-in for it, rebuilds the object on the meta device.  So
-    no code of the file runs and no data is read.  The list is empty if the object cannot be rebuilt
-    that way.
-    """
+    """Return the dotted paths of the tensors in `records`; none if they cannot be told."""
     return [
         *dict.fromkeys(name for name, _ in entries_with_records(reader, records, pickle_module))
     ]
@@ -118,11 +114,7 @@ def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
 
 
 class _PlainView(UnfilledView):
-    """The archive without the record that makes torch compute offsets instead of asking for them.
-
-    Its offsets are those of headers, which the directory has.  The file itself may be cut short, or
-    unreadable, when an error message needs the damaged entries.
-    """
+    """The archive without the record that makes torch compute offsets and not ask for them."""
 
     def get_record_offset(self, name: str) -> int:
         return int(self._reader.get_record_header_offset(name))
@@ -161,37 +153,31 @@ def _offset(tensor: torch.Tensor) -> int | None:
         return None
 
 
-_READ_AT_ONCE_NBYTES = 512 << 20  # between two updates of a progress bar
-_DEFLATED = 8
-# DEFLATE's highest ratio: a member that claims more is damaged or hostile.
-_MAX_INFLATION = 1032
-_PIECE_NBYTES = 1 << 20
-
-
 def find_damage(
     reader: RecordReader, find_in: FindDamage, progress: ProgressCallback | None
 ) -> list[Damage]:
-    """Return the damaged records of an archive, in file order.
-
-    Records without checksums are read too, because reading checks their headers.  Keeps no bytes,
-    so it needs little memory.  `progress` gets the file offset reached.
-    """
+    """Return an archive's damaged records, in order; `progress` gets the offset reached."""
+    engine = reader.engine
+    others = set(engine.other_names())
     damage = []
-    with_crcs = set(_with_checksums(reader))
     for batch in _batches(reader):
-        stored = [i for i in batch if _is_readable(reader, i)]
-        checked = [i for i in stored if i in with_crcs]
-        if checked:
-            damage += find_in(checked, verify=True)
-        if len(checked) < len(stored):
-            others = [i for i in stored if i not in with_crcs]
-            damage += find_in(others, verify=False)
-        if len(stored) < len(batch):
-            damage += _find_damage_of_compressed(
-                reader, [i for i in batch if not _is_readable(reader, i)]
-            )
+        with_crcs, without = [], []
+        for number in batch:
+            record = engine.record(number)
+            if not record.stored or record.encrypted:
+                try:
+                    deque(member_pieces(reader, number), 0)
+                except (CorruptCheckpointError, OSError) as error:
+                    damage.append(damage_at(reader, number, error))
+            elif engine.has_crcs and (engine.storages_have_crcs or record.name in others):
+                with_crcs.append(number)
+            else:
+                without.append(number)
+        for numbers, verify in ((with_crcs, True), (without, False)):
+            if numbers:
+                damage += find_in(numbers, verify=verify)
         if progress is not None:
-            progress(reader.engine.record(batch[-1]).limit)
+            progress(engine.record(batch[-1]).limit)
     return sorted(damage, key=lambda found: found.offset)
 
 
@@ -205,14 +191,6 @@ def damage_at(reader: RecordReader, number: int, error: Exception) -> Damage:
     return Damage(record.name, at, bare_message(error, reader.path), error)
 
 
-def _with_checksums(reader: RecordReader) -> Iterator[int]:
-    engine = reader.engine
-    others = set(engine.other_names())
-    for number, record in enumerate(engine.records()):
-        if engine.has_crcs and (engine.storages_have_crcs or record.name in others):
-            yield number
-
-
 def _batches(reader: RecordReader) -> Iterator[list[int]]:
     batch: list[int] = []
     nbytes = 0
@@ -224,23 +202,6 @@ def _batches(reader: RecordReader) -> Iterator[list[int]]:
             batch, nbytes = [], 0
     if batch:
         yield batch
-
-
-def _is_readable(reader: RecordReader, number: int) -> bool:
-    record = reader.engine.record(number)
-    return record.stored and not record.encrypted
-
-
-def _find_damage_of_compressed(reader: RecordReader, numbers: list[int]) -> list[Damage]:
-    damage = []
-    for number in numbers:
-        record = reader.engine.record(number)
-        try:
-            deque(member_pieces(reader, number), 0)
-        except (CorruptCheckpointError, OSError) as error:
-            reason = bare_message(error, reader.path)
-            damage.append(Damage(record.name, record.header_offset, reason, error))
-    return damage
 
 
 def torchscript_error(path: str) -> NotCheckpointError:
@@ -263,10 +224,7 @@ def check_compressed_members(reader: RecordReader) -> None:
 
 
 def member_pieces(reader: RecordReader, index: int) -> Iterator[bytes]:
-    """Yield a member's contents, inflated, in pieces of at most 1 MiB.
-
-    Raises CorruptCheckpointError after the last piece if the size or the checksum is wrong.
-    """
+    """Yield a member's contents, inflated, in pieces of at most 1 MiB, and verify them."""
     record = reader.engine.record(index)
     reader.require_small(index)
     if record.directory:

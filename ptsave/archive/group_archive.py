@@ -59,17 +59,13 @@ def _can_view(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class StorageView:
-    """The layout of a tensor in a storage, without the storage, counted in elements.
-
-    `is_conj` and `is_neg` say that the values are the conjugates, or the negatives, of the stored
-    ones.
-    """
+    """The layout of a tensor in a storage, without the storage, counted in elements."""
 
     dtype: torch.dtype
     offset: int
     shape: Sequence[int]
     stride: Sequence[int]
-    is_conj: bool
+    is_conj: bool  # the values are the conjugates of the stored ones
     is_neg: bool
 
     @classmethod
@@ -100,24 +96,23 @@ class StorageView:
     def _copy(
         self, target: Tensor, elements: Tensor, at: int, shape: Sequence[int], stride: Sequence[int]
     ) -> None:
-        """Copy a box of the tensor whose first element has index `at` in the part, or before it.
-
-        A box that lies only partly in the part is cut across its longest stride.
-        """
+        """Copy a box of the tensor whose first element has index `at` in the part, or before it."""
         ends = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
         last = at + sum(ends)
         if last < 0 or at >= len(elements):
             return
         if at >= 0 and last < len(elements):
             where = elements.storage_offset() + at
-            target.copy_(self._values(elements.as_strided(shape, stride, where)))
+            values = elements.as_strided(shape, stride, where)
+            values = values.conj() if self.is_conj else values
+            target.copy_(values.neg() if self.is_neg else values)
             return
         dim = max(range(len(shape)), key=lambda i: stride[i] if shape[i] > 1 else -1)
         step, extent = stride[dim], last - at - ends[dim]
         # The steps that overlap the part, and (`begin` to `end`) the steps that lie inside it.
-        touched = range(_up(-at - extent, step), (len(elements) - 1 - at) // step + 1)
+        touched = range(-((at + extent) // step), (len(elements) - 1 - at) // step + 1)
         touched = range(max(touched.start, 0), min(touched.stop, shape[dim]))
-        begin = max(_up(-at, step), touched.start)
+        begin = max(-(at // step), touched.start)
         end = min((len(elements) - 1 - at - extent) // step + 1, touched.stop)
         rest = [*shape[:dim], *shape[dim + 1 :]], [*stride[:dim], *stride[dim + 1 :]]
         for i in touched:
@@ -128,14 +123,6 @@ class StorageView:
             box = [*shape[:dim], end - begin, *shape[dim + 1 :]]
             there = target.narrow(dim, begin, end - begin)
             self._copy(there, elements, at + begin * step, box, stride)
-
-    def _values(self, stored: Tensor) -> Tensor:
-        values = stored.conj() if self.is_conj else stored
-        return values.neg() if self.is_neg else values
-
-
-def _up(numerator: int, denominator: int) -> int:
-    return -(-numerator // denominator)
 
 
 CHUNK_NBYTES = 8 << 20
@@ -173,9 +160,8 @@ class _Part(NamedTuple):
 class GroupRecords:
     """Records that the ranks of a group are receiving, seen from one rank.
 
-    `read` fills spans without verifying them, on the rank that reads, and is None on the others.
-    `damaged` returns the error for a record by its number and its wrong checksum.  `progress` gets
-    the number of bytes sent.
+    `read` fills spans without verifying them, and is None on ranks that do not read.  `damaged`
+    returns the error for a record and its wrong checksum.  `progress` gets the bytes sent.
     """
 
     def __init__(
@@ -205,10 +191,7 @@ class GroupRecords:
             self._transfer(wanted, records, take, verify=verify)
 
     def wait(self, barrier: int) -> None:
-        """Wait until all ranks reach a barrier; meanwhile bytes for other ranks are passed on.
-
-        Raises an error if any rank, or reading the file, has failed.
-        """
+        """Wait until all ranks reach a barrier; meanwhile bytes for other ranks are passed on."""
         for wanted in self._rounds(barrier, ()):
             self._transfer(wanted, (), lambda *_: None, verify=False)
 
@@ -225,10 +208,7 @@ class GroupRecords:
     def _transfer(
         self, wanted: Collection[int], own: Collection[int], take: Take, *, verify: bool
     ) -> None:
-        """Transfer the records that any rank wants, and take this rank's own bytes.
-
-        After an error this rank ignores further bytes, but the others still get theirs.
-        """
+        """Transfer the records that any rank wants, and take this rank's own bytes."""
         chunks = list(_chunks(self._record, wanted))
         sizes = [parts[-1].at + parts[-1].nbytes for parts in chunks]
 
@@ -244,22 +224,19 @@ class GroupRecords:
                 in_memory = chunk.cpu() if verify and mine else chunk
                 for part in mine:
                     where = slice(part.at, part.at + part.nbytes)
-                    if verify and self._record(part.record).crc is not None:
+                    record = self._record(part.record)
+                    if verify and record.crc is not None:
                         crc = _C.crc32(memory_of(in_memory[where]), crc if part.begin else 0)
-                        self._check(part, crc)
+                        is_last = part.begin + part.nbytes == record.nbytes
+                        if is_last and crc != record.crc:
+                            raise self._damaged(part.record, crc)
                     take(part.record, part.begin, chunk[where])
-            except Exception as failure:
+            except Exception as failure:  # the other ranks still get their bytes
                 error = failure
             self._nbytes_done += len(chunk)
             if self.progress is not None:
                 self.progress(self._nbytes_done)
         self._call.agree(None, error)
-
-    def _check(self, part: _Part, crc: int) -> None:
-        """Raise if a part ends its record, and the checksum `crc` differs from the record's."""
-        record = self._record(part.record)
-        if part.begin + part.nbytes == record.nbytes and crc != record.crc:
-            raise self._damaged(part.record, crc)
 
 
 def _bits(records: Collection[int], n_records: int) -> bytes:
@@ -298,9 +275,8 @@ def _received_chunks(
 ) -> Iterator[Tensor]:
     """Yield the bytes of each chunk, as uint8 on the group's device, the same on every rank.
 
-    Collective: each rank takes all chunks.  A chunk is valid until the next one is asked for.
-    `sizes` are in bytes, and at most `CHUNK_NBYTES`.  The reader calls `read` in a thread, with a
-    chunk's number and memory; if that fails, every rank raises.
+    Collective: each rank takes all chunks.  A chunk is valid until the next one is asked for.  The
+    reader calls `read` in a thread, with a chunk's number and memory; if that fails, all raise.
     """
     if not sizes:
         return
@@ -409,10 +385,7 @@ class Outline(NamedTuple):
 
 
 class GroupArchive(GroupRecords):
-    """The records of an archive that the ranks of a group are receiving, seen from one rank.
-
-    `source` is the file's reader on the rank that reads, and None on the others.
-    """
+    """The records of an archive that a group receives; `source` reads them on one rank."""
 
     def __init__(
         self, call: GroupCall, reader: ReceivedReader, source: RecordReader | None
@@ -518,12 +491,11 @@ def load_by_group(
 def load_received(archive: GroupArchive, options: LoadOptions, *, waits: bool = True) -> Any:
     """Load an archive that the ranks of a group receive.
 
-    Other ranks may restore from it meanwhile, or load it to other devices.  With `waits` the bytes
-    are sent when all ranks have made their plans, and the file is read once.  A rank that has to
-    check its bytes first does not wait.
+    With `waits` the bytes are sent when all ranks have made their plans, and the file is read once.
+    A rank that has to check its bytes first does not wait.
     """
     reader = archive.reader
-    if options.mmap:
+    if options.maps:
         raise UnsupportedSourceError(
             f"{reader.path}: mmap=True maps the file, and process_group is for ranks that receive "
             "it: leave one of them out"

@@ -6,11 +6,10 @@ import mmap as mmap_module
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.serialization import UNSAFE_MESSAGE, get_default_mmap_options
@@ -48,8 +47,7 @@ _TORCHSCRIPT_WARNING = (
 )
 
 
-@dataclass(eq=False, repr=False)
-class LoadOptions:
+class LoadOptions(NamedTuple):
     """The arguments of :func:`ptsave.load` beside the file.
 
     `wants_state` is for restores: it refuses TorchScript archives, which are programs, and makes
@@ -60,12 +58,17 @@ class LoadOptions:
     map_location: Any = None
     pickle_module: Any = None
     weights_only: bool | None = None
-    mmap: bool = field(default_factory=lambda: torch_config.load.mmap)
+    mmap: bool | None = None
     verify: bool = True
     progress: bool = False
-    pickle_load_args: dict[str, Any] = field(default_factory=dict)
+    pickle_load_args: Mapping[str, Any] = {}
     wants_state: bool = False
     leaves_opaque: bool = False
+
+    @property
+    def maps(self) -> bool:
+        """Whether to map the file: `mmap`, or torch's default for it."""
+        return torch_config.load.mmap if self.mmap is None else self.mmap
 
 
 def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
@@ -106,7 +109,7 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
         closing(reader),
         progress_bar(options.progress, "loading", reader.engine.nbytes) as reader.progress,
     ):
-        overall = _map_file(reader, options.map_location) if options.mmap else None
+        overall = _map_file(reader, options.map_location) if options.maps else None
         result = rebuild(reader, options, module, partial(unpickle, overall_storage=overall))
         if options.leaves_opaque:
             from ptsave.tree.tree import drop_opaque_attributes
@@ -132,7 +135,7 @@ def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
             options.map_location,
             options.pickle_module,
             weights_only=restricted,
-            mmap=options.mmap,
+            mmap=options.maps,
             **options.pickle_load_args,
         )
 
@@ -157,10 +160,7 @@ def _under_another_name(f: Any) -> Iterator[Any]:
 def rebuild(
     reader: RecordReader, options: LoadOptions, pickle_module: Any, unpickle: Callable[..., Any]
 ) -> Any:
-    """Rebuild the object of an archive, and check all of the archive's records except storages.
-
-    `unpickle` gets the reader, and `map_location`, `pickle_module` and `pickle_load_args` by name.
-    """
+    """Rebuild the object of an archive by `unpickle`, and check all records except storages."""
     check_dill_version(options.pickle_module)
     arguments = {"encoding": "utf-8", **options.pickle_load_args}
     reader.check_version()

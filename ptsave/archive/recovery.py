@@ -32,6 +32,7 @@ from ptsave.archive.unpickling import faster
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import ZIP_MAGIC
 from ptsave.sources.ranges import RangeSource
+from ptsave.support.text import some_of
 from ptsave.support.torch_serialization import restricted_unpickler
 
 JOURNAL_PREFIX = ".journal/"
@@ -43,13 +44,20 @@ _OTHER_RECORDS = {"data.pkl", *SMALL_RECORDS}
 _MAX_DIGITS = 16
 _N_NAMED = 8  # in a warning
 _ALIGNMENT = 64  # of the records that are added
+_SIGNATURES = re.compile(rb"PK(?:\x03\x04|\x07\x08)")
+_LOCAL, _CENTRAL = b"PK\x03\x04", b"PK\x01\x02"
+_MAX_HEADER_NBYTES = _LOCAL_HEADER.size + 2 * 0xFFFF
+_DESCRIPTOR, _ZIP64_DESCRIPTOR = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
+_DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
+_ZIP64_ID = b"\1\0"
+ZIP64 = 0xFFFFFFFF  # sizes and offsets from here on are in other fields
+_HAS_DESCRIPTOR = 8  # a flag: size and checksum come behind the payload
+_KNOWN_FLAGS = _HAS_DESCRIPTOR | 0x800  # the second flag: the name is UTF-8
+_PIECE_NBYTES = 4 << 20
 
 
 class CompletedFile(RangeSource):
-    """The beginning of a file with headers patched in, and another end, in memory.
-
-    Tensors are read from it on demand, so the last reader closes the file.
-    """
+    """The beginning of a file with headers patched in, and another end, in memory."""
 
     def __init__(
         self, source: RangeSource, nbytes: int, end: bytes, patches: Mapping[int, bytes]
@@ -108,11 +116,13 @@ class Recovery:
     def damage(self) -> str:
         """Return a text about the lost records and entries; empty if none are lost."""
         records = [*self.storages, *self.journals]
-        parts = [f"damaged or missing: {_some(records)}"] if records else []
+        parts = [f"damaged or missing: {some_of(records, _N_NAMED)}"] if records else []
         if self.entries:
-            parts.append(f"without the entries {_some(self.entries)}")
+            parts.append(f"without the entries {some_of(self.entries, _N_NAMED)}")
         if self.journals:
-            parts.append(f"what else was added with {_some(self.journals)} is not known")
+            parts.append(
+                f"what else was added with {some_of(self.journals, _N_NAMED)} is not known"
+            )
         return "; ".join(parts)
 
 
@@ -146,11 +156,7 @@ def _recovery(source: RangeSource) -> Recovery | None:
 
 
 def _of_pickle(source: RangeSource, cut: CutArchive, data: bytes) -> Recovery:
-    """Return the rest of an archive that begins with its pickle.
-
-    The pickle gives the size of each storage, so the place of each is known.  Bytes in a storage
-    that look like an archive are therefore never taken for a record.
-    """
+    """Return the rest of an archive that begins with its pickle."""
     first = [*takewhile(lambda record: record.follows, cut.records[: len(_OTHER_RECORDS)])]
     small = {record.name: cut.payload(record) for record in first if record.is_whole}
     if small.get("byteorder", b"little") != b"little":
@@ -180,10 +186,7 @@ def _of_pickle(source: RangeSource, cut: CutArchive, data: bytes) -> Recovery:
 def _storages_in(
     cut: CutArchive, order: list[str], sizes: Mapping[str, int], at: int, alignment: int
 ) -> list[CutRecord]:
-    """Return the whole storages of an archive that has them in an order, from an offset on.
-
-    They lie where torch puts them or, in an archive of another program, where headers say.
-    """
+    """Return the whole storages of an archive that has them in an order, from an offset on."""
     records = []
     by_headers = False
     for i, number in enumerate(order):
@@ -241,10 +244,7 @@ def _completed(
     *,
     empty: Sequence[str] = (),
 ) -> Recovery:
-    """Return a recovery with a whole archive of these records, empty storages and a pickle.
-
-    Raises ValueError if its folder has a name that no archive can have.
-    """
+    """Return a recovery with a whole archive of these records, empty storages and a pickle."""
     finished = [record for record in records if record.name.startswith((_DATA, JOURNAL_PREFIX))]
     places: list[_Found] = []
     patches: dict[int, bytes] = {}
@@ -330,23 +330,6 @@ def _missing(journals: list[CutRecord]) -> list[str]:
     return [f"{JOURNAL_PREFIX}{i}" for i in islice(missing, _N_NAMED + 1)]
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _N_NAMED:,} more" if len(names) > _N_NAMED else ""
-    return ", ".join(names[:_N_NAMED]) + more
-
-
-_SIGNATURES = re.compile(rb"PK(?:\x03\x04|\x07\x08)")
-_LOCAL, _CENTRAL = b"PK\x03\x04", b"PK\x01\x02"
-_MAX_HEADER_NBYTES = _LOCAL_HEADER.size + 2 * 0xFFFF
-_DESCRIPTOR, _ZIP64_DESCRIPTOR = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
-_DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
-_ZIP64_ID = b"\1\0"
-ZIP64 = 0xFFFFFFFF  # sizes and offsets from here on are in other fields
-_HAS_DESCRIPTOR = 8  # a flag: size and checksum come behind the payload
-_KNOWN_FLAGS = _HAS_DESCRIPTOR | 0x800  # the second flag: the name is UTF-8
-_PIECE_NBYTES = 4 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class CutRecord:
     """A record that may be damaged or cut off."""
@@ -398,9 +381,8 @@ class CutArchive:
     are followed from the next local header on.  The file is read in pieces and never mapped,
     because it may become shorter.
 
-    A hostile file may consist of signatures.  So only the offsets of headers are kept, and no name
-    reaches past the next header.  A header that contains another header's signature in its fixed
-    part does not count, so headers number fewer than a thirtieth of the file's bytes.
+    A hostile file may consist of signatures.  So only the offsets of headers are kept, no name
+    reaches past the next header, and a header with another one's signature in it does not count.
     """
 
     def __init__(self, source: RangeSource) -> None:
@@ -520,10 +502,7 @@ class CutArchive:
         return _End(end, header.crc, end)
 
     def _implied_end(self, begin: int, descriptor: struct.Struct) -> _End | None:
-        """Return the end in front of the next header, if the checksum there is right.
-
-        Then only the size in the descriptor is damaged.
-        """
+        """Return the next header's offset as the end, if only the descriptor's size is wrong."""
         limit = self._limit(begin)
         end = limit - descriptor.size
         if end < begin:
@@ -544,10 +523,9 @@ class CutArchive:
         return crc
 
     def storage_at(self, offset: int, name: str, nbytes: int, payload_offset: int) -> _Stored:
-        """Look for a storage of known place and size; the result has no record if it is not whole.
+        """Look for a storage of known size, whose header is at `offset`.
 
-        `offset` is its header's offset.  `payload_offset` is -1 if only the header knows it; it
-        stays -1 in the result where there is no header.
+        `payload_offset` is -1 if only the header knows it.
         """
         header = self._header_at(offset)
         if payload_offset < 0:
@@ -582,10 +560,7 @@ class CutArchive:
         return self._source.read(record.payload_offset, record.payload_offset + record.nbytes)
 
     def entries(self) -> tuple[list[str], list[str]]:
-        """Return the names of all tensors, and of the tensors whose records are whole.
-
-        Both are empty if the pickle is missing, or needs more than ``weights_only=True``.
-        """
+        """Return the names of all tensors, and of those in whole records; none without pickle."""
         found: dict[str, CutRecord] = {}
         for record in self.records:
             found.setdefault(record.name, record)

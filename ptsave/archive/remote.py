@@ -106,11 +106,7 @@ _AHEAD_NBYTES = 32 << 20  # of storages fetched together, as a small one alone c
 
 
 def open_stream(f: Any, *, verify: bool) -> StreamReader | None:
-    """Open an archive in a seekable file object, from its current position on.
-
-    Returns None, and keeps the position, if `f` cannot be read at any position or does not begin as
-    a zip archive.
-    """
+    """Open an archive in a seekable file object, from its position on; None if it is none."""
     if not all(callable(getattr(f, method, None)) for method in ("read", "seek", "tell")):
         return None
     try:
@@ -142,7 +138,10 @@ class StreamReader(RemoteReader):
     def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> Tensor:
         record = self.find_storage(name, nbytes)
         if isinstance(self.source, FileObject):
-            payload = self._read_one(self.source, record, self.get_record_offset(name), nbytes)
+            payload = torch.empty(nbytes, dtype=torch.uint8)
+            self.source.read_into(self.get_record_offset(name), memory_of(payload))
+            if self.verifies:
+                self.require_crc(record, _C.crc32(memory_of(payload)))
         else:
             if record not in self._ahead:
                 self._fetch_from(record)
@@ -150,13 +149,6 @@ class StreamReader(RemoteReader):
         self._nbytes_read += nbytes
         if self.progress is not None:
             self.progress(self._nbytes_read)
-        return payload
-
-    def _read_one(self, source: FileObject, record: int, offset: int, nbytes: int) -> Tensor:
-        payload = torch.empty(nbytes, dtype=torch.uint8)
-        source.read_into(offset, memory_of(payload))
-        if self.verifies:
-            self.require_crc(record, _C.crc32(memory_of(payload)))
         return payload
 
     def _fetch_from(self, record: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.filling import to_device
+from ptsave.archive.filling import resources, to_device
 from ptsave.archive.reader import RecordReader
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support import config
@@ -46,11 +46,7 @@ _MAX_LENT = 256  # beyond this, the pool forgets the oldest
 
 
 class Span(NamedTuple):
-    """A part of a record's payload, from byte `begin` on, and the memory it belongs in.
-
-    `target` is contiguous uint8 in CPU memory.  Readers that `reach_devices` also fill targets on
-    accelerators.
-    """
+    """A part of a record's payload, from byte `begin` on, and contiguous uint8 memory for it."""
 
     record: int
     begin: int
@@ -61,8 +57,7 @@ class SpanReader(Protocol):
     """Fills spans; safe for concurrent use.
 
     `max_gap` is the largest unwanted gap, in bytes, that is read rather than skipped.
-    `reach_devices` says that targets may be on accelerators, which are filled through page-locked
-    memory.
+    `reach_devices` says that targets may be on accelerators.
     """
 
     max_gap: int
@@ -99,13 +94,14 @@ class EngineSpans:
         self._reader = reader
         self._engine = reader.engine
         self._can_verify = self._engine.storages_have_crcs
+        self._resources = resources(reader.limits)
 
     def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
         whole, parts = divided(self._engine, spans)
         verify = verify if self._can_verify else False
         with self._reader.opened():
             if verify and parts:
-                self._check([span.record for span in parts])
+                self.check([span.record for span in parts])
             if whole:
                 targets = [span.target for span in whole]
                 self._transfer([s.record for s in whole], targets, verify=verify is not False)
@@ -115,16 +111,14 @@ class EngineSpans:
     def _read_parts(self, parts: Sequence[Span]) -> None:
         records = {span.record for span in parts}
         offsets = {record: self._engine.payload_offset(record) for record in records}
-        limits = self._reader.limits
         self._engine.read_ranges(
             [(offsets[span.record] + span.begin, span.target) for span in parts],
-            n_threads=limits.n_readers,
-            max_pinned_nbytes=limits.max_pinned_nbytes,
+            **self._resources,
         )
 
     def check(self, records: Sequence[int]) -> None:
         with self._reader.opened():
-            self._check(records)
+            self._transfer(sorted(set(records)), [], verify=True)
 
     def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
         from ptsave.archive.damage import Damage, damage_at
@@ -132,11 +126,7 @@ class EngineSpans:
         try:
             with self._reader.opened():
                 damaged = self._engine.read_records(
-                    list(records),
-                    [],
-                    n_threads=self._reader.limits.n_readers,
-                    verify=verify,
-                    max_pinned_nbytes=self._reader.limits.max_pinned_nbytes,
+                    list(records), [], verify=verify, **self._resources
                 )
         except (CorruptCheckpointError, OSError) as error:
             if len(records) > 1:  # the engine stops at the first error
@@ -153,17 +143,8 @@ class EngineSpans:
             for found in damaged
         ]
 
-    def _check(self, records: Sequence[int]) -> None:
-        self._transfer(sorted(set(records)), [], verify=True)
-
     def _transfer(self, records: list[int], targets: list[Tensor], *, verify: bool) -> None:
-        damaged = self._engine.read_records(
-            records,
-            targets,
-            n_threads=self._reader.limits.n_readers,
-            verify=verify,
-            max_pinned_nbytes=self._reader.limits.max_pinned_nbytes,
-        )
+        damaged = self._engine.read_records(records, targets, verify=verify, **self._resources)
         if damaged:
             from ptsave.archive.damage import damage_of
 
@@ -171,10 +152,7 @@ class EngineSpans:
 
 
 def range_files(files: Sequence[LocalFile], *, direct: bool = True) -> _C.RangeFiles:
-    """Open local files for `read_ranges`; the engine keeps them open, also parked ones.
-
-    `direct` false reads through the page cache, whatever the configuration allows.
-    """
+    """Open local files for `read_ranges`, past the page cache if `direct`; they stay open."""
     limits = config.current()
     with ExitStack() as stack:
         opened = [stack.enter_context(file.opened()).for_engine for file in files]
@@ -189,14 +167,7 @@ def read_ranges(
     **options: int,
 ) -> None:
     """Fill tensors from ranges of files, by several threads."""
-    limits = config.current()
-    files.read(
-        ranges,
-        n_threads=limits.n_readers,
-        max_pinned_nbytes=limits.max_pinned_nbytes,
-        progress=progress,
-        **options,
-    )
+    files.read(ranges, progress=progress, **resources(config.current()), **options)
 
 
 def divided(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
@@ -209,14 +180,16 @@ def divided(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[
     return whole, parts
 
 
-def batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Yield the spans in groups of at most `BATCH_NBYTES`; large spans are cut."""
+def batches(
+    spans: Sequence[Span], max_nbytes: int = BATCH_NBYTES, max_span_nbytes: int = _REQUEST_NBYTES
+) -> Iterator[list[Span]]:
+    """Yield the spans in groups of at most `max_nbytes`; large spans are cut."""
     batch: list[Span] = []
     nbytes = 0
     for span in spans:
-        for begin in range(0, len(span.target), _REQUEST_NBYTES):
-            target = span.target[begin : begin + _REQUEST_NBYTES]
-            if nbytes + len(target) > BATCH_NBYTES:
+        for begin in range(0, len(span.target), max_span_nbytes):
+            target = span.target[begin : begin + max_span_nbytes]
+            if nbytes + len(target) > max_nbytes:
                 yield batch
                 batch, nbytes = [], 0
             batch.append(Span(span.record, span.begin + begin, target))
@@ -283,17 +256,8 @@ def _read_packs(spans: SpanReader, parts: Sequence[Span], verify: bool | None) -
     if verify is None and len(parts) == 1:  # it may be a whole record, which is compared then
         _read_pack(spans, parts, None)
         return
-    pack: list[Span] = []
-    nbytes = 0
-    for part in parts:
-        for begin in range(0, len(part.target), _PACK_NBYTES):
-            target = part.target[begin : begin + _PACK_NBYTES]
-            if nbytes + len(target) > _PACK_NBYTES:
-                _read_pack(spans, pack, False)
-                pack, nbytes = [], 0
-            pack.append(Span(part.record, part.begin + begin, target))
-            nbytes += len(target)
-    _read_pack(spans, pack, False)
+    for pack in batches(parts, _PACK_NBYTES, _PACK_NBYTES):
+        _read_pack(spans, pack, False)
 
 
 def _read_pack(spans: SpanReader, pack: Sequence[Span], verify: bool | None) -> None:
@@ -305,12 +269,7 @@ def _read_pack(spans: SpanReader, pack: Sequence[Span], verify: bool | None) -> 
     )
     there = bytes_of(pack[0].target.untyped_storage())
     begin = pack[0].target.storage_offset()
-    limits = config.current()
-    _C.copy_to_devices(
-        [(here, there[begin : begin + len(here)])],
-        n_threads=limits.n_readers,
-        max_pinned_nbytes=limits.max_pinned_nbytes,
-    )
+    _C.copy_to_devices([(here, there[begin : begin + len(here)])], **resources(config.current()))
 
 
 def _read_halves(spans: SpanReader, record: int, view: Tensor, device: torch.device) -> Tensor:

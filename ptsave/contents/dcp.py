@@ -135,7 +135,7 @@ class DcpContents(OneFile):
         stream = io.BytesIO(data)
         try:
             options = LoadOptions(stay, weights_only=True, verify=verify, leaves_opaque=True)
-            return load_file(stream, options, reader_for(stream, options.mmap, verify))
+            return load_file(stream, options, reader_for(stream, options.maps, verify))
         except UnpicklingError as error:
             error.args = (f"{path}: {name}: {error}",)
             raise

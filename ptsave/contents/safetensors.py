@@ -313,12 +313,12 @@ def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
         return {
             each.name: torch.empty(each.shape, dtype=each.dtype, device=device) for each in stored
         }
-    if isinstance(source, LocalFile) and not options.mmap:
+    if isinstance(source, LocalFile) and not options.maps:
         stored = read_header(source).tensors
         with progress_bar(options.progress, "loading", source.nbytes) as callback:
             values = _read(source, stored, accelerator_of(location) or CPU, callback)
         return {each.name: value for each, value in zip(stored, values, strict=True)}
-    contents = SafetensorsContents(source, maps=options.mmap)
+    contents = SafetensorsContents(source, maps=options.maps)
     values = contents.read(list(contents.obj.values()), None)
     return dict(zip(contents.obj, values, strict=True))
 

@@ -74,7 +74,7 @@ class RankWriting:
             zip(tensors, self._sources.payloads_of(list(tensors.values())), strict=True)
         )
         # Records that are whole payloads; records used in parts have been compared already.
-        check_records([each.place for each in payloads.values() if each.place is not None])
+        check_records(payloads.values())
         for name, value in flat.items():
             if name in payloads:
                 item = self._file.add_payload(value.dtype, value.shape, payloads[name])

@@ -34,20 +34,16 @@ _PLAIN_TYPES = {int, float, complex, bool, str, bytes, type(None)}
 class Node(NamedTuple):
     """One entry: a container, a tensor or another value.
 
-    `depth` is the number of containers around it, not counting the object itself. `parent` is the
-    number of its container's node, or -1 for the object itself. `prefix` is the container's dotted
-    path, with a dot at the end. `key` is ``""`` for an object that is no container. `tensor` is its
-    number among the tensors, or -1. `again` is the earlier name of a container that has been met
-    before.
+    `key` is ``""`` for an object that is no container.
     """
 
-    depth: int
-    parent: int
-    prefix: str
+    depth: int  # the number of containers around it, without the object itself
+    parent: int  # the number of its container's node; -1: the object itself
+    prefix: str  # the container's dotted path, with a dot at the end
     key: Any
     value: Any
-    tensor: int
-    again: str | None
+    tensor: int  # its number among the tensors, or -1
+    again: str | None  # the earlier name of a container that has been met before
 
     @property
     def name(self) -> str:

@@ -130,15 +130,12 @@ class SaveOptions:
         )
 
 
-Storage = torch.UntypedStorage
-
-
 class StorageTable:
     """Numbers storages in the order in which the pickler meets them."""
 
     def __init__(self, locations: Mapping[int, str]) -> None:
         self._locations = locations
-        self.storages: dict[str, Storage] = {}
+        self.storages: dict[str, torch.UntypedStorage] = {}
         self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
 
@@ -166,11 +163,11 @@ class StorageTable:
         self.storages[key] = storage
         return ("storage", storage_type, key, location, numel)
 
-    def number(self, storage: Storage, dtype: torch.dtype) -> int:
+    def number(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
         """Return the record number of a storage that is met for the first time."""
         return len(self._keys)
 
-    def _check_dtype(self, storage: Storage, dtype: torch.dtype) -> None:
+    def _check_dtype(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
         # A file records one dtype for each storage, so views of other dtypes cannot be saved.
         if storage.device.type == "meta" or storage.data_ptr() == 0:
             return
@@ -200,11 +197,9 @@ def pickle_object(
     pickle_protocol: int,
     locations: Mapping[int, str] | None = None,
 ) -> tuple[bytes, _C.StorageList]:
-    """Pickle `obj` as :func:`torch.save` does; storage i of the list is the record ``data/i``.
-
-    `locations` replaces the locations of storages, by their ``_cdata``.
-    """
-    if not locations and _is_standard(pickle_module, pickle_protocol):
+    """Pickle `obj` as torch.save does; `locations` replaces those of storages, by ``_cdata``."""
+    is_standard = pickle_module is pickle and pickle.Pickler is _pickle.Pickler
+    if is_standard and type(pickle_protocol) is int and pickle_protocol == 2 and not locations:
         pickled = _C.pickle_object(obj)
         if pickled is not None:
             return pickled
@@ -220,13 +215,3 @@ def dump(obj: object, table: StorageTable, pickle_module: Any, pickle_protocol: 
     pickler.table = table
     pickler.dump(obj)
     return stream.getvalue()
-
-
-def _is_standard(pickle_module: Any, pickle_protocol: int) -> bool:
-    """Return whether the pickler is Python's own, which the engine can replace."""
-    return (
-        pickle_module is pickle
-        and pickle.Pickler is _pickle.Pickler
-        and type(pickle_protocol) is int
-        and pickle_protocol == 2
-    )
