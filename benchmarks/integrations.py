@@ -264,14 +264,14 @@ def measure_share(task: Task) -> Figure:
     _, _, client = task.workload.partition(" ")
     folder = Path(task.folder) / f"{client}-{task.contender}"
     written = []
-    write = FileWriter.write_path
+    write = FileWriter.write_file
 
     def noting(writer: FileWriter, path: str) -> None:
         written.append(os.path.basename(path))
         write(writer, path)
 
     action = checkpoint_of(client, task.contender, folder)
-    FileWriter.write_path = noting  # type: ignore[method-assign, assignment]
+    FileWriter.write_file = noting  # type: ignore[method-assign, assignment]
     action()
     files = [path for path in folder.rglob("*") if path.is_file()]
     nbytes = sum(path.stat().st_size for path in files)

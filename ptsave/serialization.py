@@ -18,9 +18,7 @@ from ptsave.support.torch_serialization import (
     check_save_filelike,
     log_api_usage,
 )
-from ptsave.writing.options import SaveOptions
-from ptsave.writing.pickling import pickle_object
-from ptsave.writing.planning import engine_can_save, plan_archive
+from ptsave.writing.planning import SaveOptions, engine_can_save, pickle_object, plan_archive
 from ptsave.writing.targets import (
     TargetWriter,
     is_url_file,

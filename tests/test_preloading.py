@@ -117,8 +117,8 @@ _FIRST_CALLS = {
 }
 # Modules for ranks, damage, optimizers, other formats and places.
 _RARE = (
-    *("archive.checks", "archive.cut", "archive.damage", "archive.group", "archive.recovery"),
-    *("archive.remote", "archive.stream", "contents.captures", "contents.dcp", "sources.url_"),
+    *("archive.damage", "archive.group", "archive.recovery", "archive.remote"),
+    *("contents.captures", "contents.dcp", "sources.url_"),
     *("contents.safetensors", "models.group", "state.optimizer", "support.group"),
     *("support.rank_", "training.group"),
 )

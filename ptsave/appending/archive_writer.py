@@ -312,13 +312,11 @@ class ArchiveWriter:
     def _write_groups(self, batch: Batch, n_groups: int) -> None:
         if not n_groups:  # the batch's only entry could not be copied
             return
+        nbytes = self._archive.nbytes + batch.nbytes
         direct = (
             self._limits.direct_io
             and direct_nbytes(batch.nbytes, fsync=True) > 0
-            and direct_nbytes(
-                self._archive.nbytes + batch.nbytes, fsync=self._fsync, in_background=True
-            )
-            > 0
+            and direct_nbytes(nbytes, fsync=self._fsync, in_background=True) > 0
         )
         slack = _SLACK_NBYTES if batch.engine.is_staged else 0
         n_threads = self._limits.n_direct_writers if direct else self._limits.n_threads
@@ -376,7 +374,8 @@ class ArchiveWriter:
             self._queue.drain()
             try:
                 self._check_usable()
-                self._finish()
+                pickle = dict_of_parts([self._archive.read(*place) for place in self._journals])
+                self._archive.close(pickle, compute_crcs=get_crc32_options(), durable=self._fsync)
             except OSError as error:
                 failure = self._failure or self._fail(error)
                 self._keep()
@@ -395,12 +394,6 @@ class ArchiveWriter:
                 self._queue.drop()
                 self._archive.discard()
                 self._end()
-
-    def _finish(self) -> None:
-        parts = [self._archive.read(*place) for place in self._journals]
-        self._archive.close(
-            dict_of_parts(parts), compute_crcs=get_crc32_options(), durable=self._fsync
-        )
 
     def _keep(self) -> None:
         """Give up, but keep entries that are in the temporary file."""
@@ -493,28 +486,19 @@ class ArchiveWriter:
         if os.getpid() != self._process:
             raise RuntimeError(f"{self._path}: {_FORKED}")
 
-    def _abandon(self) -> None:
-        """Leave the file to the parent process."""
-        self._queue.abandon()
-        self._archive.keep()
-
 
 class MeasuringWriter(ArchiveWriter):
     """The writer of a capture, with methods that a public class should not promise."""
 
     def add_of_any_size(self, name: str, value: object, *, when_full: WhenFull) -> bool:
-        """Add an entry; if it is larger than the budget, it gets the whole budget.
-
-        Arguments and result are those of :meth:`add` with ``copy=False``; "wait" always ends.
-        """
+        """Add an entry as :meth:`add` does; one larger than the budget gets the whole budget."""
         return self._add({name: value}, False, when_full, max_room_nbytes=self._max_nbytes)
 
     def add_measured(self, name: str, tensor: Tensor) -> tuple[bool, tuple[Any, ...] | None]:
         """Add a tensor as it is now, and take its statistics while it is copied.
 
-        The statistics are the fields of `ptsave.capturing.schema.Statistics`.  They are None,
-        and have to be taken separately, if the tensor is not all of its storage or the file has the
-        storage already.
+        The statistics are the fields of `ptsave.capturing.schema.Statistics`, or None if the
+        tensor is not all of its storage or the file has the storage already.
         """
         found: list[tuple[Any, ...] | None] = []
         added = self._add({name: tensor}, True, None, measured=tensor, found=found)
@@ -522,11 +506,7 @@ class MeasuringWriter(ArchiveWriter):
 
 
 def rivals_of(temporary: str) -> list[str]:
-    """Return other writers' temporary files for the same path, in this process or another.
-
-    `temporary` is the caller's own file, such as ``.run.pt.4f1c0a93b2d7e856.ptsave`` in its
-    directory.  Files that a killed process has left do not count.
-    """
+    """Return other living writers' temporary files for the path that `temporary` is for."""
     folder, own = os.path.split(temporary)
     end = len("4f1c0a93b2d7e856.ptsave")
     pattern = re.escape(own[:-end]) + r"[0-9a-f]{16}\.ptsave"
@@ -534,9 +514,8 @@ def rivals_of(temporary: str) -> list[str]:
         names = sorted(os.listdir(folder or "."))
     except OSError:  # a directory may be writable, but not readable
         return []
-    matching = [name for name in names if name != own and re.fullmatch(pattern, name)]
-    others = [os.path.join(folder, name) for name in matching]
-    return [other for other in others if _is_locked(other)]
+    others = (name for name in names if name != own and re.fullmatch(pattern, name))
+    return [path for path in (os.path.join(folder, name) for name in others) if _is_locked(path)]
 
 
 def _is_locked(path: str) -> bool:
@@ -583,8 +562,9 @@ def _close_all() -> None:
 
 
 def _begin_child() -> None:
-    for writer in _open_writers:
-        writer._abandon()
+    for writer in _open_writers:  # the files are left to the parent process
+        writer._queue.abandon()
+        writer._archive.keep()
     _open_writers.clear()
 
 

@@ -22,7 +22,7 @@ from ptsave.archive.recovery import part_of_dict
 from ptsave.background.saves import Reservation
 from ptsave.support.threads import PAUSE, Thread
 from ptsave.support.torch_tensors import storage_id
-from ptsave.writing.pickling import StorageTable, dump
+from ptsave.writing.planning import StorageTable, dump
 
 # A batch of this size, or of half the budget, is written at once, and another batch begins.  A
 # smaller burst of entries, such as a training step's, is only copied: a write at the same time
@@ -36,10 +36,7 @@ _PROTOCOL = 2
 
 
 class Batch:
-    """Entries that are written together, and the part of the budget that they hold.
-
-    `engine` has their records; `nbytes` counts the bytes of their values and pickles.
-    """
+    """Entries that are written together, and the part of the budget that they hold."""
 
     def __init__(self, slab_nbytes: int) -> None:
         self.engine = _C.AppendBatch(slab_nbytes=slab_nbytes)
@@ -127,7 +124,7 @@ class BatchQueue:
         try:
             thread.start()
         except (RuntimeError, MemoryError):
-            self._thread = None  # no thread can be started: `drain` writes
+            self._thread = None  # no thread can be started: `hurry` writes
         except BaseException:
             if thread.ident is None:
                 self._thread = None  # interrupted before it has begun
@@ -139,8 +136,13 @@ class BatchQueue:
             self._is_urgent = True
             self._changed.notify_all()
             has_thread = self._thread is not None
-        if not has_thread:
-            self._write_all()
+        while not has_thread:  # none could be started: this one writes everything
+            with self._changed:
+                if not self._batches or self._is_filling:
+                    return
+                self._is_writing = True
+                batch = self._batches.popleft()
+            self._write_batch(batch)
 
     def drain(self) -> None:
         """Wait until nothing is left to write."""
@@ -225,16 +227,6 @@ class BatchQueue:
                 self._is_writing = False
                 self._changed.notify_all()
 
-    def _write_all(self) -> None:
-        """Write everything on this thread, because no other thread could be started."""
-        while True:
-            with self._changed:
-                if not self._batches or self._is_filling:
-                    return
-                self._is_writing = True
-                batch = self._batches.popleft()
-            self._write_batch(batch)
-
 
 # -------------------------------------------------------------------------- pickles of entries
 
@@ -258,13 +250,9 @@ class _SharedStorages(StorageTable):
 
 
 def pickle_group(entries: dict[str, object], numbers: _C.NumberedStorages) -> bytes:
-    """Return the pickle of entries, without head and full stop.
+    """Return the pickle of entries, without head and full stop: it adds them to a dict.
 
-    The pickle of a dict with ``k`` and ``v`` is ``HEAD k v SETITEM .``; without the head and the
-    full stop, it adds the entries to the dict on the stack.  Each group numbers its memo from 1
-    again, because nothing refers to the memo of an earlier group.
-
-    `numbers` gets the storages of the entries; the caller commits them or rolls them back.
+    Each group numbers its memo from 1 again.  The caller commits `numbers`, or rolls them back.
     """
     data = numbers.pickle(entries)
     if data is None:

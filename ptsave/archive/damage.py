@@ -1,16 +1,19 @@
-"""Names the entries of a saved object that damaged records belong to; never fails itself."""
+"""Finds the damage of an archive, names the entries it reaches, and inflates compressed members."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from typing import Any, NamedTuple
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from ptsave import _C
 from ptsave.archive.reader import LOADERS_RECORDS, RecordReader, UnfilledView
-from ptsave.errors import CorruptCheckpointError
+from ptsave.errors import CorruptCheckpointError, NotCheckpointError, bare_message
+from ptsave.support.calls import ProgressCallback
 from ptsave.support.torch_serialization import (
     META_LOADS_KEEP_OFFSETS,
     load_archive,
@@ -20,6 +23,11 @@ from ptsave.support.torch_serialization import (
 from ptsave.support.torch_tensors import CHECKPOINT_OFFSET, parts_of_sparse_coo, storage_id_of
 from ptsave.tree.tree import EntryTree
 
+_READ_AT_ONCE_NBYTES = 512 << 20  # between two updates of a progress bar
+_DEFLATED = 8
+# DEFLATE's highest ratio: a member that claims more is damaged or hostile.
+_MAX_INFLATION = 1032
+_PIECE_NBYTES = 1 << 20
 # A map_location that keeps the storages of `_PlainView`; before torch 2.11, "meta" would make new
 # ones.
 _NOWHERE: Any = "meta" if META_LOADS_KEEP_OFFSETS else lambda storage, location: storage
@@ -32,6 +40,22 @@ class RecordDamage(NamedTuple):
     payload_offset: int
     expected_crc: int
     actual_crc: int
+
+
+class Damage(NamedTuple):
+    """A damaged record, and the offset of the damage in the archive, in bytes."""
+
+    record: str
+    offset: int
+    reason: str
+    error: Exception
+    crcs: _C.DamagedRecord | None = None
+
+
+class FindDamage(Protocol):
+    """`ArchiveSpans.find_damage`."""
+
+    def __call__(self, records: Sequence[int], *, verify: bool) -> list[Damage]: ...
 
 
 def damage_of(
@@ -59,12 +83,7 @@ def damage_of(
 def entries_using(
     reader: RecordReader, records: set[str], pickle_module: Any = restricted_unpickler
 ) -> list[str]:
-    """Return the dotted paths of the tensors that are stored in one of `records`.
-
-    torch's restricted unpickler, or a stand-in for it, rebuilds the object on the meta device.  So
-    no code of the file runs and no data is read.  The list is empty if the object cannot be rebuilt
-    that way.
-    """
+    """Return the dotted paths of the tensors in `records`; none if they cannot be told."""
     return [
         *dict.fromkeys(name for name, _ in entries_with_records(reader, records, pickle_module))
     ]
@@ -95,11 +114,7 @@ def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
 
 
 class _PlainView(UnfilledView):
-    """The archive without the record that makes torch compute offsets instead of asking for them.
-
-    Its offsets are those of headers, which the directory has.  The file itself may be cut short, or
-    unreadable, when an error message needs the damaged entries.
-    """
+    """The archive without the record that makes torch compute offsets and not ask for them."""
 
     def get_record_offset(self, name: str) -> int:
         return int(self._reader.get_record_header_offset(name))
@@ -136,3 +151,113 @@ def _offset(tensor: torch.Tensor) -> int | None:
         return getattr(tensor.untyped_storage(), CHECKPOINT_OFFSET, None)
     except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage
         return None
+
+
+def find_damage(
+    reader: RecordReader, find_in: FindDamage, progress: ProgressCallback | None
+) -> list[Damage]:
+    """Return an archive's damaged records, in order; `progress` gets the offset reached."""
+    engine = reader.engine
+    others = set(engine.other_names())
+    damage = []
+    for batch in _batches(reader):
+        with_crcs, without = [], []
+        for number in batch:
+            record = engine.record(number)
+            if not record.stored or record.encrypted:
+                try:
+                    deque(member_pieces(reader, number), 0)
+                except (CorruptCheckpointError, OSError) as error:
+                    damage.append(damage_at(reader, number, error))
+            elif engine.has_crcs and (engine.storages_have_crcs or record.name in others):
+                with_crcs.append(number)
+            else:
+                without.append(number)
+        for numbers, verify in ((with_crcs, True), (without, False)):
+            if numbers:
+                damage += find_in(numbers, verify=verify)
+        if progress is not None:
+            progress(engine.record(batch[-1]).limit)
+    return sorted(damage, key=lambda found: found.offset)
+
+
+def damage_at(reader: RecordReader, number: int, error: Exception) -> Damage:
+    """Return the damage of a record that could not be read because of an error."""
+    record = reader.engine.record(number)
+    at = record.header_offset
+    if isinstance(error, CorruptCheckpointError) and error.finding:
+        at = at if error.offset is None else error.offset
+        return Damage(record.name, at, error.finding, error)
+    return Damage(record.name, at, bare_message(error, reader.path), error)
+
+
+def _batches(reader: RecordReader) -> Iterator[list[int]]:
+    batch: list[int] = []
+    nbytes = 0
+    for number, record in enumerate(reader.engine.records()):
+        batch.append(number)
+        nbytes += record.nbytes
+        if nbytes >= _READ_AT_ONCE_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def torchscript_error(path: str) -> NotCheckpointError:
+    """Return the error for a TorchScript archive where a state dict is expected."""
+    return NotCheckpointError(
+        f"{path} is a TorchScript archive, a program and no state dict: load it with "
+        "torch.jit.load, whose result has a state_dict()",
+        path=path,
+    )
+
+
+def check_compressed_members(reader: RecordReader) -> None:
+    """Verify every member of an archive with compressed members, before torch's loader reads it.
+
+    torch's loader compares no checksum, returns uninitialised memory where a member does not
+    inflate as promised, and allocates whatever size a member claims.
+    """
+    for index in range(len(reader.engine.records())):
+        deque(member_pieces(reader, index), 0)
+
+
+def member_pieces(reader: RecordReader, index: int) -> Iterator[bytes]:
+    """Yield a member's contents, inflated, in pieces of at most 1 MiB, and verify them."""
+    record = reader.engine.record(index)
+    reader.require_small(index)
+    if record.directory:
+        reader.fail(
+            "it is marked as a directory, and nothing is read from a directory", record.name
+        )
+    offset = reader.get_record_offset(record.name)  # refuses other methods and encryption
+    if record.nbytes > _MAX_INFLATION * record.stored_nbytes + 64:
+        reader.fail(f"it cannot inflate to {record.nbytes} bytes", record.name)
+    nbytes = crc = 0
+    for piece in _inflated(reader, index, offset):
+        nbytes += len(piece)
+        if nbytes > record.nbytes:
+            break
+        crc = _C.crc32(piece, crc)
+        yield piece
+    is_verified = reader.verify and reader.engine.has_crcs
+    if nbytes != record.nbytes or (is_verified and crc != record.crc):
+        reader.fail("it does not inflate to what its checksum promises", record.name)
+
+
+def _inflated(reader: RecordReader, index: int, offset: int) -> Iterator[bytes]:
+    record = reader.engine.record(index)
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    for begin in range(0, record.stored_nbytes, _PIECE_NBYTES):
+        stored = reader.read_at(offset + begin, min(_PIECE_NBYTES, record.stored_nbytes - begin))
+        while stored:
+            if record.method == _DEFLATED:
+                try:
+                    piece = inflater.decompress(stored, _PIECE_NBYTES)
+                except zlib.error as error:
+                    reader.fail(f"it does not inflate ({error})", record.name)
+                stored = inflater.unconsumed_tail
+            else:
+                piece, stored = stored, b""
+            yield piece

@@ -5,7 +5,6 @@ torch's rules choose the devices, once for each location, before any bytes are r
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,16 +37,22 @@ def verifies_storages(reader: RecordReader) -> bool:
 
 
 def storages_were_left_out(reader: RecordReader) -> bool:
-    """Whether the file was written under ``skip_data``, so that its storages are not filled yet.
-
-    Then only storages lack checksums, and the serialization id is the hash of such checksums.  An
-    ordinary file that has lost its checksums has another id.
-    """
+    """Whether the file was written under ``skip_data``, so that its storages are not filled yet."""
+    # Then only storages lack checksums, and the serialization id is the hash of such checksums.  An
+    # ordinary file that has lost its checksums has another id.
     if reader.engine.storages_have_crcs or not reader.engine.has_crcs:
         return False
     records = [record for record in reader.engine.records() if record.name != ID_RECORD]
     crcs = [record.crc for record in records if record.nbytes]
-    return reader.serialization_id()[_ID_N_DIGITS:] == f"{_folded(crcs):0{_ID_N_DIGITS}}"
+    folded = 0  # as docs/format.md says
+    for crc in crcs:
+        folded ^= (crc + 0x9E3779B9 + (folded << 6) + (folded >> 2)) & 0xFFFF_FFFF_FFFF_FFFF
+    return reader.serialization_id()[_ID_N_DIGITS:] == f"{folded:0{_ID_N_DIGITS}}"
+
+
+def resources(limits: config.Config) -> dict[str, int]:
+    """Return the threads and the memory that the engine may use for reading."""
+    return {"n_threads": limits.n_readers, "max_pinned_nbytes": limits.max_pinned_nbytes}
 
 
 def fill(
@@ -55,24 +60,12 @@ def fill(
 ) -> None:
     """Make the planned copies, and read `records` into their storages."""
     damaged = reader.engine.fill(
-        list(records),
-        n_threads=reader.limits.n_readers,
-        verify=verify,
-        max_pinned_nbytes=reader.limits.max_pinned_nbytes,
-        progress=progress,
+        list(records), verify=verify, progress=progress, **resources(reader.limits)
     )
     if damaged:
         from ptsave.archive.damage import damage_of
 
         raise damage_of(reader, damaged)
-
-
-def _folded(crcs: Iterable[int]) -> int:
-    """Return the hash of checksums in a serialization id (docs/format.md)."""
-    seed = 0
-    for crc in crcs:
-        seed ^= (crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & 0xFFFF_FFFF_FFFF_FFFF
-    return seed
 
 
 # ----------------------------------------------------------------------------------- devices
@@ -87,25 +80,19 @@ def accelerator_of(map_location: Any) -> torch.device | None:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return ``tensor.to(device)``.
-
-    Large tensors go from CPU memory to an accelerator through chunks of page-locked memory.
-    """
+    """Return ``tensor.to(device)``, as `to_devices` does."""
     (result,) = to_devices([tensor], [torch.device(device)])
     return result
 
 
 def to_devices(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-    """Return each tensor on its device, as `to_device` does; small tensors are copied together."""
+    """Return each tensor on its device; large copies go together, through page-locked memory."""
     results: list[Tensor | None] = [None] * len(tensors)
     if sum(tensor.nbytes for tensor in tensors if _is_bytes(tensor)) >= _C.MIN_PINNED_NBYTES:
         results = [memory_for(*pair) for pair in zip(tensors, devices, strict=True)]
     copies = [(t, there) for t, there in zip(tensors, results, strict=True) if there is not None]
     if copies:
-        limits = config.current()
-        _C.copy_to_devices(
-            copies, n_threads=limits.n_readers, max_pinned_nbytes=limits.max_pinned_nbytes
-        )
+        _C.copy_to_devices(copies, **resources(config.current()))
     return [
         tensor.to(device) if there is None else there
         for tensor, device, there in zip(tensors, devices, results, strict=True)
@@ -133,10 +120,7 @@ def _is_bytes(tensor: Tensor) -> bool:
 
 
 def may_reach_accelerator(reader: RecordReader, map_location: Any) -> bool:
-    """Whether storages of an archive may have to go to this process's accelerator.
-
-    Not so for a callable `map_location`, which has to see the storages on the CPU first.
-    """
+    """Whether storages of an archive may have to go to this process's accelerator."""
     accelerator = torch.accelerator.current_accelerator()  # from torch's build; starts no device
     if accelerator is None or not _follows_torchs_rules():
         return False
@@ -159,27 +143,40 @@ def goes_by_torchs_rules(map_location: Any) -> bool:
 
 def _follows_torchs_rules() -> bool:
     """Whether all rules that bring storages to devices are torch's own."""
-    return all(
-        _function_of(deserialize).__module__ == "torch.serialization"
-        for _, _, deserialize in location_rules
-    )
+    functions = (getattr(rule, "func", rule) for _, _, rule in location_rules)  # of partials
+    return all(function.__module__ == "torch.serialization" for function in functions)
 
 
-def _function_of(deserialize: Any) -> Any:
-    return deserialize.func if isinstance(deserialize, functools.partial) else deserialize
+class _Placement:
+    """A `map_location` callable for torch's loader, for reserved storages that are not read yet."""
 
-
-class Placement:
-    """A `map_location` callable for torch's loader, for reserved storages that are not read yet.
-
-    Storages for accelerators are made there at once, and filled by the next ``engine.fill()``.
-    """
-
-    def __init__(self, reader: RecordReader, map_location: Any, *, verify: bool) -> None:
+    def __init__(self, reader: RecordReader, map_location: Any) -> None:
         self._reader = reader
-        self._verify = verify
         self._restore = restore_location(map_location)
         self._devices: dict[str, torch.device] = {}
+
+    def _fills(self, device: torch.device) -> bool:
+        """Whether storages on a device keep their places, to be filled later."""
+        return device == _CPU
+
+    def _device_of(self, location: str) -> torch.device:
+        device = self._devices.get(location)
+        if device is None:
+            # torch moves an empty storage to the right device, or raises its error for the
+            # location.
+            device = self._restore(torch.UntypedStorage(0), location).device
+            self._devices[location] = device
+            if self._fills(device):
+                self._reader.engine.place(location, device)
+        return device
+
+
+class Placement(_Placement):
+    """Makes storages for accelerators there at once; the next ``engine.fill()`` fills them."""
+
+    def __init__(self, reader: RecordReader, map_location: Any, *, verify: bool) -> None:
+        super().__init__(reader, map_location)
+        self._verify = verify
 
     def __call__(self, storage: torch.UntypedStorage, location: str) -> Any:
         if storage.nbytes() == 0:
@@ -187,11 +184,10 @@ class Placement:
         device = self._device_of(location)
         if device == _CPU:
             return storage
-        engine = self._reader.engine
         tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
-        record = engine.record_of(tensor)
+        record = self._reader.engine.record_of(tensor)
         if record is not None and _C.can_stage(device):
-            return engine.placed_storage(record, device)
+            return self._reader.engine.placed_storage(record, device)
         if record is not None:
             self._fill([record])
         return self._restore(storage, location)
@@ -203,47 +199,25 @@ class Placement:
     def _fill(self, records: list[int]) -> None:
         fill(self._reader, records, verify=self._verify, progress=self._reader.progress)
 
-    def _device_of(self, location: str) -> torch.device:
-        device = self._devices.get(location)
-        if device is None:
-            # torch moves an empty storage to the right device, or raises its error for the
-            # location.
-            device = self._restore(torch.UntypedStorage(0), location).device
-            self._devices[location] = device
-            if device == _CPU or _C.can_stage(device):
-                self._reader.engine.place(location, device)
-        return device
+    def _fills(self, device: torch.device) -> bool:
+        return device == _CPU or _C.can_stage(device)
 
 
-class ReceivedPlacement:
-    """A `map_location` callable for reserved storages whose bytes another rank sends.
-
-    `goes_by_torchs_rules` has to hold for `map_location`.  `placed` has the storages outside CPU
-    memory, by record.
-    """
+class ReceivedPlacement(_Placement):
+    """For storages whose bytes another rank sends: `placed` has those outside CPU memory."""
 
     def __init__(self, reader: RecordReader, map_location: Any) -> None:
+        super().__init__(reader, map_location)
         self.placed: dict[int, torch.UntypedStorage] = {}
-        self._engine = reader.engine
-        self._restore = restore_location(map_location)
-        self._devices: dict[str, torch.device] = {}
 
     def __call__(self, storage: torch.UntypedStorage, location: str) -> Any:
         device = self._device_of(location)
         if device == _CPU and storage.nbytes() > 0:
             return storage
-        record = self._engine.record_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+        tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+        record = self._reader.engine.record_of(tensor)
         if record is None or device.type == "meta":
             return self._restore(storage, location)
         if record not in self.placed:
             self.placed[record] = torch.UntypedStorage(storage.nbytes(), device=device)
         return self.placed[record]
-
-    def _device_of(self, location: str) -> torch.device:
-        device = self._devices.get(location)
-        if device is None:
-            device = self._restore(torch.UntypedStorage(0), location).device
-            self._devices[location] = device
-            if device == _CPU:
-                self._engine.place(location, device)
-        return device

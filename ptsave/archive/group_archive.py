@@ -2,17 +2,22 @@
 
 The reading rank sends the directory and all records except storages.  Each rank opens them with the
 engine as a sparse file in memory, and unpickles without the storages' bytes.  Then the ranks ask
-for the storages that they want: see `GroupRecords`.
+for the storages that they want: see `GroupRecords`.  The records that any rank wants are sent in
+file order, in chunks: one chunk is read while the chunk before is sent and the one before that is
+used.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,23 +25,313 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.checks import torchscript_error
-from ptsave.archive.damage import RecordDamage, damage_of
+from ptsave.archive.damage import RecordDamage, damage_of, torchscript_error
 from ptsave.archive.filling import verifies_storages
-from ptsave.archive.group_records import ENDED, PLANNED, GroupRecord, GroupRecords
-from ptsave.archive.loading import LoadOptions, rebuild
-from ptsave.archive.opening import open_source_archive
+from ptsave.archive.loading import LoadOptions, rebuild, resolve_weights_only
+from ptsave.archive.opening import open_source_archive, spans_of
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.spans import spans_of
+from ptsave.archive.spans import Span, memory_of
 from ptsave.archive.unpickling import unpickle_received
-from ptsave.archive.weights_only import resolve_weights_only
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.opening import open_source
 from ptsave.sources.ranges import SparseFile
 from ptsave.support import config
-from ptsave.support.calls import progress_bar
+from ptsave.support.calls import ProgressCallback, progress_bar
 from ptsave.support.group_call import GroupCall, agree_on_file
 from ptsave.support.torch_serialization import log_api_usage, restricted_unpickler
+
+PART_ALIGNMENT = 64  # in bytes: a multiple of every element's size
+
+
+def is_viewable(tensor: Tensor) -> bool:
+    """Whether a tensor's values are only its bytes and its dtype; a quantized tensor's are not."""
+    return not tensor.is_quantized and _can_view(tensor.dtype)
+
+
+@functools.cache
+def _can_view(dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(0, dtype=torch.uint8).view(dtype)
+    except (RuntimeError, TypeError):
+        return False
+    return PART_ALIGNMENT % dtype.itemsize == 0
+
+
+@dataclass(frozen=True)
+class StorageView:
+    """The layout of a tensor in a storage, without the storage, counted in elements."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: Sequence[int]
+    stride: Sequence[int]
+    is_conj: bool  # the values are the conjugates of the stored ones
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> StorageView:
+        """Return the view of a tensor that `is_viewable`."""
+        offset = int(tensor.storage_offset())
+        bits = (tensor.is_conj(), tensor.is_neg())
+        return cls(tensor.dtype, offset, tuple(tensor.shape), tensor.stride(), *bits)
+
+    def copy_part(self, target: Tensor, part: Tensor, begin: int) -> None:
+        """Copy the elements that lie in a part of the storage.
+
+        `target` has the view's shape, and any strides, dtype and device.  `part` is uint8.  `begin`
+        is the offset of `part` in the storage, in bytes: a multiple of `PART_ALIGNMENT`.
+
+        >>> view, target = StorageView.of(torch.empty(100, 2).t()), torch.zeros(2, 100)
+        >>> view.copy_part(target, torch.ones(16, dtype=torch.float32).view(torch.uint8), 64)
+        >>> target.sum(1), target[0].nonzero().flatten()
+        (tensor([8., 8.]), tensor([ 8,  9, 10, 11, 12, 13, 14, 15]))
+        """
+        if target.numel() == 0:
+            return
+        itemsize = self.dtype.itemsize
+        elements = part[: len(part) // itemsize * itemsize].view(self.dtype)
+        first = begin // itemsize
+        self._copy(target.detach(), elements, self.offset - first, self.shape, self.stride)
+
+    def _copy(
+        self, target: Tensor, elements: Tensor, at: int, shape: Sequence[int], stride: Sequence[int]
+    ) -> None:
+        """Copy a box of the tensor whose first element has index `at` in the part, or before it."""
+        ends = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
+        last = at + sum(ends)
+        if last < 0 or at >= len(elements):
+            return
+        if at >= 0 and last < len(elements):
+            where = elements.storage_offset() + at
+            values = elements.as_strided(shape, stride, where)
+            values = values.conj() if self.is_conj else values
+            target.copy_(values.neg() if self.is_neg else values)
+            return
+        dim = max(range(len(shape)), key=lambda i: stride[i] if shape[i] > 1 else -1)
+        step, extent = stride[dim], last - at - ends[dim]
+        # The steps that overlap the part, and (`begin` to `end`) the steps that lie inside it.
+        touched = range(-((at + extent) // step), (len(elements) - 1 - at) // step + 1)
+        touched = range(max(touched.start, 0), min(touched.stop, shape[dim]))
+        begin = max(-(at // step), touched.start)
+        end = min((len(elements) - 1 - at - extent) // step + 1, touched.stop)
+        rest = [*shape[:dim], *shape[dim + 1 :]], [*stride[:dim], *stride[dim + 1 :]]
+        for i in touched:
+            if begin <= i < end:
+                continue
+            self._copy(target.select(dim, i), elements, at + i * step, *rest)
+        if begin < end:
+            box = [*shape[:dim], end - begin, *shape[dim + 1 :]]
+            there = target.narrow(dim, begin, end - begin)
+            self._copy(there, elements, at + begin * step, box, stride)
+
+
+CHUNK_NBYTES = 8 << 20
+# One buffer is filled, one is sent, and one is used: 24 MiB.
+_N_BUFFERS = 3
+# In front of each chunk: whether reading it failed.  A cache line keeps the bytes aligned.
+_HEAD_NBYTES = 64
+_FAILED = 1
+
+# Barriers, in this order.  All ranks have checked their targets, know where the bytes belong, and
+# have the bytes, before any rank goes on.
+CHECKED, PLANNED, ENDED = range(3)
+
+# Takes bytes that this rank wants: the record's number, their offset in it, and the bytes.
+Take = Callable[[int, int, Tensor], None]
+
+
+class GroupRecord(NamedTuple):
+    """A record, as all ranks know it; records are sent in the order of `place`."""
+
+    nbytes: int
+    place: int
+    crc: int | None
+
+
+class _Part(NamedTuple):
+    """The bytes of a record in a chunk: `begin` is in the record, `at` in the chunk."""
+
+    record: int
+    begin: int
+    nbytes: int
+    at: int
+
+
+class GroupRecords:
+    """Records that the ranks of a group are receiving, seen from one rank.
+
+    `read` fills spans without verifying them, and is None on ranks that do not read.  `damaged`
+    returns the error for a record and its wrong checksum.  `progress` gets the bytes sent.
+    """
+
+    def __init__(
+        self,
+        call: GroupCall,
+        n_records: int,
+        record: Callable[[int], GroupRecord],
+        read: Callable[[Sequence[Span]], None] | None,
+        damaged: Callable[[int, int], Exception],
+    ) -> None:
+        self.progress: ProgressCallback | None = None
+        self._nbytes_done = 0
+        self._call = call
+        self._n_records = n_records
+        self._record = record
+        self._read = read
+        self._damaged = damaged
+
+    def receive(self, records: Collection[int], take: Take, *, verify: bool) -> None:
+        """Receive records now, while other ranks may wait at a barrier.
+
+        `verify` compares records with their checksums.  A record of up to 8 MiB is compared before
+        `take` gets any of its bytes.
+        """
+        records = frozenset(records)
+        for wanted in self._rounds(None, records):
+            self._transfer(wanted, records, take, verify=verify)
+
+    def wait(self, barrier: int) -> None:
+        """Wait until all ranks reach a barrier; meanwhile bytes for other ranks are passed on."""
+        for wanted in self._rounds(barrier, ()):
+            self._transfer(wanted, (), lambda *_: None, verify=False)
+
+    def _rounds(self, barrier: int | None, records: Collection[int]) -> Iterator[set[int]]:
+        """Yield the records to transfer, until this rank may go on; without a barrier, at once."""
+        while True:
+            states = self._call.agree((barrier, _bits(records, self._n_records)))
+            urgent = [bits for at, bits in states if at is None]
+            if urgent:
+                yield {i for i in range(self._n_records) if any(bits[i] for bits in urgent)}
+            if barrier is None or (not urgent and barrier == min(at for at, _ in states)):
+                return
+
+    def _transfer(
+        self, wanted: Collection[int], own: Collection[int], take: Take, *, verify: bool
+    ) -> None:
+        """Transfer the records that any rank wants, and take this rank's own bytes."""
+        chunks = list(_chunks(self._record, wanted))
+        sizes = [parts[-1].at + parts[-1].nbytes for parts in chunks]
+
+        def read(k: int, memory: Tensor) -> None:
+            assert self._read is not None
+            self._read([Span(p.record, p.begin, memory[p.at : p.at + p.nbytes]) for p in chunks[k]])
+
+        error: Exception | None = None
+        crc = 0  # of the bytes so far of a record that several chunks have
+        for parts, chunk in zip(chunks, _received_chunks(self._call, sizes, read), strict=True):
+            try:
+                mine = [] if error is not None else [part for part in parts if part.record in own]
+                in_memory = chunk.cpu() if verify and mine else chunk
+                for part in mine:
+                    where = slice(part.at, part.at + part.nbytes)
+                    record = self._record(part.record)
+                    if verify and record.crc is not None:
+                        crc = _C.crc32(memory_of(in_memory[where]), crc if part.begin else 0)
+                        is_last = part.begin + part.nbytes == record.nbytes
+                        if is_last and crc != record.crc:
+                            raise self._damaged(part.record, crc)
+                    take(part.record, part.begin, chunk[where])
+            except Exception as failure:  # the other ranks still get their bytes
+                error = failure
+            self._nbytes_done += len(chunk)
+            if self.progress is not None:
+                self.progress(self._nbytes_done)
+        self._call.agree(None, error)
+
+
+def _bits(records: Collection[int], n_records: int) -> bytes:
+    flags = bytearray(n_records)
+    for record in records:
+        flags[record] = 1
+    return bytes(flags)
+
+
+def _chunks(
+    record_of: Callable[[int], GroupRecord], records: Collection[int]
+) -> Iterator[list[_Part]]:
+    """Yield the contents of each chunk; a record that fits into one is not divided."""
+    parts: list[_Part] = []
+    at = 0
+    wanted = sorted((record_of(i).place, i) for i in records)
+    for _, record in wanted:
+        nbytes, begin = record_of(record).nbytes, 0
+        while begin < nbytes:
+            n = min(nbytes - begin, CHUNK_NBYTES)
+            if at + n > CHUNK_NBYTES:
+                yield parts
+                parts, at = [], 0
+            parts.append(_Part(record, begin, n, at))
+            begin += n
+            at += -(-n // PART_ALIGNMENT) * PART_ALIGNMENT
+    if parts:
+        yield parts
+
+
+# ------------------------------------------------------------------------------------ chunks
+
+
+def _received_chunks(
+    call: GroupCall, sizes: Sequence[int], read: Callable[[int, Tensor], None]
+) -> Iterator[Tensor]:
+    """Yield the bytes of each chunk, as uint8 on the group's device, the same on every rank.
+
+    Collective: each rank takes all chunks.  A chunk is valid until the next one is asked for.  The
+    reader calls `read` in a thread, with a chunk's number and memory; if that fails, all raise.
+    """
+    if not sizes:
+        return
+    nbytes = _HEAD_NBYTES + max(sizes)
+    n_read = min(_N_BUFFERS, len(sizes)) if call.is_reader else 0
+    memory = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(n_read)]
+    buffers = memory
+    if not call.is_reader or call.device.type != "cpu":
+        buffers = [torch.empty(nbytes, dtype=torch.uint8, device=call.device) for _ in range(2)]
+    pool = ThreadPoolExecutor(1, "ptsave-group")
+    reads: dict[int, Future[None]] = {}
+    error: Exception | None = None
+
+    def part_of(several: list[Tensor], k: int) -> Tensor:
+        return several[k % len(several)][: _HEAD_NBYTES + sizes[k]]
+
+    def begin_read(k: int) -> None:
+        if k < len(sizes):
+            reads[k] = pool.submit(read, k, part_of(memory, k)[_HEAD_NBYTES:])
+
+    def begin_send(k: int) -> Any:
+        nonlocal error
+        buffer = part_of(buffers, k)
+        if call.is_reader:
+            chunk = part_of(memory, k)
+            chunk[0] = 0
+            try:
+                reads.pop(k).result()
+            except Exception as failure:
+                error = failure
+                chunk[0] = _FAILED
+            if buffers is not memory:
+                buffer.copy_(chunk)
+        return call.broadcast(buffer)
+
+    try:
+        for k in range(n_read):
+            begin_read(k)
+        with call.exchanging("read"):
+            work = begin_send(0)
+        for k in range(len(sizes)):
+            with call.exchanging("read"):
+                if work is not None:
+                    work.wait()
+                chunk = part_of(buffers, k)
+                failed = int(chunk[0]) == _FAILED
+                if not failed and k + 1 < len(sizes):
+                    work = begin_send(k + 1)
+            if failed:
+                call.agree(None, error)
+            yield chunk[_HEAD_NBYTES:]
+            if call.is_reader:
+                begin_read(k + n_read)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class ReceivedReader(RecordReader):
@@ -90,10 +385,7 @@ class Outline(NamedTuple):
 
 
 class GroupArchive(GroupRecords):
-    """The records of an archive that the ranks of a group are receiving, seen from one rank.
-
-    `source` is the file's reader on the rank that reads, and None on the others.
-    """
+    """The records of an archive that a group receives; `source` reads them on one rank."""
 
     def __init__(
         self, call: GroupCall, reader: ReceivedReader, source: RecordReader | None
@@ -199,12 +491,11 @@ def load_by_group(
 def load_received(archive: GroupArchive, options: LoadOptions, *, waits: bool = True) -> Any:
     """Load an archive that the ranks of a group receive.
 
-    Other ranks may restore from it meanwhile, or load it to other devices.  With `waits` the bytes
-    are sent when all ranks have made their plans, and the file is read once.  A rank that has to
-    check its bytes first does not wait.
+    With `waits` the bytes are sent when all ranks have made their plans, and the file is read once.
+    A rank that has to check its bytes first does not wait.
     """
     reader = archive.reader
-    if options.mmap:
+    if options.maps:
         raise UnsupportedSourceError(
             f"{reader.path}: mmap=True maps the file, and process_group is for ranks that receive "
             "it: leave one of them out"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import mmap as mmap_module
 import os
 import pickle
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.serialization import UNSAFE_MESSAGE, get_default_mmap_options
@@ -17,7 +17,6 @@ from torch.utils.serialization import config as torch_config
 
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import fills_storages, unpickle, unpickle_without_bytes
-from ptsave.archive.weights_only import raise_with_advice, resolve_weights_only
 from ptsave.errors import CorruptCheckpointError, MalformedPickleError, not_checkpoint
 from ptsave.sources.kinds import (
     HEAD_NBYTES,
@@ -33,9 +32,11 @@ from ptsave.sources.local import describe
 from ptsave.support import torch_serialization as stock
 from ptsave.support.calls import progress_bar, warn_user
 from ptsave.support.torch_serialization import (
+    IGNORES_CASE_OF_VARIABLES,
     WARNS_OF_UNUSED_ARGUMENTS,
     ArchiveFileReader,
     check_dill_version,
+    defaults_to_weights_only,
     log_api_usage,
     restricted_unpickler,
 )
@@ -46,8 +47,7 @@ _TORCHSCRIPT_WARNING = (
 )
 
 
-@dataclass(eq=False, repr=False)
-class LoadOptions:
+class LoadOptions(NamedTuple):
     """The arguments of :func:`ptsave.load` beside the file.
 
     `wants_state` is for restores: it refuses TorchScript archives, which are programs, and makes
@@ -58,12 +58,17 @@ class LoadOptions:
     map_location: Any = None
     pickle_module: Any = None
     weights_only: bool | None = None
-    mmap: bool = field(default_factory=lambda: torch_config.load.mmap)
+    mmap: bool | None = None
     verify: bool = True
     progress: bool = False
-    pickle_load_args: dict[str, Any] = field(default_factory=dict)
+    pickle_load_args: Mapping[str, Any] = {}
     wants_state: bool = False
     leaves_opaque: bool = False
+
+    @property
+    def maps(self) -> bool:
+        """Whether to map the file: `mmap`, or torch's default for it."""
+        return torch_config.load.mmap if self.mmap is None else self.mmap
 
 
 def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
@@ -73,14 +78,14 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
     if reader is not None and reader.engine.find("constants.pkl") is not None:
         reader.close()
         if options.wants_state:
-            from ptsave.archive.checks import torchscript_error
+            from ptsave.archive.damage import torchscript_error
 
             raise torchscript_error(reader.path)
         warn_user(_TORCHSCRIPT_WARNING)
         return _load_torchscript(f, options.map_location, restricted)
     module = restricted_unpickler if restricted else options.pickle_module or pickle
     if reader is not None and not reader.engine.all_stored:
-        from ptsave.archive.checks import check_compressed_members
+        from ptsave.archive.damage import check_compressed_members
 
         with closing(reader):
             check_compressed_members(reader)
@@ -104,10 +109,10 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
         closing(reader),
         progress_bar(options.progress, "loading", reader.engine.nbytes) as reader.progress,
     ):
-        overall = _map_file(reader, options.map_location) if options.mmap else None
+        overall = _map_file(reader, options.map_location) if options.maps else None
         result = rebuild(reader, options, module, partial(unpickle, overall_storage=overall))
         if options.leaves_opaque:
-            from ptsave.tree.opaque import drop_opaque_attributes
+            from ptsave.tree.tree import drop_opaque_attributes
 
             drop_opaque_attributes(result)
         end = None if begin is None else begin + reader.end_of_storages()
@@ -130,7 +135,7 @@ def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
             options.map_location,
             options.pickle_module,
             weights_only=restricted,
-            mmap=options.mmap,
+            mmap=options.maps,
             **options.pickle_load_args,
         )
 
@@ -155,10 +160,7 @@ def _under_another_name(f: Any) -> Iterator[Any]:
 def rebuild(
     reader: RecordReader, options: LoadOptions, pickle_module: Any, unpickle: Callable[..., Any]
 ) -> Any:
-    """Rebuild the object of an archive, and check all of the archive's records except storages.
-
-    `unpickle` gets the reader, and `map_location`, `pickle_module` and `pickle_load_args` by name.
-    """
+    """Rebuild the object of an archive by `unpickle`, and check all records except storages."""
     check_dill_version(options.pickle_module)
     arguments = {"encoding": "utf-8", **options.pickle_load_args}
     reader.check_version()
@@ -256,3 +258,67 @@ def _map_file(reader: RecordReader, map_location: Any) -> Any:
     descriptor = reader.engine.descriptor
     nbytes = os.fstat(descriptor).st_size
     return torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", shared, nbytes)
+
+
+_TRUE_VALUES = ("1", "y", "yes", "true")
+
+
+def raise_with_advice(error: pickle.UnpicklingError, pickle_module: Any) -> NoReturn:
+    """Raise an unpickling error, with torch's advice if torch's restricted unpickler raised it."""
+    if pickle_module is not restricted_unpickler or isinstance(error, RuntimeError):
+        raise error
+    raise pickle.UnpicklingError(_weights_only_message(str(error))) from None
+
+
+def resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:
+    """Return the option's value by torch's default and its environment variables."""
+    force = _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+    force_not = _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    if force and force_not:
+        raise RuntimeError(
+            "Only one of `TORCH_FORCE_WEIGHTS_ONLY_LOAD` or `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD` "
+            "should be set, but both were set."
+        )
+    restricted = defaults_to_weights_only(pickle_module) if weights_only is None else weights_only
+    if force:
+        restricted = True
+    elif force_not and weights_only is None:
+        warn_user(
+            "Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD detected, since the"
+            "`weights_only` argument was not explicitly passed to `torch.load`, forcing "
+            "weights_only=False."
+        )
+        restricted = False
+    if restricted and pickle_module is not None:
+        raise RuntimeError("Can not safely load weights when explicit pickle_module is specified")
+    return bool(restricted)
+
+
+def _is_set(variable: str) -> bool:
+    value = os.environ.get(variable, "0")
+    return (value.lower() if IGNORES_CASE_OF_VARIABLES else value) in _TRUE_VALUES
+
+
+def _weights_only_message(message: str) -> str:
+    """Return the message of torch's restricted unpickler with torch's advice around it."""
+    documentation = (
+        "\n\nCheck the documentation of torch.load to learn more about types accepted by default "
+        "with weights_only https://pytorch.org/docs/stable/generated/torch.load.html."
+    )
+    if re.search(r"GLOBAL (\S+) was not an allowed global by default.", message):
+        return (
+            "Weights only load failed. This file can still be loaded, to do so you have two "
+            "options, \033[1mdo those steps only if you trust the source of the checkpoint\033[0m. "
+            f"\n\t(1) {UNSAFE_MESSAGE}\n\t(2) Alternatively, to load with `weights_only=True` "
+            "please check the recommended steps in the following error message.\n\t"
+            f"WeightsUnpickler error: {message}{documentation}"
+        )
+    if re.search(r"(\S+) must be (\S+) to load", message):
+        return f"Weights only load failed. {message}\n {UNSAFE_MESSAGE}\n"
+    advice = (
+        ""
+        if re.search(r"whose module (\S+) is blocked", message)
+        else "Please file an issue with the following so that we can make `weights_only=True` "
+        "compatible with your use case: WeightsUnpickler error: "
+    )
+    return f"Weights only load failed. {UNSAFE_MESSAGE}\n{advice}\n\n{message}{documentation}"

@@ -28,15 +28,12 @@ from ptsave.sources.local import describe, engine_name, name_file, real_file
 from ptsave.support import config
 
 if TYPE_CHECKING:
-    from ptsave.sources.ranges import LocalFile, RangeSource
+    from ptsave.archive.spans import ArchiveSpans
+    from ptsave.sources.ranges import RangeSource
 
 
 def open_archive(f: Any, *, verify: bool) -> RecordReader | None:
-    """Open `f` with the engine, which reads paths, real files and memory.
-
-    Returns None if `f` does not begin as a zip archive, or is of a kind that the engine does not
-    read.
-    """
+    """Open `f` with the engine; None if it is no zip archive that the engine reads."""
     try:
         if isinstance(f, (str, os.PathLike)):
             return _open_path(os.fspath(f), verify)
@@ -102,7 +99,7 @@ def reader_for(f: Any, mmap: bool, verify: bool) -> RecordReader | None:
     reader = open_archive(f, verify=verify)
     if reader is not None or isinstance(f, (str, os.PathLike)):
         return reader
-    from ptsave.archive.stream_reader import open_stream
+    from ptsave.archive.remote import open_stream
 
     return open_stream(f, verify=verify)
 
@@ -110,17 +107,22 @@ def reader_for(f: Any, mmap: bool, verify: bool) -> RecordReader | None:
 def open_source_archive(
     source: RangeSource, *, verify: bool, advice: str = RECOVERY_ADVICE
 ) -> RecordReader:
-    """Open an archive in a source that begins as a zip archive.
-
-    The error about a missing end ends with `advice`.
-    Raises OSError for a local file that is not a regular file.
-    """
+    """Open an archive in a source; the error about a missing end ends with `advice`."""
     from ptsave.sources.ranges import Buffer, LocalFile
 
     limits = config.current()
     try:
         if isinstance(source, LocalFile):
-            engine = _open_local_file(source, direct=limits.direct_reads)
+            if not stat.S_ISREG(os.fstat(source.descriptor).st_mode):
+                raise OSError(
+                    f"{source.name} cannot be read at any position: it is no regular file"
+                )
+            engine = _C.Reader.open_descriptor(
+                source.descriptor,
+                source.begin,
+                os.fsencode(source.name),
+                direct=limits.direct_reads,
+            )
         elif isinstance(source, Buffer):
             engine = _C.Reader.open_memory(source.view, engine_name(source.name))
         else:
@@ -136,14 +138,19 @@ def open_source_archive(
     return RecordReader(engine, source.name, limits, verify=verify)
 
 
+def spans_of(reader: RecordReader) -> ArchiveSpans:
+    """Return the reader of parts of an archive's records, for fetched or local bytes."""
+    if not reader.is_fetched:
+        from ptsave.archive.spans import EngineSpans
+
+        return EngineSpans(reader)
+    from ptsave.archive.remote import FetchedSpans, RemoteReader
+
+    assert isinstance(reader, RemoteReader)
+    return FetchedSpans(reader)
+
+
 def _advise(error: CorruptCheckpointError, advice: str) -> None:
     """Add advice on how to read the file to an error about a missing end."""
     if error.lacks_end:
         error.args = (f"{error}: it is cut short, or was never finished: {advice}",)
-
-
-def _open_local_file(file: LocalFile, *, direct: bool) -> _C.Reader:
-    if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
-        raise OSError(f"{file.name} cannot be read at any position: it is no regular file")
-    name = os.fsencode(file.name)
-    return _C.Reader.open_descriptor(file.descriptor, file.begin, name, direct=direct)

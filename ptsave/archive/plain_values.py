@@ -20,7 +20,7 @@ import pickle
 import pickletools
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from math import prod
 from types import FunctionType
@@ -28,7 +28,7 @@ from typing import Any
 
 from ptsave.support.torch_serialization import restricted_unpickler, user_allowed_globals
 from ptsave.tree.containers import walk
-from ptsave.tree.opaque import Opaque
+from ptsave.tree.tree import Opaque
 
 # One-step programs that the engine's machine leaves to Python; the memo holds their operands.
 _REDUCE = b"h\0h\1R."
@@ -175,39 +175,32 @@ def _deque(items: Any = (), maxlen: Any = None) -> Any:
 _TIME = (int, bytes, str, type(None), datetime.timezone)
 
 
-def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the names of globals in pickles, as torch spells them, and their stand-ins."""
-    import decimal  # its import takes as long as this module's
-
-    if _numpy() is not None:
-        yield "numpy.dtype", _dtype
-        yield "numpy.ndarray", _array_type
-        for home in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            yield f"{home}.scalar", _scalar
-            yield f"{home}._reconstruct", _reconstruct
-    for path in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
-        make = _made_by(path, path.__name__, str)
-        yield f"pathlib.{path.__name__}", make
-        yield f"pathlib._local.{path.__name__}", make  # the name in Python 3.13
-    for kind in (datetime.date, datetime.datetime, datetime.time):
-        yield f"datetime.{kind.__name__}", _made_by(kind, kind.__name__, *_TIME)
-    yield "datetime.timedelta", _made_by(datetime.timedelta, "timedelta", int)
-    yield (
-        "datetime.timezone",
-        _made_by(datetime.timezone, "timezone", datetime.timedelta, str),
-    )
-    yield "decimal.Decimal", _made_by(decimal.Decimal, "Decimal", str)
-    yield "builtins.range", _made_by(range, "range", int)
-    yield "builtins.slice", _made_by(slice, "slice", int, type(None))
-    yield "builtins.bytes", _no_bytes
-    yield "builtins.frozenset", _frozen_set
-    yield "collections.defaultdict", _default_dict
-    yield "collections.deque", _deque
-
-
 @functools.cache
 def _by_name() -> dict[str, Callable[..., Any]]:
-    return dict(_functions())
+    """Return the stand-ins for globals in pickles, by the names that torch gives to these."""
+    import decimal  # its import takes as long as this module's
+
+    found: dict[str, Callable[..., Any]] = {
+        "datetime.timedelta": _made_by(datetime.timedelta, "timedelta", int),
+        "datetime.timezone": _made_by(datetime.timezone, "timezone", datetime.timedelta, str),
+        "decimal.Decimal": _made_by(decimal.Decimal, "Decimal", str),
+        "builtins.range": _made_by(range, "range", int),
+        "builtins.slice": _made_by(slice, "slice", int, type(None)),
+        "builtins.bytes": _no_bytes,
+        "builtins.frozenset": _frozen_set,
+        "collections.defaultdict": _default_dict,
+        "collections.deque": _deque,
+    }
+    for kind in (datetime.date, datetime.datetime, datetime.time):
+        found[f"datetime.{kind.__name__}"] = _made_by(kind, kind.__name__, *_TIME)
+    for path in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
+        for home in ("pathlib", "pathlib._local"):  # the latter in Python 3.13
+            found[f"{home}.{path.__name__}"] = _made_by(path, path.__name__, str)
+    if _numpy() is not None:
+        found |= {"numpy.dtype": _dtype, "numpy.ndarray": _array_type}
+        for home in ("numpy.core.multiarray", "numpy._core.multiarray"):
+            found |= {f"{home}.scalar": _scalar, f"{home}._reconstruct": _reconstruct}
+    return found
 
 
 _TYPES = {f"builtins.{kind.__name__}": kind for kind in _FACTORIES[:-1]}
@@ -217,10 +210,7 @@ _TYPES = {f"builtins.{kind.__name__}": kind for kind in _FACTORIES[:-1]}
 
 
 class ValueUnpickler(restricted_unpickler.Unpickler):  # type: ignore[misc]
-    """torch's restricted machine, for one step, which also makes these values.
-
-    `given` collects the stand-ins that the pickle has got; each load has its own set.
-    """
+    """torch's restricted machine, for one step, which also makes these values."""
 
     given: set[Callable[..., Any]]
     memo: dict[int, Any]
@@ -362,11 +352,7 @@ def opaque_globals(data: bytes) -> set[str]:
 
 
 def refuse_functions(obj: Any, given: Set[Callable[..., Any]]) -> None:
-    """Refuse an object that has a stand-in as a value: its pickle named another function.
-
-    `given` are the stand-ins that the pickle has got.  The error has torch's words for a global
-    that is not allowed.
-    """
+    """Refuse an object with one of the `given` stand-ins in it, as torch refuses a global."""
     kinds = (Mapping, list, tuple, set, frozenset, deque)
     for value in walk(obj, kinds, keys=True) if given else ():
         if type(value) is FunctionType and value in given:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -20,7 +21,6 @@ from ptsave.support.text import size_text
 from ptsave.support.torch_tensors import CHECKPOINT_OFFSET
 
 if TYPE_CHECKING:
-    from ptsave.archive.parking import Parking
     from ptsave.sources.ranges import LocalFile
 
 _BYTE_ORDER = "byteorder"
@@ -37,11 +37,7 @@ _MAX_QUOTED = 200
 
 
 class RecordReader:
-    """An archive as torch's unpickling sees it, over ptsave's engine.
-
-    It has the methods of ``torch._C.PyTorchFileReader`` that ``torch.serialization._load`` uses.
-    `path` is the archive's name in messages.
-    """
+    """An archive with the methods of torch's reader that ``torch.serialization._load`` uses."""
 
     is_fetched = False  # whether bytes come from a source that the engine does not read
     reads_when_asked = False  # whether a storage is read when unpickling asks for it, not ahead
@@ -58,23 +54,43 @@ class RecordReader:
         self.verify = verify and limits.verify
         self.progress: ProgressCallback | None = None  # called with the bytes read so far
         self.small: dict[str, bytes] = {}  # records read so far that are no storages
-        self._parking: Parking | None = None
+        self._parked: LocalFile | None = None  # opens the file while it is read
+        self._n_users = 0
+        self._lock = Lock()
 
     def close(self) -> None:
         """Release the archive, even if something still refers to this reader."""
         del self.engine
-        self._parking = None
         self.small.clear()
 
     def park(self, file: LocalFile) -> None:
-        """Close the archive's file until it is read; `file` is the same one, to open it."""
-        from ptsave.archive.parking import Parking
-
-        self._parking = Parking(self.engine, file, direct=self.limits.direct_reads)
+        """Close the archive's file until it is read; `file` opens it.  A set may have too many."""
+        self._parked = file
+        self.engine.close_file()
 
     def opened(self) -> AbstractContextManager[None]:
-        """Keep the file open within a block that calls a reading method of `engine`."""
-        return nullcontext() if self._parking is None else self._parking.opened()
+        """Keep the file open within a block that calls a reading method of `engine`.
+
+        Raises OSError if a parked file is gone or has been replaced.  Safe for concurrent use.
+        """
+        return nullcontext() if self._parked is None else self._opened_again(self._parked)
+
+    @contextmanager
+    def _opened_again(self, parked: LocalFile) -> Iterator[None]:
+        engine = self.engine
+        with self._lock:
+            if self._n_users == 0:
+                with parked.opened() as file:
+                    direct = self.limits.direct_reads
+                    engine.lend_file(file.descriptor, file.begin, direct=direct)
+            self._n_users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._n_users -= 1
+                if self._n_users == 0:
+                    engine.close_file()
 
     # ------------------------------------------------------------------- torch's reader interface
 
@@ -158,10 +174,7 @@ class RecordReader:
             self.check_small_records()
 
     def is_native_byte_order(self) -> bool:
-        """Whether the storages are in this machine's byte order, as torch decides it.
-
-        Without a record of it, :func:`torch.serialization.set_default_load_endianness` decides.
-        """
+        """Whether the storages are in this machine's byte order, as torch decides it."""
         if self.has_record(_BYTE_ORDER):
             return self.get_record(_BYTE_ORDER) == sys.byteorder.encode()
         default = torch.serialization.get_default_load_endianness()
@@ -171,11 +184,7 @@ class RecordReader:
         return order == sys.byteorder
 
     def check_version(self) -> None:
-        """Refuse an archive without a version, or with one that torch does not read.
-
-        Also refuses a byte order or an alignment that torch refuses; messages are those of torch's
-        reader.
-        """
+        """Refuse a version, a byte order or an alignment that torch refuses, in its words."""
         for name, pattern, what in (
             (_BYTE_ORDER, rb"little|big", "Unknown endianness type"),
             (".storage_alignment", rb"\s*[+-]?\d{1,18}\s*", "not an alignment"),

@@ -1,26 +1,33 @@
-"""Reads parts of records into memory, from a local or remote archive."""
+"""Reads parts of records into memory: spans of bytes, and the values of views."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from math import prod
+from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ptsave import _C
+from ptsave.archive.filling import resources, to_device
 from ptsave.archive.reader import RecordReader
-from ptsave.errors import CorruptCheckpointError, bare_message
+from ptsave.errors import CorruptCheckpointError
 from ptsave.support import config
 from ptsave.support.calls import ProgressCallback
+from ptsave.support.torch_tensors import negated_view
+from ptsave.tree.extents import blocks_of
 
 if TYPE_CHECKING:
-    from ptsave.archive.remote import RemoteReader
+    from ptsave.archive.damage import Damage
     from ptsave.sources.ranges import LocalFile
 
 Range: TypeAlias = tuple[int, int, Tensor]  # number of the file, offset in it, target
+Allocator: TypeAlias = Callable[[int], torch.UntypedStorage]  # given a number of bytes, on the CPU
 
 MIB = 1 << 20
 # Largest gap, in bytes, that is fetched rather than skipped.
@@ -28,42 +35,29 @@ MAX_FETCHED_GAP = 1 * MIB
 # Largest gap that is read in a local file.
 MAX_READ_GAP = 16 << 10
 # Bytes of a batch, and of a request; some file systems send a batch's requests at the same time.
-_BATCH_NBYTES = 64 * MIB
+BATCH_NBYTES = 64 * MIB
 _REQUEST_NBYTES = 8 * MIB
+_MAX_SPARSE_NBYTES = 64 << 20  # read at once although most is dropped
+_MIN_SENT_NBYTES = 256 << 10  # of a block that is sent to an accelerator by itself
+_PACK_NBYTES = 16 << 20  # of blocks that are sent together
+MIN_NBYTES = 1 << 20  # below this, malloc has memory whose pages exist
+_CPU = torch.device("cpu")
+_MAX_LENT = 256  # beyond this, the pool forgets the oldest
 
 
 class Span(NamedTuple):
-    """A part of a record's payload, from byte `begin` on, and the memory it belongs in.
-
-    `target` is contiguous uint8 in CPU memory.  Readers that `reach_devices` also fill targets on
-    accelerators.
-    """
+    """A part of a record's payload, from byte `begin` on, and contiguous uint8 memory for it."""
 
     record: int
     begin: int
     target: Tensor
 
 
-class Damage(NamedTuple):
-    """A damaged record, and the offset of the damage in the archive, in bytes.
-
-    `error` is the exception to raise if nothing can be added.  `crcs` is set if the checksums
-    differ.
-    """
-
-    record: str
-    offset: int
-    reason: str
-    error: Exception
-    crcs: _C.DamagedRecord | None = None
-
-
 class SpanReader(Protocol):
     """Fills spans; safe for concurrent use.
 
     `max_gap` is the largest unwanted gap, in bytes, that is read rather than skipped.
-    `reach_devices` says that targets may be on accelerators, which are filled through page-locked
-    memory.
+    `reach_devices` says that targets may be on accelerators.
     """
 
     max_gap: int
@@ -100,13 +94,14 @@ class EngineSpans:
         self._reader = reader
         self._engine = reader.engine
         self._can_verify = self._engine.storages_have_crcs
+        self._resources = resources(reader.limits)
 
     def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
-        whole, parts = _divide(self._engine, spans)
+        whole, parts = divided(self._engine, spans)
         verify = verify if self._can_verify else False
         with self._reader.opened():
             if verify and parts:
-                self._check([span.record for span in parts])
+                self.check([span.record for span in parts])
             if whole:
                 targets = [span.target for span in whole]
                 self._transfer([s.record for s in whole], targets, verify=verify is not False)
@@ -116,31 +111,27 @@ class EngineSpans:
     def _read_parts(self, parts: Sequence[Span]) -> None:
         records = {span.record for span in parts}
         offsets = {record: self._engine.payload_offset(record) for record in records}
-        limits = self._reader.limits
         self._engine.read_ranges(
             [(offsets[span.record] + span.begin, span.target) for span in parts],
-            n_threads=limits.n_readers,
-            max_pinned_nbytes=limits.max_pinned_nbytes,
+            **self._resources,
         )
 
     def check(self, records: Sequence[int]) -> None:
         with self._reader.opened():
-            self._check(records)
+            self._transfer(sorted(set(records)), [], verify=True)
 
     def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
+        from ptsave.archive.damage import Damage, damage_at
+
         try:
             with self._reader.opened():
                 damaged = self._engine.read_records(
-                    list(records),
-                    [],
-                    n_threads=self._reader.limits.n_readers,
-                    verify=verify,
-                    max_pinned_nbytes=self._reader.limits.max_pinned_nbytes,
+                    list(records), [], verify=verify, **self._resources
                 )
         except (CorruptCheckpointError, OSError) as error:
             if len(records) > 1:  # the engine stops at the first error
                 return [d for number in records for d in self.find_damage([number], verify=verify)]
-            return [_damage_of(self._reader, records[0], error)]
+            return [damage_at(self._reader, records[0], error)]
         return [
             Damage(
                 found.name,
@@ -152,120 +143,16 @@ class EngineSpans:
             for found in damaged
         ]
 
-    def _check(self, records: Sequence[int]) -> None:
-        self._transfer(sorted(set(records)), [], verify=True)
-
     def _transfer(self, records: list[int], targets: list[Tensor], *, verify: bool) -> None:
-        damaged = self._engine.read_records(
-            records,
-            targets,
-            n_threads=self._reader.limits.n_readers,
-            verify=verify,
-            max_pinned_nbytes=self._reader.limits.max_pinned_nbytes,
-        )
+        damaged = self._engine.read_records(records, targets, verify=verify, **self._resources)
         if damaged:
             from ptsave.archive.damage import damage_of
 
             raise damage_of(self._reader, damaged)
 
 
-class FetchedSpans:
-    """`ArchiveSpans` for an archive whose bytes have to be fetched."""
-
-    max_gap = MAX_FETCHED_GAP
-    reach_devices = False
-
-    def __init__(self, reader: RemoteReader) -> None:
-        self._reader = reader
-        self._engine = reader.engine
-        self._source = reader.source
-        self._can_verify = self._engine.storages_have_crcs
-
-    def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
-        verify = verify if self._can_verify else False
-        whole, parts = _divide(self._engine, spans)
-        if verify and parts:
-            self.check([span.record for span in parts])
-        for batch in batches(spans):
-            self._fetch(batch)
-        if verify is not False:
-            for span in whole:
-                self._reader.require_crc(span.record, _C.crc32(memory_of(span.target)))
-
-    def check(self, records: Sequence[int]) -> None:
-        for record in sorted(set(records)):
-            self._reader.require_crc(record, self._crc_of(record))
-
-    def _crc_of(self, record: int) -> int:
-        crc = 0
-        nbytes = self._engine.record(record).nbytes
-        piece = torch.empty(min(nbytes, _BATCH_NBYTES), dtype=torch.uint8)
-        for begin in range(0, nbytes, _BATCH_NBYTES):
-            part = piece[: min(_BATCH_NBYTES, nbytes - begin)]
-            for batch in batches([Span(record, begin, part)]):
-                self._fetch(batch)
-            crc = _C.crc32(memory_of(part), crc)
-        return crc
-
-    def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
-        damage = []
-        for number in records:
-            record = self._engine.record(number)
-            try:
-                offset = self._reader.get_record_offset(record.name)
-                crc = self._crc_of(number) if verify else record.crc
-                if verify and crc != record.crc:
-                    reason = f"its CRC-32 is {crc:08x}, not {record.crc:08x}"
-                    error = self._damaged(record, crc)
-                    damage.append(Damage(record.name, offset, reason, error))
-            except (CorruptCheckpointError, OSError) as error:
-                damage.append(_damage_of(self._reader, number, error))
-        return damage
-
-    def _fetch(self, spans: Sequence[Span]) -> None:
-        """Fetch spans and the local headers of their records; a header may move a span."""
-        records = {span.record: self._engine.record(span.record) for span in spans}
-        for record in records.values():
-            if not record.stored or record.encrypted:
-                self._reader.fail("it is compressed or encrypted", record.name)
-        new = [number for number in records if not self._reader.has_header(number)]
-        headers = [(records[i].header_offset, records[i].payload_offset) for i in new]
-        wanted = [_range_of(span, records[span.record].payload_offset) for span in spans]
-        pieces = self._source.read([*headers, *wanted])
-        for number, header in zip(new, pieces, strict=False):
-            self._reader.add_header(number, header)
-        pieces = pieces[len(new) :]
-        offsets = {number: self._engine.payload_offset(number) for number in records}
-        found = [_range_of(span, offsets[span.record]) for span in spans]
-        if found != wanted:
-            pieces = self._source.read(found)
-        for span, piece in zip(spans, pieces, strict=True):
-            memory_of(span.target)[:] = piece
-
-    def _damaged(self, record: _C.Record, crc: int) -> CorruptCheckpointError:
-        advice = ", or pass verify=False to read it as it is"
-        return self._reader.failure(
-            f"it is damaged: its CRC-32 is {crc:08x}, not {record.crc:08x}. Copy it again{advice}.",
-            record.name,
-            advice,
-        )
-
-
-def spans_of(reader: RecordReader) -> ArchiveSpans:
-    """Return the reader of parts of an archive's records, for fetched or local bytes."""
-    if not reader.is_fetched:
-        return EngineSpans(reader)
-    from ptsave.archive.remote import RemoteReader
-
-    assert isinstance(reader, RemoteReader)
-    return FetchedSpans(reader)
-
-
 def range_files(files: Sequence[LocalFile], *, direct: bool = True) -> _C.RangeFiles:
-    """Open local files for `read_ranges`; the engine keeps them open, also parked ones.
-
-    `direct` false reads through the page cache, whatever the configuration allows.
-    """
+    """Open local files for `read_ranges`, past the page cache if `direct`; they stay open."""
     limits = config.current()
     with ExitStack() as stack:
         opened = [stack.enter_context(file.opened()).for_engine for file in files]
@@ -280,26 +167,10 @@ def read_ranges(
     **options: int,
 ) -> None:
     """Fill tensors from ranges of files, by several threads."""
-    limits = config.current()
-    files.read(
-        ranges,
-        n_threads=limits.n_readers,
-        max_pinned_nbytes=limits.max_pinned_nbytes,
-        progress=progress,
-        **options,
-    )
+    files.read(ranges, progress=progress, **resources(config.current()), **options)
 
 
-def _damage_of(reader: RecordReader, number: int, error: Exception) -> Damage:
-    record = reader.engine.record(number)
-    at = record.header_offset
-    if isinstance(error, CorruptCheckpointError) and error.finding:
-        at = at if error.offset is None else error.offset
-        return Damage(record.name, at, error.finding, error)
-    return Damage(record.name, at, bare_message(error, reader.path), error)
-
-
-def _divide(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
+def divided(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
     """Return the spans that are whole records, and the others."""
     whole: list[Span] = []
     parts: list[Span] = []
@@ -309,14 +180,16 @@ def _divide(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[
     return whole, parts
 
 
-def batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Yield the spans in groups of at most `_BATCH_NBYTES`; large spans are cut."""
+def batches(
+    spans: Sequence[Span], max_nbytes: int = BATCH_NBYTES, max_span_nbytes: int = _REQUEST_NBYTES
+) -> Iterator[list[Span]]:
+    """Yield the spans in groups of at most `max_nbytes`; large spans are cut."""
     batch: list[Span] = []
     nbytes = 0
     for span in spans:
-        for begin in range(0, len(span.target), _REQUEST_NBYTES):
-            target = span.target[begin : begin + _REQUEST_NBYTES]
-            if nbytes + len(target) > _BATCH_NBYTES:
+        for begin in range(0, len(span.target), max_span_nbytes):
+            target = span.target[begin : begin + max_span_nbytes]
+            if nbytes + len(target) > max_nbytes:
                 yield batch
                 batch, nbytes = [], 0
             batch.append(Span(span.record, span.begin + begin, target))
@@ -325,12 +198,188 @@ def batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
         yield batch
 
 
-def _range_of(span: Span, payload_offset: int) -> tuple[int, int]:
-    begin = payload_offset + span.begin
-    return begin, begin + len(span.target)
-
-
 def memory_of(target: Tensor) -> memoryview:
     """Return the bytes of a tensor, which must outlive them; works without NumPy."""
     array = (ctypes.c_ubyte * len(target)).from_address(target.data_ptr())
     return memoryview(array).cast("B")
+
+
+def new_storage(nbytes: int, device: torch.device = _CPU) -> torch.UntypedStorage:
+    """Return memory on `device`, whatever torch's default device is."""
+    return torch.UntypedStorage(nbytes, device=device)
+
+
+def read_view(
+    spans: SpanReader,
+    record: int | None,
+    view: Tensor,
+    verify: bool | None,
+    device: torch.device = _CPU,
+    *,
+    allocate: Allocator = new_storage,
+) -> Tensor:
+    """Read the values of one view into memory of their own; bytes between its blocks are dropped.
+
+    `record` is None for a storage without bytes.  `verify` is as in `SpanReader.read`.  Blocks for
+    an accelerator are sent one by one or, if they are small, in packs; host memory holds one pack
+    at a time.  `allocate` gives the memory of a result on the CPU.
+    """
+    blocks = blocks_of(view, spans.max_gap)
+    nbytes = blocks.nbytes * len(blocks.begins)
+    if device != _CPU:
+        device = torch.empty(0, device=device).device  # with its number
+        if nbytes < _C.MIN_PINNED_NBYTES or not _C.can_stage(device):
+            return to_device(read_view(spans, record, view, verify), device)
+    if record is not None and nbytes > max(_MAX_SPARSE_NBYTES, 2 * view.nbytes):
+        if verify:
+            spans.check([record])
+        return _read_halves(spans, record, view, device)
+    storage = allocate(nbytes) if device == _CPU else new_storage(nbytes, device)
+    if record is not None:
+        memory = bytes_of(storage)
+        parts = [
+            Span(record, begin, memory[i * blocks.nbytes : (i + 1) * blocks.nbytes])
+            for i, begin in enumerate(blocks.begins)
+        ]
+        if device == _CPU or (spans.reach_devices and blocks.nbytes >= _MIN_SENT_NBYTES):
+            spans.read(parts, verify=verify)
+        else:
+            _read_packs(spans, parts, verify)
+    result = view_as(storage, view, 0, blocks.stride)
+    return result.contiguous() if result.nbytes < storage.nbytes() else result
+
+
+def _read_packs(spans: SpanReader, parts: Sequence[Span], verify: bool | None) -> None:
+    """Fill targets that follow each other in an accelerator's memory, one pack at a time."""
+    if verify:
+        spans.check([parts[0].record])
+    if verify is None and len(parts) == 1:  # it may be a whole record, which is compared then
+        _read_pack(spans, parts, None)
+        return
+    for pack in batches(parts, _PACK_NBYTES, _PACK_NBYTES):
+        _read_pack(spans, pack, False)
+
+
+def _read_pack(spans: SpanReader, pack: Sequence[Span], verify: bool | None) -> None:
+    here = bytes_of(new_storage(sum(len(part.target) for part in pack)))
+    pieces = here.split([len(part.target) for part in pack])
+    spans.read(
+        [Span(part.record, part.begin, piece) for part, piece in zip(pack, pieces, strict=True)],
+        verify=verify,
+    )
+    there = bytes_of(pack[0].target.untyped_storage())
+    begin = pack[0].target.storage_offset()
+    _C.copy_to_devices([(here, there[begin : begin + len(here)])], **resources(config.current()))
+
+
+def _read_halves(spans: SpanReader, record: int, view: Tensor, device: torch.device) -> Tensor:
+    """Read a view that is spread over much more memory than its values, half by half."""
+    result = torch.empty(view.shape, dtype=view.dtype, device=device)
+    dims = [dim for dim in range(view.dim()) if view.shape[dim] > 1]
+    dim = max(dims, key=view.stride)
+    half = view.shape[dim] // 2
+    for begin, n in ((0, half), (half, view.shape[dim] - half)):
+        part = read_view(spans, record, view.narrow(dim, begin, n), False, device)
+        result.narrow(dim, begin, n).copy_(part)
+    return result
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return a uint8 tensor over all of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def view_as(
+    storage: torch.UntypedStorage, like: Tensor, offset: int, stride: tuple[int, ...]
+) -> Tensor:
+    """Return a tensor over a storage with the dtype, shape, and conj and neg bits of another."""
+    tensor = torch.empty(0, dtype=like.dtype, device=storage.device)
+    tensor.set_(storage, offset, like.shape, stride)
+    if like.is_conj():
+        tensor = tensor.conj()
+    return negated_view(tensor) if like.is_neg() else tensor
+
+
+def unfilled_tensors(kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[Tensor]:
+    """Return tensors of these dtypes and shapes over addresses without memory."""
+    sizes = [prod(shape) * dtype.itemsize for dtype, shape in kinds]
+    storages = _C.untyped_storages(_C.unfilled_storages(sizes))
+    tensors = []
+    for (dtype, shape), storage in zip(kinds, storages, strict=True):
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
+        tensors.append(tensor.set_(storage, 0, tuple(shape), _contiguous_stride(shape)))
+    return tensors
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride = [1]
+    for n in reversed(shape[1:]):
+        stride.append(stride[-1] * max(n, 1))
+    return tuple(reversed(stride[: len(shape)]))
+
+
+class RecycledMemory:
+    """Lends memory for tensors, and lends it again when nothing refers to it any more.
+
+    Fresh pages cost more than the copy into them, and a model has many tensors of one size.  Memory
+    is lent again only for the same number of bytes, so a tensor that is kept holds no more than its
+    own.  The pool holds at most `max_nbytes`, lent or idle, but may lend more.  Safe for concurrent
+    use.
+
+    >>> memory = RecycledMemory(1 << 24)
+    >>> tensor = memory.tensor(torch.Size([1024, 512]), torch.float32)
+    >>> place = tensor.data_ptr()
+    >>> del tensor
+    >>> memory.tensor(torch.Size([1 << 19]), torch.int32).data_ptr() == place
+    True
+    """
+
+    def __init__(self, max_nbytes: int) -> None:
+        self._max_nbytes = max_nbytes
+        self._storages: list[torch.UntypedStorage] = []
+        self._lock = Lock()
+
+    def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a contiguous tensor in CPU memory, with any values."""
+        nbytes = shape.numel() * dtype.itemsize
+        if nbytes < MIN_NBYTES:
+            return torch.empty(shape, dtype=dtype, device=_CPU)
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
+        contiguous = torch.empty(shape, dtype=dtype, device="meta").stride()
+        return tensor.set_(self.storage(nbytes), 0, shape, contiguous)
+
+    def storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Return CPU memory, with any values."""
+        if nbytes < MIN_NBYTES:
+            return new_storage(nbytes)
+        with self._lock:
+            return self._recycled(nbytes)
+
+    def _recycled(self, nbytes: int) -> torch.UntypedStorage:
+        lent, idle = self._sorted_by_use()
+        found = next((storage for storage in idle if storage.nbytes() == nbytes), None)
+        if found is None:
+            found = _C.huge_page_storage(nbytes)
+        else:
+            idle = [storage for storage in idle if storage is not found]
+        room_nbytes = self._max_nbytes - nbytes - sum(storage.nbytes() for storage in lent)
+        self._storages = [*lent[-_MAX_LENT:], found]
+        for storage in idle:
+            room_nbytes -= storage.nbytes()
+            if room_nbytes >= 0:
+                self._storages.append(storage)
+        return found
+
+    def _sorted_by_use(self) -> tuple[list[torch.UntypedStorage], list[torch.UntypedStorage]]:
+        lent: list[torch.UntypedStorage] = []
+        idle: list[torch.UntypedStorage] = []
+        for number in range(len(self._storages)):
+            (idle if is_idle(self._storages, number) else lent).append(self._storages[number])
+        return lent, idle
+
+
+def is_idle(storages: list[torch.UntypedStorage], number: int) -> bool:
+    """Whether only the list refers to one of the storages in it."""
+    # Two references: the list's, and getrefcount's argument.  Tensors, and other users in C++, are
+    # in the other count.
+    return sys.getrefcount(storages[number]) <= 2 and _C.storage_use_count(storages[number]) == 1

@@ -62,11 +62,9 @@ class SavedEntries:
     def without(self, lost: Collection[str]) -> tuple[bytes, list[str]]:
         """Return the pickle without the entries that need `lost` storages, and their dotted names.
 
-        An entry is an item of the dict, or of a dict that is nested in it.  A list, a tuple or
-        another object is left out as a whole, because its other parts would change places.  A dict
-        that loses all items is left out, too.  Returns the given pickle if nothing needs these
-        storages.  Raises ValueError if the object is no dict, nothing of it would be left, or it
-        cannot be written.
+        An entry is an item of the dict, or of a dict nested in it.  Any other object is left
+        out as a whole, because its other parts would change places.  A dict that loses all items is
+        left out, too.  Raises ValueError if nothing of it would be left, or it cannot be written.
         """
         needing = self._needing([each for each in self._stored if each.number in lost])
         if not needing:
@@ -163,13 +161,36 @@ if TYPE_CHECKING:  # the parts of the standard library's machine that typeshed l
         dispatch: ClassVar[dict[int, Callable[[Any], None]]]
         stack: list[Any]
 
-        def load_setitem(self) -> None: ...
-        def load_setitems(self) -> None: ...
-        def load_additems(self) -> None: ...
-        def load_frozenset(self) -> None: ...
-
 else:
     _PythonUnpickler = pickle._Unpickler
+
+
+# The opcodes that hash keys, and where those are on the stack.
+_KEYS = {
+    pickle.SETITEM[0]: slice(-2, -1),
+    pickle.SETITEMS[0]: slice(0, None, 2),
+    pickle.ADDITEMS[0]: slice(None),
+    pickle.FROZENSET[0]: slice(None),
+}
+
+
+def _checked(load: Callable[[Any], None], where: slice) -> Callable[[Any], None]:
+    """Return a step that refuses keys whose hash takes too many steps for the pickle's size.
+
+    A tuple may hold the same tuple twice, and so on: the steps double at each level.
+    """
+
+    def load_checked(reader: _Reader) -> None:
+        pending = [key for key in reader.stack[where] if type(key) is tuple]
+        while pending:
+            parts = pending.pop()
+            reader.n_to_hash -= len(parts)
+            if reader.n_to_hash < 0:
+                raise ValueError("keys that take too long to hash")
+            pending += [part for part in parts if type(part) is tuple]
+        load(reader)
+
+    return load_checked
 
 
 class _Reader(_PythonUnpickler):
@@ -190,50 +211,20 @@ class _Reader(_PythonUnpickler):
 
     dispatch[pickle.NEWOBJ[0]] = load_newobj
 
-    def _check_keys(self, keys: list[Any]) -> None:
-        """Refuse keys of nested tuples whose hash takes too many steps for the pickle's size.
 
-        A tuple may hold the same tuple twice, and so on: the steps double at each level.
-        """
-        pending = [key for key in keys if type(key) is tuple]
-        while pending:
-            parts = pending.pop()
-            self.n_to_hash -= len(parts)
-            if self.n_to_hash < 0:
-                raise ValueError("keys that take too long to hash")
-            pending += [part for part in parts if type(part) is tuple]
-
-    def load_setitem(self) -> None:
-        self._check_keys(self.stack[-2:-1])
-        super().load_setitem()
-
-    def load_setitems(self) -> None:
-        self._check_keys(self.stack[::2])
-        super().load_setitems()
-
-    def load_additems(self) -> None:
-        self._check_keys(self.stack)
-        super().load_additems()
-
-    def load_frozenset(self) -> None:
-        self._check_keys(self.stack)
-        super().load_frozenset()
-
-    dispatch[pickle.SETITEM[0]] = load_setitem
-    dispatch[pickle.SETITEMS[0]] = load_setitems
-    dispatch[pickle.ADDITEMS[0]] = load_additems
-    dispatch[pickle.FROZENSET[0]] = load_frozenset
+for _opcode, _where in _KEYS.items():
+    _Reader.dispatch[_opcode] = _checked(_Reader.dispatch[_opcode], _where)
 
 
 class _Writer:
-    """Writes an object that `_Reader` has read as a pickle.
+    """Writes an object that `_Reader` has read as a pickle, without recursion.
 
-    Each container is an iterator that writes its opcodes and yields its contents in between.  A
-    stack of these iterators replaces recursion.
+    Each container is an iterator that writes its opcodes and yields its contents in between.
     """
 
     def __init__(self) -> None:
         self._stream = BytesIO()
+        self._write = self._stream.write
         self._numbers: dict[int, int] = {}  # numbers in the pickle's memo, by the ids of objects
         self._open_sets: set[int] = set()
 
@@ -253,9 +244,6 @@ class _Writer:
                 pending.pop()
         self._write(pickle.STOP)
         return self._stream.getvalue()
-
-    def _write(self, data: bytes) -> None:
-        self._stream.write(data)
 
     def _write_known(self, obj: Any) -> bool:
         """Write an object from the memo if it has been written before; return whether it has."""
@@ -355,10 +343,7 @@ class _Writer:
 
 
 def _open_dicts(obj: Any, closed: set[int]) -> list[tuple[str, Any]]:
-    """Return an object and the dicts that only dicts contain, each with its prefix of names.
-
-    `closed` are the ids of dicts to leave out.
-    """
+    """Return an object and the dicts that only dicts contain, but not `closed`, with prefixes."""
     found = [("", obj)] if _is_dict(obj) else []
     seen = {id(obj), *closed}
     depths = [0]
@@ -392,10 +377,7 @@ def _set_items(obj: Any, items: list[tuple[Any, Any]]) -> None:
 
 
 def _users_of(obj: Any, open_dicts: set[int]) -> tuple[dict[int, list[Any]], list[_Stored]]:
-    """Return the holders of each object, by its id, and all storages.
-
-    `open_dicts` do not count as holders of their items.
-    """
+    """Return the holders of each object, by its id, and all storages; `open_dicts` hold nothing."""
     users: dict[int, list[Any]] = {}
     stored = []
     seen: set[int] = set()

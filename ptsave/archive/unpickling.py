@@ -3,11 +3,9 @@
 With ``weights_only=True`` the engine's unpickler replaces torch's; otherwise it is Python's.
 
 The rule: code that can look at a tensor's values must not run before the bytes of its storages have
-arrived.  Rebuilding plain tensors and parameters in CPU memory only passes storages along.  So the
-steps of the pickle are checked first.  If it only rebuilds plain tensors, unpickling starts while
-bytes are still arriving.  Otherwise it starts when all bytes have arrived and are verified.  It
-also waits for a large pickle with few bytes in storages: checking that takes as long as reading
-them.
+arrived.  Rebuilding plain tensors in CPU memory only passes storages along.  So the steps of the
+pickle are checked first.  If it only rebuilds plain tensors, unpickling starts while bytes are
+still arriving.  Otherwise it starts when all bytes have arrived and are verified.
 """
 
 from __future__ import annotations
@@ -64,16 +62,13 @@ def unpickle(
 
     `overall_storage` is the mapped file with ``mmap=True``.
     """
-
-    def load(shown: Any, module: Any) -> Any:
-        return _load(shown, map_location, module, overall_storage, pickle_load_args)
-
     fills = fills_storages(map_location)
     if overall_storage is not None or not fills or reader.reads_when_asked:
         if fills and reader.reads_when_asked:
             reader.verifies = verifies_storages(reader)
         shown = reader.for_loader() if fills else UnfilledView(reader)
-        return load(shown, faster(pickle_module, reader, storages_are_plain=False))
+        module = faster(pickle_module, reader)
+        return _load(shown, map_location, module, pickle_load_args, overall_storage)
     if may_reach_accelerator(reader, map_location) and _may_defer(reader, pickle_module):
         return _unpickle_to_places(reader, map_location, pickle_module, pickle_load_args)
     for exact_offsets in (False, True):
@@ -91,11 +86,12 @@ def unpickle(
                 reader.engine.place("cpu", _CPU)
             module = faster(pickle_module, reader, storages_are_plain=are_plain)
             if are_plain and _gains_by_overlap(reader, data) and _is_blind(data, pickle_module):
-                result = load(view, _overlapping(reader, module))
+                module = _overlapping(reader, module)
+                result = _load(view, map_location, module, pickle_load_args)
                 _wait(reader)
             else:
                 _wait(reader)
-                result = load(view, module)
+                result = _load(view, map_location, module, pickle_load_args)
             reader.engine.release_storages()
             return result
         except _C.LayoutMismatchError:
@@ -131,8 +127,7 @@ def unpickle_unread(
     """Rebuild an object in CPU memory whose storages are reserved places of ``reader.engine``.
 
     `can_defer_reading` has to hold.  `locations` gets the locations, other than the CPU, that
-    storages were saved from.  `first_at` gets the location of the first record from each;
-    ``reader.engine.places`` knows those of all others.
+    storages were saved from, and `first_at` the location of the first record from each.
     """
 
     def stay(storage: Any, location: str) -> Any:
@@ -147,15 +142,14 @@ def unpickle_unread(
 
     _reserve(reader)
     reader.engine.place("cpu", _CPU)
-    module = faster(pickle_module, reader, storages_are_plain=True)
-    return _load(reader.for_loader(), stay, module, None, {"encoding": "utf-8"})
+    return _load_reserved(reader, stay, pickle_module, {"encoding": "utf-8"})
 
 
 def unpickle_without_bytes(
-    archive: Any, map_location: Any, pickle_module: Any, pickle_load_args: dict[str, Any]
+    archive: Any, map_location: Any, pickle_module: Any, pickle_load_args: Mapping[str, Any]
 ) -> Any:
     """Rebuild an archive's object, perhaps compressed, where `fills_storages` does not hold."""
-    return _load(UnfilledView(archive), map_location, pickle_module, None, pickle_load_args)
+    return _load(UnfilledView(archive), map_location, pickle_module, pickle_load_args)
 
 
 def unpickle_received(
@@ -167,23 +161,21 @@ def unpickle_received(
 ) -> Any:
     """Rebuild the object of an archive whose storages come from another rank.
 
-    `receive` gets the records whose reserved storages it has to fill, and the storages on other
-    devices by their records.
+    `receive` fills the reserved storages of records, and the storages on other devices.
     """
     if not fills_storages(map_location):
-        module = faster(pickle_module, reader, storages_are_plain=False)
-        return _load(UnfilledView(reader), map_location, module, None, pickle_load_args)
+        module = faster(pickle_module, reader)
+        return _load(UnfilledView(reader), map_location, module, pickle_load_args)
     _reserve(reader)
     if goes_by_torchs_rules(map_location) and _may_defer(reader, pickle_module):
         placement = ReceivedPlacement(reader, map_location)
-        module = faster(pickle_module, reader, storages_are_plain=True)
-        result = _load(reader.for_loader(), placement, module, None, pickle_load_args)
+        result = _load_reserved(reader, placement, pickle_module, pickle_load_args)
         receive(set(reader.engine.referenced()) - placement.placed.keys(), placement.placed)
     else:  # something may look at values, or at storages
         others = {reader.find(name) for name in reader.engine.other_names()}
         receive(set(range(len(reader.engine.records()))) - others, {})
-        module = faster(pickle_module, reader, storages_are_plain=False)
-        result = _load(reader.for_loader(), map_location, module, None, pickle_load_args)
+        module = faster(pickle_module, reader)
+        result = _load(reader.for_loader(), map_location, module, pickle_load_args)
     reader.engine.release_storages()
     return result
 
@@ -199,13 +191,11 @@ def refusal_of(data: bytes, *, allows_values: bool = False) -> str | None:
     'Unsupported global: GLOBAL _io.St'
     """
     reader: Any = _PickleAlone(data, allows_values=allows_values)
-    module = faster(restricted_unpickler, reader, storages_are_plain=False)
+    module = faster(restricted_unpickler, reader)
     try:
-        _load(UnfilledView(reader), "meta", module, None, {"encoding": "utf-8"})
-    except MalformedPickleError:
-        return None
+        _load(UnfilledView(reader), "meta", module, {"encoding": "utf-8"})
     except pickle.UnpicklingError as error:
-        return str(error)
+        return None if isinstance(error, MalformedPickleError) else str(error)
     except Exception:  # no refusal: some tensors cannot be made without bytes
         return None
     return None
@@ -229,16 +219,12 @@ class _PickleAlone:
 
 
 def _unpickle_to_places(
-    reader: RecordReader,
-    map_location: Any,
-    pickle_module: Any,
-    pickle_load_args: dict[str, Any],
+    reader: RecordReader, map_location: Any, pickle_module: Any, pickle_load_args: dict[str, Any]
 ) -> Any:
     """Make the object with storages on their devices, and then read their bytes into them."""
     _reserve(reader)
-    module = faster(pickle_module, reader, storages_are_plain=True)
     placement = Placement(reader, map_location, verify=verifies_storages(reader))
-    result = _load(reader.for_loader(), placement, module, None, pickle_load_args)
+    result = _load_reserved(reader, placement, pickle_module, pickle_load_args)
     placement.finish()
     reader.engine.release_storages()
     return result
@@ -251,16 +237,28 @@ def _reserve(reader: RecordReader) -> None:
     reader.wait_for_bytes = False
 
 
+def _load_reserved(
+    reader: RecordReader, map_location: Any, pickle_module: Any, pickle_load_args: dict[str, Any]
+) -> Any:
+    """Make the object of an archive after `_reserve`, if no code looks at storages meanwhile."""
+    module = faster(pickle_module, reader, storages_are_plain=True)
+    return _load(reader.for_loader(), map_location, module, pickle_load_args)
+
+
 def _load(
     shown: Any,
     map_location: Any,
     pickle_module: Any,
-    overall_storage: torch.UntypedStorage | None,
-    pickle_load_args: dict[str, Any],
+    pickle_load_args: Mapping[str, Any],
+    overall_storage: torch.UntypedStorage | None = None,
 ) -> Any:
     """Let torch load, with stand-ins for its reader and its unpickler."""
     if LOADER_KNOWS_WEIGHTS_ONLY:  # tensors without bytes have no values to validate
-        validates = _is_restricted(pickle_module) and fills_storages(map_location)
+        machine = getattr(pickle_module, "Unpickler", None)
+        is_restricted = pickle_module is restricted_unpickler or (
+            isinstance(machine, type) and issubclass(machine, (Unpickler, _TORCHS_MACHINE))
+        )
+        validates = is_restricted and fills_storages(map_location)
         pickle_load_args = {**pickle_load_args, "weights_only": validates}
     try:
         return load_archive(
@@ -269,14 +267,6 @@ def _load(
     finally:
         # torch does not reset it when unpickling fails.
         options.map_location = None
-
-
-def _is_restricted(pickle_module: Any) -> bool:
-    """Whether a module's unpickler is torch's restricted one, or a stand-in for it."""
-    machine = getattr(pickle_module, "Unpickler", None)
-    return pickle_module is restricted_unpickler or (
-        isinstance(machine, type) and issubclass(machine, (Unpickler, _TORCHS_MACHINE))
-    )
 
 
 def fills_storages(map_location: Any) -> bool:
@@ -297,25 +287,19 @@ def is_meta_location(map_location: Any) -> bool:
     return isinstance(map_location, str) and map_location == "meta"
 
 
-def _stay_on_cpu(map_location: Any) -> bool:
-    """Whether storages that were saved on the CPU certainly stay there."""
-    return map_location is None or _is_cpu(map_location)
-
-
 def _storages_are_plain(reader: RecordReader) -> bool:
     """Whether a storage is exactly its record's bytes."""
     if os.environ.get("TORCH_SERIALIZATION_DEBUG", "0") == "1":  # torch compares offsets then
         return False
-    return reader.is_native_byte_order() and _restores_cpu_blindly() and not modes_are_active()
+    # torch's own rule comes first: it returns CPU storages as they are.
+    restores_blindly = location_rules[0][2] is cpu_rule
+    return reader.is_native_byte_order() and restores_blindly and not modes_are_active()
 
 
 def _gains_by_overlap(reader: RecordReader, data: bytes) -> bool:
     """Whether reading takes longer than checking the pickle, which comes first."""
-    nbytes = len(data)
-    return (
-        nbytes <= _SMALL_PICKLE_NBYTES
-        or reader.engine.nbytes_to_read >= _MIN_BYTES_PER_PICKLE_BYTE * nbytes
-    )
+    n_to_read = reader.engine.nbytes_to_read
+    return len(data) <= max(_SMALL_PICKLE_NBYTES, n_to_read // _MIN_BYTES_PER_PICKLE_BYTE)
 
 
 def _may_defer(reader: RecordReader, pickle_module: Any) -> bool:
@@ -326,34 +310,25 @@ def _may_defer(reader: RecordReader, pickle_module: Any) -> bool:
     if _is_blind(data, pickle_module):
         reader.is_blind = True
         return True
-    return reader.leaves_opaque and _is_blind_with_opaque(data, pickle_module)
-
-
-def _is_blind(data: bytes, pickle_module: Any) -> bool:
-    """Whether the pickle only rebuilds plain tensors, which looks at no values."""
-    known = pickle_module in (pickle, restricted_unpickler)
-    return known and _C.rebuilds_blindly(data, _DTYPES)
-
-
-def _is_blind_with_opaque(data: bytes, pickle_module: Any) -> bool:
-    """Whether the pickle does so apart from objects that become `Opaque`."""
-    if pickle_module not in (pickle, restricted_unpickler):
+    if not reader.leaves_opaque:
         return False
     from ptsave.archive.plain_values import opaque_globals
 
     opaque = opaque_globals(data)
-    return bool(opaque) and _C.rebuilds_blindly(data, _DTYPES, opaque)
+    return bool(opaque) and _is_blind(data, pickle_module, opaque)
 
 
-def _is_cpu(map_location: Any) -> bool:
-    """Whether this is the CPU's name; a callable or a subclass may say so and do anything."""
-    return type(map_location) in (str, torch.device) and str(map_location) == "cpu"
+def _is_blind(data: bytes, pickle_module: Any, *opaque: set[str]) -> bool:
+    """Whether the pickle looks at no values: it only makes plain tensors, or `opaque` objects."""
+    known = pickle_module in (pickle, restricted_unpickler)
+    return known and _C.rebuilds_blindly(data, _DTYPES, *opaque)
 
 
-def _restores_cpu_blindly() -> bool:
-    """Whether torch's own rule for CPU storages comes first; it returns them as they are."""
-    _, _, deserialize = location_rules[0]
-    return deserialize is cpu_rule
+def _stay_on_cpu(map_location: Any) -> bool:
+    """Whether storages that were saved on the CPU certainly stay there."""
+    # A callable or a subclass may say that it is the CPU, and do anything.
+    is_plain = type(map_location) in (str, torch.device)
+    return map_location is None or (is_plain and str(map_location) == "cpu")
 
 
 def _overlapping(reader: RecordReader, pickle_module: Any) -> Any:

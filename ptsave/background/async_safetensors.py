@@ -17,8 +17,7 @@ from ptsave.background.save_future import SaveFuture
 from ptsave.contents.safetensors import names_in_order
 from ptsave.streaming.payload_sources import PayloadSources
 from ptsave.streaming.streamed_files import SafetensorsPlan, check_safetensors
-from ptsave.writing.options import SaveOptions
-from ptsave.writing.pickling import pickle_object
+from ptsave.writing.planning import SaveOptions, pickle_object
 from ptsave.writing.targets import scratch_folder
 
 _abandoned: list[object] = []  # memory of a parent process, which a child must not free

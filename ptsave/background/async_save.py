@@ -19,9 +19,7 @@ from ptsave.support.torch_serialization import (
     log_api_usage,
     storage_alignment,
 )
-from ptsave.writing.options import SaveOptions
-from ptsave.writing.pickling import pickle_object
-from ptsave.writing.planning import engine_can_save, plan_archive
+from ptsave.writing.planning import SaveOptions, engine_can_save, pickle_object, plan_archive
 from ptsave.writing.targets import absolute, refuse_safetensors_name, resolve_target
 
 

@@ -46,7 +46,7 @@ from ptsave.errors import StagingFullError
 from ptsave.support import config, memory_limits
 from ptsave.support.calls import ProgressCallback, progress_bar
 from ptsave.support.threads import Call, Thread, run_all
-from ptsave.writing.options import SaveOptions
+from ptsave.writing.planning import SaveOptions
 from ptsave.writing.targets import TargetWriter, is_url_file, name_of
 
 _NBYTES_WITHOUT_LOOKING = 32 << 20

@@ -38,7 +38,7 @@ from ptsave.contents.captures import HEADER
 from ptsave.errors import CorruptCheckpointError, EntryNotFoundError
 from ptsave.support import config
 from ptsave.tree.containers import is_tensor
-from ptsave.tree.names import entry_not_found
+from ptsave.tree.tree import entry_not_found
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,7 @@ from ptsave.support.text import (
     shape_text,
     size_text,
 )
-from ptsave.tree.opaque import Opaque, type_name_of
+from ptsave.tree.tree import Opaque, type_name_of
 
 if TYPE_CHECKING:
     from ptsave.capturing.comparison import CaptureComparison, CapturedDifference, TensorDifference

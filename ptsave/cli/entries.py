@@ -49,7 +49,7 @@ from ptsave.sources.locations import is_url
 from ptsave.sources.opening import Folder, folder_at
 from ptsave.support.text import count_text, dtype_text, printable, shape_text, size_text, some_of
 from ptsave.tree.containers import is_container
-from ptsave.tree.names import EntryNames
+from ptsave.tree.tree import EntryNames
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -305,7 +305,7 @@ def show_command(
     from ptsave.contents.contents import facts_of
     from ptsave.contents.opening import OpenOptions, open_checkpoint
     from ptsave.inspection.extraction import find_entry
-    from ptsave.tree.entry_reading import read_entry, tensors_over
+    from ptsave.tree.leaves import read_entry, tensors_over
 
     contents = open_checkpoint(file, OpenOptions(storage_options, recover=recover))
     entry = find_entry(EntryNames(contents.obj, contents.path).find, name)

@@ -24,8 +24,7 @@ from ptsave.support.text import (
     shape_text,
     size_text,
 )
-from ptsave.tree.opaque import type_name_of
-from ptsave.tree.tree import Node, is_plain
+from ptsave.tree.tree import Node, is_plain, type_name_of
 
 if TYPE_CHECKING:
     from ptsave.contents.contents import ChunkInfo, Facts

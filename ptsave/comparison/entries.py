@@ -18,8 +18,7 @@ from torch import Tensor
 from ptsave.comparison.tensors import NumberDifference, TensorPair, Tolerance, quantizer_of
 from ptsave.support.torch_tensors import untyped_of
 from ptsave.tree.containers import MAX_DEPTH, attributes_of, is_container, items_of, nested_too_deep
-from ptsave.tree.names import entry_not_found
-from ptsave.tree.opaque import OPAQUE_HOLDERS, Opaque, type_name_of
+from ptsave.tree.tree import OPAQUE_HOLDERS, Opaque, entry_not_found, type_name_of
 
 Kind = Literal["only in a", "only in b", "type", "value", "dtype", "shape", "numbers"]
 Detail = Literal["names", "shapes", "values"]

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ptsave import _C
-from ptsave.archive.recycled_memory import RecycledMemory
-from ptsave.archive.views import Allocator, view_as
+from ptsave.archive.spans import Allocator, RecycledMemory, view_as
 from ptsave.contents.contents import Contents, ShardedContents, UnreadContents, as_saved
 from ptsave.contents.opening import OpenOptions, open_checkpoint
 from ptsave.contents.safetensors import SafetensorsContents
@@ -30,7 +29,7 @@ from ptsave.support.threads import ThreadPool
 from ptsave.support.torch_tensors import n_values_of_sparse
 from ptsave.tree.containers import dotted
 from ptsave.tree.extents import ADVICE, default_limit, stored_nbytes_of
-from ptsave.tree.names import EntryNames
+from ptsave.tree.tree import EntryNames
 
 # For one side.  The next pieces of both sides are read while one piece is compared.
 _PIECE_NBYTES = 16 << 20

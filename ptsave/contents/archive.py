@@ -19,10 +19,9 @@ from ptsave.contents.opening import OpenOptions, open_checkpoint
 from ptsave.sources.local import describe
 from ptsave.support.calls import check_flags, one_of, pausing_garbage_collection
 from ptsave.tree.containers import Path
-from ptsave.tree.entry_reading import read_entry
 from ptsave.tree.extents import check_index
-from ptsave.tree.names import EntryNames
-from ptsave.tree.opaque import type_name_of
+from ptsave.tree.leaves import read_entry
+from ptsave.tree.tree import EntryNames, type_name_of
 
 if TYPE_CHECKING:
     from ptsave.capturing.run import CapturedRun

@@ -13,10 +13,18 @@ from torch.nn import Parameter
 
 from ptsave import _C
 from ptsave.archive.filling import fill, to_device, to_devices, verifies_storages
+from ptsave.archive.opening import spans_of
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.spans import ArchiveSpans, Span, spans_of
+from ptsave.archive.spans import (
+    Allocator,
+    ArchiveSpans,
+    Span,
+    bytes_of,
+    new_storage,
+    read_view,
+    view_as,
+)
 from ptsave.archive.unpickling import unpickle_unread
-from ptsave.archive.views import Allocator, bytes_of, new_storage, read_view, view_as
 from ptsave.contents.files import ShardFiles, merged, metadata_of
 from ptsave.errors import CheckpointWarning
 from ptsave.sources.ranges import LocalFile, RangeSource
@@ -168,7 +176,7 @@ class UnreadContents(OneFile):
         try:
             self.obj = unpickle_unread(reader, restricted_unpickler, set(), self._first_at)
         except UnpicklingError as error:
-            from ptsave.archive.weights_only import raise_with_advice
+            from ptsave.archive.loading import raise_with_advice
 
             raise_with_advice(error, restricted_unpickler)
         self.metadata = metadata_of(reader.small)
@@ -303,10 +311,9 @@ class UnreadContents(OneFile):
                 del error  # its traceback refers to this frame, and so to the archive
 
     def _find_error(self, progress: ProgressCallback | None) -> Exception | None:
-        from ptsave.archive.checks import find_damage
-        from ptsave.archive.damage import damage_of
+        from ptsave.archive.damage import damage_of, find_damage
 
-        damage = find_damage(self.reader, self.spans, progress)
+        damage = find_damage(self.reader, self.spans.find_damage, progress)
         crcs = [found.crcs for found in damage if found.crcs is not None]
         others = [found.error for found in damage if found.crcs is None]
         if others:
@@ -388,7 +395,7 @@ class ShardedContents:
             if all(part.metadata.get(key) == value for part in parts):
                 self.metadata[key] = value
         self.obj = merged(((part.path, part.obj) for part in parts), files)
-        from ptsave.tree.entry_reading import tensors_over
+        from ptsave.tree.leaves import tensors_over
 
         self._part_of: dict[int, Contents] = {}
         for part in parts:

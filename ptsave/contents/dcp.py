@@ -20,8 +20,7 @@ from ptsave import _C
 from ptsave.archive.filling import to_device
 from ptsave.archive.loading import LoadOptions, load_file
 from ptsave.archive.opening import reader_for
-from ptsave.archive.spans import memory_of
-from ptsave.archive.views import Allocator, bytes_of, new_storage, unfilled_tensors
+from ptsave.archive.spans import Allocator, bytes_of, memory_of, new_storage, unfilled_tensors
 from ptsave.contents.contents import CPU, ChunkInfo, LoadedContents, OneFile, Place
 from ptsave.dcp.checking import find_dcp_damage
 from ptsave.dcp.checkpoint import Chunk, DcpCheckpoint, DcpTensor
@@ -133,7 +132,7 @@ class DcpContents(OneFile):
         stream = io.BytesIO(data)
         try:
             options = LoadOptions(stay, weights_only=True, verify=verify, leaves_opaque=True)
-            return load_file(stream, options, reader_for(stream, options.mmap, verify))
+            return load_file(stream, options, reader_for(stream, options.maps, verify))
         except UnpicklingError as error:
             error.args = (f"{path}: {name}: {error}",)
             raise

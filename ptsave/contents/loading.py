@@ -7,8 +7,6 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.serialization import config as torch_config
-
 from ptsave.archive.loading import LoadOptions, load_file
 from ptsave.archive.opening import reader_for
 from ptsave.errors import UnsupportedSourceError
@@ -120,9 +118,8 @@ def load(
     with failing_together(process_group, describe(f)):
         check_flags(verify=verify)
         map_location = location_of(map_location, device)
-    maps = torch_config.load.mmap if mmap is None else mmap
     options = LoadOptions(
-        map_location, pickle_module, weights_only, maps, verify, progress, pickle_load_args
+        map_location, pickle_module, weights_only, mmap, verify, progress, pickle_load_args
     )
     return load_source(f, options, storage_options, process_group)
 
@@ -143,7 +140,7 @@ def load_source(
 
         return _load_files(find_files(f, storage_options), options)
     try:
-        reader = reader_for(f, options.mmap, options.verify)
+        reader = reader_for(f, options.maps, options.verify)
     except IsADirectoryError:
         return _load_files(_files_in(os.fspath(f)), options)
     if reader is None:
@@ -247,11 +244,11 @@ def _load_file(source: RangeSource, options: LoadOptions, path: Any = None) -> A
         return load_whole(source, options)
     source.close()
     path = source.name if path is None else path
-    return load_file(path, options, reader_for(path, options.mmap, options.verify))
+    return load_file(path, options, reader_for(path, options.maps, options.verify))
 
 
 def _refuse_mmap(source: RangeSource, options: LoadOptions) -> None:
-    if options.mmap:
+    if options.maps:
         raise UnsupportedSourceError(
             f"{source.name}: mmap=True maps local files: pass the path of one, or load it with "
             "mmap=False"

@@ -211,11 +211,11 @@ def _metadata_if_whole(reader: RecordReader, options: OpenOptions) -> dict[str, 
     if not options.for_state:
         require_saved_object(reader)
     elif reader.engine.find("constants.pkl") is not None:
-        from ptsave.archive.checks import torchscript_error
+        from ptsave.archive.damage import torchscript_error
 
         raise torchscript_error(reader.path)
     if not reader.engine.all_stored:
-        from ptsave.archive.checks import check_compressed_members
+        from ptsave.archive.damage import check_compressed_members
 
         check_compressed_members(reader)
         return {"format": "pt, compressed"}
@@ -272,7 +272,7 @@ def load_whole(source: RangeSource, options: LoadOptions) -> Any:
     with source.stream() as stream:
         reader: RecordReader | None
         if isinstance(source, FsspecFile) and source.kind == "zip":
-            from ptsave.archive.stream_reader import StreamReader
+            from ptsave.archive.remote import StreamReader
 
             reader = StreamReader(source, verify=options.verify)
         else:

@@ -17,28 +17,21 @@ from ptsave.archive.filling import accelerator_of, to_device
 from ptsave.archive.spans import (
     MAX_FETCHED_GAP,
     MAX_READ_GAP,
+    Allocator,
     Span,
     batches,
+    bytes_of,
     memory_of,
+    new_storage,
     range_files,
     read_ranges,
-)
-from ptsave.archive.unpickling import fills_storages, is_meta_location
-from ptsave.archive.views import (
-    Allocator,
-    bytes_of,
-    new_storage,
     read_view,
     unfilled_tensors,
     view_as,
 )
+from ptsave.archive.unpickling import fills_storages, is_meta_location
 from ptsave.contents.contents import CPU, OneFile, Place
-from ptsave.contents.safetensors_fields import (
-    DTYPES,
-    LENGTH_NBYTES,
-    SafetensorsFields,
-    read_fields,
-)
+from ptsave.contents.safetensors_fields import DTYPES, LENGTH_NBYTES, SafetensorsFields, read_fields
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.support.calls import pausing_garbage_collection, progress_bar
@@ -290,8 +283,8 @@ def load_safetensors(source: RangeSource, options: LoadOptions) -> dict[str, Ten
 def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
     location = options.map_location
     fills = fills_storages(location)
-    if fills and (options.mmap or not isinstance(source, LocalFile)):
-        contents = SafetensorsContents(source, maps=options.mmap)
+    if fills and (options.maps or not isinstance(source, LocalFile)):
+        contents = SafetensorsContents(source, maps=options.maps)
         values = contents.read(list(contents.obj.values()), None)
         return dict(zip(contents.obj, values, strict=True))
     stored, device = read_header(source).tensors, CPU

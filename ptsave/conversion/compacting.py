@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ptsave import _C
-from ptsave.archive.views import unfilled_tensors, view_as
+from ptsave.archive.spans import unfilled_tensors, view_as
 from ptsave.contents.contents import as_saved
 from ptsave.contents.directories import find_files
 from ptsave.contents.files import ShardFiles
@@ -39,9 +39,9 @@ from ptsave.streaming.payload_sources import (
 from ptsave.streaming.streamed_files import PicklePlan, SafetensorsPlan, StreamedPlan, write_bytes
 from ptsave.support.calls import check_flags, progress_bar
 from ptsave.support.torch_tensors import storage_id
-from ptsave.tree.entry_reading import leaves_of, read_entry, require_picklable
 from ptsave.tree.extents import span_of
-from ptsave.writing.pickling import pickle_object
+from ptsave.tree.leaves import leaves_of, read_entry, require_picklable
+from ptsave.writing.planning import pickle_object
 from ptsave.writing.targets import (
     FileTarget,
     exists,

@@ -47,19 +47,13 @@ from ptsave.sources.opening import Folder
 from ptsave.sources.url_locations import UrlLocation
 from ptsave.streaming.payload_sources import PayloadSources, SourceCheckpoint
 from ptsave.streaming.streamed_files import PicklePlan, SafetensorsPlan, StreamedPlan
-from ptsave.support.calls import (
-    check_flags,
-    parse_size,
-    progress_bar,
-    progress_from,
-)
+from ptsave.support.calls import check_flags, parse_size, progress_bar, progress_from
 from ptsave.support.text import some_of
 from ptsave.support.torch_tensors import storage_id
 from ptsave.tree.containers import attributes_of, items_of, set_attributes
-from ptsave.tree.entry_reading import leaves_of, read_entry
 from ptsave.tree.extents import check_expansion
-from ptsave.tree.flat import flatten
-from ptsave.tree.opaque import holds_opaque, refuse_opaque
+from ptsave.tree.leaves import flatten, leaves_of, read_entry
+from ptsave.tree.tree import holds_opaque, refuse_opaque
 from ptsave.writing.targets import FileTarget, is_url_file, resolve_folder
 
 Format: TypeAlias = Literal["pt", "safetensors", "dcp"]

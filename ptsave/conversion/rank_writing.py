@@ -30,8 +30,8 @@ from ptsave.streaming.payload_sources import PayloadSources, SourceCheckpoint, c
 from ptsave.support import torch_dcp
 from ptsave.support.calls import ProgressCallback
 from ptsave.support.text import count_text
-from ptsave.tree.entry_reading import read_entry
 from ptsave.tree.extents import check_expansion
+from ptsave.tree.leaves import read_entry
 
 _PLAIN_TYPES = (Tensor, Parameter)
 
@@ -70,7 +70,7 @@ class RankWriting:
             zip(tensors, self._sources.payloads_of(list(tensors.values())), strict=True)
         )
         # Records that are whole payloads; records used in parts have been compared already.
-        check_records([each.place for each in payloads.values() if each.place is not None])
+        check_records(payloads.values())
         for name, value in flat.items():
             if name in payloads:
                 item = self._file.add_payload(value.dtype, value.shape, payloads[name])

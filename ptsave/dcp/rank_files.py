@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.checks import find_damage
+from ptsave.archive.damage import Damage, find_damage
+from ptsave.archive.loading import raise_with_advice
+from ptsave.archive.opening import spans_of
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.remote import RemoteReader
-from ptsave.archive.spans import Damage, spans_of
 from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
-from ptsave.archive.weights_only import raise_with_advice
 from ptsave.dcp.metadata import (
     BLOCK_NBYTES,
     CRC_NBYTES,
@@ -224,7 +224,7 @@ class RankFiles:
         if is_legacy(self.head_of(info, name, 64)):
             return None
         reader = self.archive_of(info, name, self.file(info.relative_path), verify=True)
-        damage = find_damage(reader, spans_of(reader), None)
+        damage = find_damage(reader, spans_of(reader).find_damage, None)
         return damage if damage or reader.engine.storages_have_crcs else None
 
     def whole_tensors(

@@ -29,7 +29,7 @@ from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from ptsave import _C
 from ptsave.dcp.metadata import BLOCK_NBYTES, CheckedFile, section_crcs
-from ptsave.streaming.payload_sources import Payload
+from ptsave.streaming.payload_sources import StoragePlace
 from ptsave.support import torch_dcp
 from ptsave.support.calls import ProgressCallback
 from ptsave.writing.targets import FileWriter
@@ -79,7 +79,7 @@ class RankFile:
         return begins, lengths
 
     def add_payload(
-        self, dtype: torch.dtype, shape: torch.Size, payload: Payload
+        self, dtype: torch.dtype, shape: torch.Size, payload: StoragePlace
     ) -> tuple[int, int]:
         """Add a tensor whose bytes are in the sources of `write`; return its offset and size."""
         place = (payload.nbytes, payload.source, payload.offset, payload.parts)
@@ -113,7 +113,7 @@ class RankFile:
         of bytes that are written.
         """
         plan = _C.CheckedPlan(self._pieces, sources)
-        FileWriter(plan, compute_crcs=True, fsync=fsync, atomic=True, progress=progress).write_path(
+        FileWriter(plan, compute_crcs=True, fsync=fsync, atomic=True, progress=progress).write_file(
             path
         )
         nbytes = _align(self._end, BLOCK_NBYTES)

@@ -20,10 +20,9 @@ from ptsave.serialization import save
 from ptsave.sources.local import position_kept
 from ptsave.streaming.streamed_files import write_bytes, write_safetensors
 from ptsave.tree.containers import MAX_DEPTH, Path, attributes_of, items_of, path_in, set_attributes
-from ptsave.tree.entry_reading import read_entry, require_picklable
 from ptsave.tree.extents import check_expansion
-from ptsave.tree.opaque import holds_opaque, type_name_of
-from ptsave.tree.tree import EntryTree
+from ptsave.tree.leaves import read_entry, require_picklable
+from ptsave.tree.tree import EntryTree, holds_opaque, type_name_of
 from ptsave.writing.targets import FileTarget, exists, name_of, resolve_file
 
 

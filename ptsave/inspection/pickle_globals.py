@@ -138,7 +138,7 @@ def _globals_in(source: RangeSource) -> dict[str, str]:
 
 
 def _pickle_of(source: RangeSource) -> bytes:
-    from ptsave.archive.checks import check_compressed_members
+    from ptsave.archive.damage import check_compressed_members
     from ptsave.archive.opening import open_source_archive
     from ptsave.contents.opening import require_saved_object
     from ptsave.support.torch_serialization import ArchiveFileReader

@@ -19,8 +19,7 @@ from ptsave.sources.locations import is_url
 from ptsave.sources.ranges import LocalFile
 from ptsave.support import config
 from ptsave.support.calls import ProgressCallback, pausing_garbage_collection
-from ptsave.tree.names import entry_not_found
-from ptsave.tree.tree import EntryTree
+from ptsave.tree.tree import EntryTree, entry_not_found
 
 if TYPE_CHECKING:
     from ptsave.contents.contents import ChunkInfo, Contents, Facts, Place

@@ -10,13 +10,10 @@ from dataclasses import replace
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
-from ptsave.archive.checks import find_damage
-from ptsave.archive.cut import CutArchive
-from ptsave.archive.damage import entries_with_records
-from ptsave.archive.opening import open_source_archive
+from ptsave.archive.damage import entries_with_records, find_damage
+from ptsave.archive.opening import open_source_archive, spans_of
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.recovery import Recovery
-from ptsave.archive.spans import spans_of
+from ptsave.archive.recovery import CutArchive, Recovery
 from ptsave.archive.unpickling import can_defer_reading
 from ptsave.contents.contents import UnreadContents
 from ptsave.contents.directories import CheckpointFiles, checkpoint_files
@@ -216,7 +213,7 @@ def _verify_ranks(metadata: str | FsspecFile, progress: ProgressCallback | None)
 def _verify_archive(
     source: RangeSource, reader: RecordReader, progress: ProgressCallback | None
 ) -> Verification:
-    damage = find_damage(reader, spans_of(reader), progress)
+    damage = find_damage(reader, spans_of(reader).find_damage, progress)
     damaged = {each.record for each in damage}
     problems: list[Problem] = []
     remarks = [] if reader.engine.storages_have_crcs else [_WITHOUT_CHECKSUMS]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.recycled_memory import MIN_NBYTES, RecycledMemory, is_idle
+from ptsave.archive.spans import MIN_NBYTES, RecycledMemory, is_idle
 from ptsave.errors import add_note
 from ptsave.models.packed_modules import ShardId
 from ptsave.models.shards import Entry, OpenShard, Read, Shard, ShardReader

@@ -16,11 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ptsave.archive.group_records import CHECKED, ENDED, PLANNED, GroupRecord, GroupRecords
-from ptsave.archive.part_copies import StorageView, is_viewable
-from ptsave.archive.recycled_memory import RecycledMemory
-from ptsave.archive.spans import Span
-from ptsave.archive.views import bytes_of, unfilled_tensors
+from ptsave.archive.group_archive import (
+    CHECKED,
+    ENDED,
+    PLANNED,
+    GroupRecord,
+    GroupRecords,
+    StorageView,
+    is_viewable,
+)
+from ptsave.archive.spans import RecycledMemory, Span, bytes_of, unfilled_tensors
 from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
 from ptsave.contents.directories import find_files
 from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.recycled_memory import RecycledMemory
+from ptsave.archive.spans import RecycledMemory
 from ptsave.contents.directories import find_files
 from ptsave.models.shards import Entry, Read, Shard, ShardReader, open_shards
 from ptsave.sources.locations import refuse_url

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ptsave.archive.views import unfilled_tensors
+from ptsave.archive.spans import unfilled_tensors
 from ptsave.models.filling import Filling, Item
 from ptsave.models.shards import Entry, Read, ShardReader
 from ptsave.models.weight_parts import Part, fits

@@ -18,8 +18,15 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.spans import Range, range_files, read_ranges
-from ptsave.archive.views import bytes_of, new_storage, unfilled_tensors, view_as
+from ptsave.archive.spans import (
+    Range,
+    bytes_of,
+    new_storage,
+    range_files,
+    read_ranges,
+    unfilled_tensors,
+    view_as,
+)
 from ptsave.contents.contents import (
     Contents,
     FileContents,
@@ -172,7 +179,7 @@ class OpenShard(Shard):
         if others:
             extra = {key: value for key, value in others if is_extra_state(key, value)}
         if extra and not self.objects:
-            from ptsave.tree.entry_reading import read_entry
+            from ptsave.tree.leaves import read_entry
 
             self.objects = read_entry(
                 extra, lambda tensors: contents.read(tensors, verifies(contents)), self.path

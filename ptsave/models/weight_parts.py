@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ptsave.archive.views import unfilled_tensors
+from ptsave.archive.spans import unfilled_tensors
 from ptsave.models.shards import Entry, Read
 from ptsave.support.torch_distributed import is_distributed_tensor, local_part_of
 from ptsave.tree.extents import check_index

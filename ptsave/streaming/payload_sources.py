@@ -13,16 +13,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedWriter
+from math import prod
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.checks import member_pieces
+from ptsave.archive.damage import member_pieces
 from ptsave.archive.opening import open_source_archive
-from ptsave.archive.spans import memory_of
-from ptsave.archive.views import bytes_of, unfilled_tensors
+from ptsave.archive.spans import bytes_of, memory_of, unfilled_tensors
 from ptsave.contents.contents import Contents, LoadedContents, UnreadContents
 from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.errors import CorruptCheckpointError, SaveError
@@ -30,7 +30,7 @@ from ptsave.sources.kinds import regular_only
 from ptsave.sources.ranges import LocalFile, RangeSource, expect_no_more_reads
 from ptsave.support import config
 from ptsave.support.torch_tensors import storage_id
-from ptsave.tree.entry_reading import tensors_over
+from ptsave.tree.leaves import tensors_over
 
 if TYPE_CHECKING:
     from ptsave.contents.dcp import DcpContents  # its torch module takes a second
@@ -52,7 +52,7 @@ _REQUEST_NBYTES = 8 << 20
 
 
 class StoragePlace(NamedTuple):
-    """The bytes of a storage, as a range of a source."""
+    """The bytes of a storage, or of a tensor's elements in order, as a range of a source."""
 
     source: int  # number of the file or memory
     offset: int  # of the first byte in the source
@@ -64,17 +64,6 @@ class StoragePlace(NamedTuple):
     parts: tuple[tuple[int, int, int], ...] = ()
     path: str = ""  # directory of a checkpoint of many ranks
     entry: str = ""  # the tensor in that checkpoint
-
-
-class Payload(NamedTuple):
-    """The bytes of a tensor, in the order of its elements, as a range of a source."""
-
-    nbytes: int
-    source: int = 0  # number of the file or memory
-    offset: int = 0  # of the first byte in the source
-    place: StoragePlace | None = None  # of the storage, if the payload is all of it
-    crc: int | None = None  # of the bytes, if known
-    parts: tuple[tuple[int, int, int], ...] = ()  # like `StoragePlace.parts`
 
 
 class PayloadSources:
@@ -114,10 +103,7 @@ class PayloadSources:
         return len(self._items) - 1
 
     def localize(self, source: RangeSource) -> LocalFile:
-        """Return a local file with the bytes of a source: the source itself, or a temporary file.
-
-        A compressed archive is inflated into a temporary file.
-        """
+        """Return a local file with the bytes of a source; a compressed archive is inflated."""
         if not isinstance(source, LocalFile):
             file = TemporaryFile(self._folder, self._stack)
             for begin in range(0, source.nbytes, _BATCH_NBYTES):
@@ -203,32 +189,26 @@ class PayloadSources:
                     places[i] = place
         return places
 
-    def payloads_of(self, tensors: Sequence[Tensor]) -> list[Payload]:
-        """Return the payloads of strided tensors, in the order of their elements.
-
-        Tensors with another order of bytes are rearranged in the temporary file.
-        """
+    def payloads_of(self, tensors: Sequence[Tensor]) -> list[StoragePlace]:
+        """Return the places of tensors; those that are not in order go to a temporary file."""
         places = self._places_of([tensor.untyped_storage() for tensor in tensors], [*tensors])
         payloads = [
             self._payload_of(tensor.detach(), place)
             for tensor, place in zip(tensors, places, strict=True)
         ]
-        whole = {payload.place for payload in payloads}
+        whole = set(payloads)
         check_records([place for place in places if place is not None and place not in whole])
         return payloads
 
-    def payloads_in_memory(self, tensors: Sequence[Tensor]) -> list[Payload] | None:
-        """Return the payloads of tensors that have values, with less work for each.
-
-        This is None if storages are registered, or if a tensor has to be rearranged.
-        """
+    def payloads_in_memory(self, tensors: Sequence[Tensor]) -> list[StoragePlace] | None:
+        """Return the places of tensors if all are in memory and in order, with less work."""
         if self._known or self._unread or self._ranks or not all(map(is_in_order, tensors)):
             return None
         payloads = []
         for tensor in tensors:
             nbytes = tensor.nbytes
             number = self._add((tensor.data_ptr(), nbytes, b"memory")) if nbytes else 0
-            payloads.append(Payload(nbytes, number))
+            payloads.append(StoragePlace(number, 0, nbytes))
         self._kept += tensors
         return payloads
 
@@ -243,8 +223,7 @@ class PayloadSources:
         ):
             key = (payload, *kinds[len(result)]) if payload.nbytes else name
             result[name] = stand_in = made.setdefault(key, empty)
-            place = StoragePlace(payload.source, payload.offset, payload.nbytes)
-            self.put(stand_in.untyped_storage(), payload.place or place)
+            self.put(stand_in.untyped_storage(), payload)
             self.copy_location(tensor, stand_in)
         return result
 
@@ -261,20 +240,18 @@ class PayloadSources:
         if location is not None:
             self.locations[storage_id(stand_in.untyped_storage())] = location
 
-    def _payload_of(self, tensor: Tensor, place: StoragePlace | None) -> Payload:
+    def _payload_of(self, tensor: Tensor, place: StoragePlace | None) -> StoragePlace:
         if tensor.numel() == 0:
-            return Payload(0)
+            return StoragePlace(0, 0, 0)
         if not is_in_order(tensor):
             return self._spooled(tensor, place)
         if place is None:
             place = self.memory(tensor.untyped_storage())
+        if tensor.nbytes == place.nbytes:
+            return place
+        assert not place.parts  # tensors of ranks fill their storages
         offset = int(tensor.storage_offset()) * tensor.itemsize
-        is_whole = tensor.nbytes == place.nbytes
-        at = place.offset + offset
-        if not is_whole:
-            assert not place.parts  # tensors of ranks fill their storages
-            return Payload(tensor.nbytes, place.source, at)
-        return Payload(tensor.nbytes, place.source, at, place, place.crc, place.parts)
+        return StoragePlace(place.source, place.offset + offset, tensor.nbytes)
 
     def memory(self, storage: torch.UntypedStorage) -> StoragePlace:
         """Add a storage that is in memory, and return its place."""
@@ -283,14 +260,14 @@ class PayloadSources:
         self.put(storage, place)
         return place
 
-    def _spooled(self, tensor: Tensor, place: StoragePlace | None) -> Payload:
+    def _spooled(self, tensor: Tensor, place: StoragePlace | None) -> StoragePlace:
         contents = None if place is None else place.contents
         views = (
             view if contents is None else contents.read_slice(view, ..., False)
             for view in (tensor[index] for index in _pieces(tensor.shape, tensor.itemsize))
         )
         source, begin = self.spool(views)
-        return Payload(tensor.nbytes, source, begin)
+        return StoragePlace(source, begin, tensor.nbytes)
 
     def spool(self, pieces: Iterable[Tensor]) -> tuple[int, int]:
         """Write tensors' elements to the temporary file; return its number and their offset."""
@@ -309,11 +286,7 @@ class PayloadSources:
 
 
 class SourceCheckpoint:
-    """An open checkpoint, of one file or several, whose tensors are not read.
-
-    ``sources.localize`` has returned the files of `contents`, and `sources` learns the places of
-    the tensors.  `remarks` has facts that the owner of the files should know.
-    """
+    """An open checkpoint whose tensors are not read, of files that `localize` has returned."""
 
     def __init__(self, contents: Contents, sources: PayloadSources) -> None:
         self.contents = contents
@@ -332,26 +305,17 @@ class SourceCheckpoint:
                 continue
             self.is_safetensors = False
             if part.kind == "dcp":
-                self._add_ranks(part)
+                checkpoint = cast("DcpContents", part).checkpoint
+                self.paths.append(checkpoint.metadata_path)
+                self.paths += [checkpoint.file(name) for name in checkpoint.sizes]
             if isinstance(part, UnreadContents) and not part.reader.engine.storages_have_crcs:
                 self.remarks.append(
                     f"{part.path} has no checksums of its storages: they are copied unverified"
                 )
 
-    def _add_ranks(self, contents: Contents) -> None:
-        from ptsave.contents.dcp import DcpContents  # imports a torch module, for a second
-
-        assert isinstance(contents, DcpContents)
-        checkpoint = contents.checkpoint
-        self.paths.append(checkpoint.metadata_path)
-        self.paths += [checkpoint.file(name) for name in checkpoint.sizes]
-
 
 class TemporaryFile:
-    """A file without a name, which is gone when it is closed, or with the process.
-
-    If `folder` takes no files, it is in ``$TMPDIR``.  `stack` closes it.
-    """
+    """A file without a name, in `folder` or ``$TMPDIR``, which is gone when `stack` closes it."""
 
     def __init__(self, folder: str, stack: ExitStack) -> None:
         self._folder = folder
@@ -416,9 +380,7 @@ def _pieces(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
     >>> list(_pieces((3, 1 << 25), 1)) == [(slice(i, i + 1),) for i in range(3)]
     True
     """
-    nbytes = itemsize
-    for n in shape:
-        nbytes *= n
+    nbytes = itemsize * prod(shape)
     if nbytes <= _PIECE_NBYTES or not shape:
         yield ()
         return
@@ -461,12 +423,8 @@ class RankPayloads:
     """The tensors of one distributed checkpoint, as sources of a conversion.
 
     If a tensor's chunks in sequence are its bytes (rows of ranks, or all of it on one), it is read
-    from the ranks' files while it is written.  Its checksum is known before, from the checksums of
-    its blocks or records.  Any other tensor, such as one in columns, goes through a temporary file,
-    piece by piece, and is checked on the way.
-
-    `locations` has the devices other than the CPU that tensors in objects were saved from, by
-    `storage_id`.
+    from the ranks' files while it is written.  Any other tensor, such as one in columns, goes
+    through a temporary file, piece by piece, and is checked on the way.
     """
 
     def __init__(self, contents: DcpContents, sources: PayloadSources) -> None:
@@ -524,19 +482,19 @@ class RankPayloads:
         return _InPlace(tensor, stored, found)
 
     def _put(self, files: RankFiles, batch: list[_InPlace]) -> None:
-        crcs = self._crcs(files, [chunk for each in batch for chunk in each.chunks])
+        crcs = iter(self._crcs(files, [chunk for each in batch for chunk in each.chunks]))
         for each in batch:
-            self._put_one(each, crcs[: len(each.chunks)])
-            crcs = crcs[len(each.chunks) :]
+            self._put_one(each, crcs)
 
-    def _put_one(self, found: _InPlace, crcs: list[int | None]) -> None:
+    def _put_one(self, found: _InPlace, crcs: Iterator[int | None]) -> None:
         parts: list[tuple[int, int, int]] = []
         begin = 0
         whole: int | None = 0
-        for chunk, crc in zip(found.chunks, crcs, strict=True):
+        for chunk in found.chunks:
+            crc = next(crcs)
             parts.append((begin, self._number(chunk.file), chunk.offset))
-            known = whole is not None and crc is not None
-            whole = _C.crc32_combine(whole, crc, chunk.nbytes) if known else None  # type: ignore[arg-type]
+            if whole is not None:
+                whole = None if crc is None else _C.crc32_combine(whole, crc, chunk.nbytes)
             begin += chunk.nbytes
         _, source, offset = parts[0]
         place = StoragePlace(

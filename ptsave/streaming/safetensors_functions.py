@@ -128,10 +128,7 @@ def taken_by(taker: Taker) -> Iterator[None]:
 
 
 def exchange(*pairs: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
-    """Replace the first function of each pair by the second in all modules that name it.
-
-    Only names of modules are changed, because libraries import these functions by name.
-    """
+    """Replace the first function of each pair by the second in all modules that name it."""
     everything: list[object] = list(sys.modules.values())  # may hold any object
     modules = [each for each in everything if isinstance(each, ModuleType)]
     names = [vars(module) for module in modules]

@@ -17,11 +17,10 @@ from ptsave.contents.contents import UnreadContents
 from ptsave.contents.safetensors import header_of, safetensors_dtypes, stored_shape
 from ptsave.contents.safetensors_fields import let_library_read
 from ptsave.errors import CorruptCheckpointError, SaveError
-from ptsave.streaming.payload_sources import Payload, PayloadSources, StoragePlace, is_in_order
+from ptsave.streaming.payload_sources import PayloadSources, StoragePlace, is_in_order
 from ptsave.support.calls import ProgressCallback, pausing_garbage_collection
 from ptsave.tree.extents import span_of
-from ptsave.writing.pickling import pickle_object
-from ptsave.writing.planning import plan_archive
+from ptsave.writing.planning import pickle_object, plan_archive
 from ptsave.writing.targets import FileTarget, FileWriter, name_of, scratch_folder
 
 
@@ -30,7 +29,7 @@ class StreamedPlan:
 
     nbytes: int  # the size of the file
     engine_plan: _C.WritePlan | _C.PackedPlan  # the layout of the file, and its payloads' places
-    _places: Mapping[Any, StoragePlace]  # of payloads that are whole records, by their keys
+    _places: Mapping[Any, StoragePlace]  # of payloads, by their keys
     _has_crcs = True  # whether the file, or a payload of it, has checksums
 
     def __init__(self, target: FileTarget, sources: PayloadSources) -> None:
@@ -75,10 +74,7 @@ class StreamedPlan:
 
 
 class PicklePlan(StreamedPlan):
-    """A file like that of :func:`torch.save`, of an object whose storages are elsewhere.
-
-    Storages that `sources` does not know are in memory.
-    """
+    """A file like that of :func:`torch.save`, of an object whose storages are elsewhere."""
 
     def __init__(self, obj: Any, target: FileTarget, sources: PayloadSources) -> None:
         super().__init__(target, sources)
@@ -97,11 +93,7 @@ class PicklePlan(StreamedPlan):
 
 
 class SafetensorsPlan(StreamedPlan):
-    """A file like that of ``safetensors.torch.save_file``, of tensors with storages elsewhere.
-
-    The tensors must be strided, of dtypes that the format has, and contiguous if one is on an
-    accelerator.
-    """
+    """A file like that of ``safetensors.torch.save_file``, of tensors with storages elsewhere."""
 
     def __init__(
         self,
@@ -121,9 +113,7 @@ class SafetensorsPlan(StreamedPlan):
             self.engine_plan = _C.PackedPlan.of_tensors(header, in_order)
         else:
             payloads = sources.payloads_in_memory(in_order) or sources.payloads_of(in_order)
-            self._places = {
-                i: payload.place for i, payload in enumerate(payloads) if payload.place is not None
-            }
+            self._places = dict(enumerate(payloads))
             self.engine_plan = _packed_plan(header, sources, payloads)
             self._has_crcs = any(payload.crc is not None for payload in payloads)
         self.nbytes = self.engine_plan.nbytes
@@ -151,9 +141,8 @@ def write_safetensors(
     """Write tensors that have values, in the bytes of ``safetensors.torch.save_file``.
 
     Unlike that function, it takes tensors that share memory or are not contiguous.  Tensors that
-    the engine cannot read in place are copied to the CPU for the time of the call.  The target is
-    replaced atomically, as by :func:`ptsave.save`.  `are_checked` says that `check_safetensors` has
-    seen the tensors.
+    the engine cannot read in place are copied to the CPU for the time of the call.  `are_checked`
+    says that `check_safetensors` has seen the tensors.
     """
     if not are_checked:
         check_safetensors(tensors)
@@ -204,7 +193,7 @@ def _in_reach(tensor: Tensor) -> Tensor:
 
 
 def _packed_plan(
-    head: bytes, sources: PayloadSources, payloads: Iterable[Payload]
+    head: bytes, sources: PayloadSources, payloads: Iterable[StoragePlace]
 ) -> _C.PackedPlan:
     each = [
         (payload.nbytes, payload.source, payload.offset, payload.crc, payload.parts)

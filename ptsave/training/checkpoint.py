@@ -253,7 +253,7 @@ def save_checkpoint(
     {'epoch': 3}
     """
     from ptsave.serialization import save_with
-    from ptsave.writing.options import SaveOptions
+    from ptsave.writing.planning import SaveOptions
 
     options = SaveOptions.of(locals())
     check_named("ptsave.save_checkpoint", options, objects)

@@ -36,7 +36,7 @@ from ptsave.training.options import RestoreOptions, check_named, entries_of
 from ptsave.training.rank_parts import RankParts, check_ranks, rank_parts
 from ptsave.training.retention import Retention
 from ptsave.training.stop_signals import StopSignals
-from ptsave.writing.options import SaveOptions
+from ptsave.writing.planning import SaveOptions
 
 if TYPE_CHECKING:
     from ptsave.support.rank_groups import GroupRanks

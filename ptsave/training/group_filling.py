@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.group_archive import GroupArchive
-from ptsave.archive.group_records import CHECKED, PLANNED
-from ptsave.archive.part_copies import StorageView, is_viewable
+from ptsave.archive.group_archive import CHECKED, PLANNED, GroupArchive, StorageView, is_viewable
 from ptsave.support.calls import ProgressCallback
 
 

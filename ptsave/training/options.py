@@ -17,7 +17,7 @@ from ptsave.support.calls import location_of, one_of
 
 if TYPE_CHECKING:
     from ptsave.state.renaming import Rename
-    from ptsave.writing.options import SaveOptions
+    from ptsave.writing.planning import SaveOptions
 
 Match: TypeAlias = 'Literal["order", "name"] | None'
 # A renaming for all modules and optimizers, or a renaming for each target's name.
@@ -88,7 +88,7 @@ def check_named(
 ) -> None:
     """Refuse objects named like an option, and options of other functions.
 
-    >>> from ptsave.writing.options import SaveOptions
+    >>> from ptsave.writing.planning import SaveOptions
     >>> check_named("ptsave.save_checkpoint", SaveOptions(fsync=True), {"strict": False})
     Traceback (most recent call last):
     ...
@@ -125,7 +125,7 @@ def _is_value(name: str, value: Any, kinds: tuple[type, ...]) -> bool:
 
 def _all_options() -> Iterator[tuple[str, str, tuple[type, ...]]]:
     """Yield the owner, the name and the types of each option that is refused as an object."""
-    from ptsave.writing.options import SaveOptions
+    from ptsave.writing.planning import SaveOptions
 
     for owner, options in (
         ("ptsave.save_checkpoint", SaveOptions),

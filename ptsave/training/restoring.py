@@ -20,11 +20,10 @@ from torch.utils.serialization import config as torch_config
 
 from ptsave import _C
 from ptsave.archive.filling import fill, verifies_storages
-from ptsave.archive.loading import LoadOptions
-from ptsave.archive.opening import open_archive
+from ptsave.archive.loading import LoadOptions, raise_with_advice, resolve_weights_only
+from ptsave.archive.opening import open_archive, spans_of
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
-from ptsave.archive.weights_only import raise_with_advice, resolve_weights_only
 from ptsave.contents.loading import load_source
 from ptsave.errors import add_note
 from ptsave.sources.local import describe
@@ -71,8 +70,7 @@ def restoring(
         map_location, weights_only=restricted, verify=verify, progress=progress, wants_state=True
     )
     if has_others(process_group):
-        from ptsave.archive.group_archive import group_archive, load_received
-        from ptsave.archive.group_records import PLANNED
+        from ptsave.archive.group_archive import PLANNED, group_archive, load_received
 
         with group_archive(
             f, process_group, verify=verify, storage_options=storage_options
@@ -206,7 +204,7 @@ class MemoryCopier(CopyLater):
 
     def agree(self) -> None:
         if self._archive is not None:
-            from ptsave.archive.group_records import CHECKED
+            from ptsave.archive.group_archive import CHECKED
 
             self._archive.wait(CHECKED)
 
@@ -259,8 +257,7 @@ class EngineFiller:
 
     def read(self, view: Tensor, max_gap: int) -> Tensor:
         """Return a view with its values; see `FileCopier.read_view`."""
-        from ptsave.archive.spans import spans_of
-        from ptsave.archive.views import read_view
+        from ptsave.archive.spans import read_view
 
         record = self._reader.engine.record_of(view)
         spans = spans_of(self._reader)

@@ -77,10 +77,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
-    """Write attributes into an instance's dict, as torch's unpickler does, without assigning.
-
-    So an attribute called ``__class__`` does not change the type.
-    """
+    """Write attributes into an instance's dict, without assigning, as to ``__class__``."""
     if attributes:
         value.__dict__.update(attributes)
 

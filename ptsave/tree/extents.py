@@ -74,11 +74,7 @@ def check_expansion(
 
 
 class Blocks(NamedTuple):
-    """Blocks of a storage, all of one size, and the view over them when they are packed together.
-
-    `begins` and `nbytes` are in bytes; `stride`, of the view over the packed blocks, is in
-    elements.
-    """
+    """Equal blocks of a storage, in bytes, and the stride of the view when they are packed."""
 
     begins: list[int]
     nbytes: int
@@ -106,10 +102,7 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def blocks_of(tensor: Tensor, max_gap: int) -> Blocks:
-    """Return the blocks of its storage that a strided view needs; no values are looked at.
-
-    `max_gap` is the largest gap, in bytes, that a block may span.
-    """
+    """Return the blocks of its storage that a view needs, with gaps up to `max_gap` bytes."""
     itemsize = tensor.itemsize
     if tensor.numel() == 0:
         return Blocks([], 0, tensor.stride())

@@ -1,16 +1,24 @@
-"""Plans the records of an archive, in torch's order, and the sources of the storages' bytes."""
+"""The options of a save; pickles an object, and plans the records of its archive."""
 
 from __future__ import annotations
 
+import _pickle
 import functools
+import io
+import pickle
 import sys
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import torch
+from torch.serialization import DEFAULT_PROTOCOL, location_tag, normalize_storage_type
 
 from ptsave import _C
+from ptsave.support.calls import check_flags
 from ptsave.support.torch_serialization import options, storage_alignment
+from ptsave.support.torch_tensors import numel_of_typed, storage_id, storage_type_name, untyped_of
 from ptsave.writing.targets import is_url_file, name_of, root_for_path
 
 _Records: TypeAlias = "_C.PlannedRecord | _C.StorageList"
@@ -85,3 +93,125 @@ def _stage(storage: torch.UntypedStorage, staged: list[torch.UntypedStorage]) ->
         copy = storage.cpu()
     staged.append(copy)
     return copy.data_ptr()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SaveOptions:
+    """The arguments of :func:`ptsave.async_save` beside object and file; some are `save`'s, too."""
+
+    pickle_module: ModuleType = pickle
+    pickle_protocol: int = DEFAULT_PROTOCOL
+    _use_new_zipfile_serialization: bool = True
+    _disable_byteorder_record: bool = False
+    fsync: bool = False
+    atomic: bool = True
+    progress: bool = False
+    storage_options: Mapping[str, Any] | None = None
+    weights_only_check: bool = False
+    staging: str = "blocking"
+    max_staged_bytes: int | None = None
+    when_full: str = "wait"
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> SaveOptions:
+        """Return the options among a call's arguments, given as ``locals()``."""
+        return cls(
+            **{each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
+        )
+
+    def check(self) -> None:
+        """Raise for a value that an option cannot have."""
+        if self.staging not in ("blocking", "background"):
+            raise ValueError(f"staging must be 'blocking' or 'background', not {self.staging!r}")
+        if self.when_full not in ("wait", "raise"):
+            raise ValueError(f"when_full must be 'wait' or 'raise', not {self.when_full!r}")
+        check_flags(
+            fsync=self.fsync, atomic=self.atomic, weights_only_check=self.weights_only_check
+        )
+
+
+class StorageTable:
+    """Numbers storages in the order in which the pickler meets them."""
+
+    def __init__(self, locations: Mapping[int, str]) -> None:
+        self._locations = locations
+        self.storages: dict[str, torch.UntypedStorage] = {}
+        self._keys: dict[int, str] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+
+    def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
+        """Return torch's reference to a storage, or None for any other object."""
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage: Any = untyped_of(obj)
+            dtype = obj.dtype
+            storage_type = getattr(torch, storage_type_name(obj))
+            numel = numel_of_typed(obj)
+        elif torch.is_storage(obj):
+            storage = obj
+            dtype = torch.uint8
+            storage_type = normalize_storage_type(type(obj))
+            numel = storage.nbytes()
+        else:
+            return None
+        self._check_dtype(storage, dtype)
+        key = self._keys.get(storage_id(storage))
+        if key is None:
+            key = self._keys[storage_id(storage)] = str(self.number(storage, dtype))
+        fake_device = getattr(obj, "_fake_device", None)
+        location = str(fake_device) if fake_device is not None else location_tag(storage)
+        location = self._locations.get(storage_id(storage), location)
+        self.storages[key] = storage
+        return ("storage", storage_type, key, location, numel)
+
+    def number(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
+        """Return the record number of a storage that is met for the first time."""
+        return len(self._keys)
+
+    def _check_dtype(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        # A file records one dtype for each storage, so views of other dtypes cannot be saved.
+        if storage.device.type == "meta" or storage.data_ptr() == 0:
+            return
+        if self._dtypes.setdefault(storage.data_ptr(), dtype) != dtype:
+            raise RuntimeError(
+                "Cannot save multiple tensors or storages that view the same data as "
+                "different types"
+            )
+
+
+@functools.lru_cache(maxsize=8)
+def _pickler_class(base: Any) -> Any:
+    # One class for all saves: a class is in a reference cycle with itself.  A class made for each
+    # save would keep that save's storages alive until the garbage collector runs.
+    class Pickler(base):  # type: ignore[misc]
+        table: StorageTable
+
+        def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
+            return self.table.persistent_id(obj)
+
+    return Pickler
+
+
+def pickle_object(
+    obj: object,
+    pickle_module: Any,
+    pickle_protocol: int,
+    locations: Mapping[int, str] | None = None,
+) -> tuple[bytes, _C.StorageList]:
+    """Pickle `obj` as torch.save does; `locations` replaces those of storages, by ``_cdata``."""
+    is_standard = pickle_module is pickle and pickle.Pickler is _pickle.Pickler
+    if is_standard and type(pickle_protocol) is int and pickle_protocol == 2 and not locations:
+        pickled = _C.pickle_object(obj)
+        if pickled is not None:
+            return pickled
+    table = StorageTable(locations or {})
+    data = dump(obj, table, pickle_module, pickle_protocol)
+    return data, _C.StorageList(list(table.storages.values()))
+
+
+def dump(obj: object, table: StorageTable, pickle_module: Any, pickle_protocol: int) -> bytes:
+    """Pickle an object with a module's pickler; `table` makes the references to storages."""
+    stream = io.BytesIO()
+    pickler = _pickler_class(pickle_module.Pickler)(stream, protocol=pickle_protocol)
+    pickler.table = table
+    pickler.dump(obj)
+    return stream.getvalue()

@@ -52,10 +52,7 @@ _STAGING_SLACK = 64 << 10
 
 
 def resolve(f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> FileTarget:
-    """Return the file or directory that a path or a URL names; for ``file://`` its local path.
-
-    Raises a SaveError for an empty path: often it is the value of a variable that is not set.
-    """
+    """Return the file or directory that a path or a URL names; for ``file://`` its local path."""
     if is_url_target(f):
         from ptsave.sources.url_locations import resolve_url
 
@@ -110,11 +107,8 @@ def root_for_path(path: str) -> str:
 
 def refuse_safetensors_name(f: object) -> None:
     """Raise a ValueError for torch's format under a name that ends with ``.safetensors``."""
-    name = ""
-    if is_url_file(f):
-        name = f.path
-    elif isinstance(f, (str, os.PathLike)):
-        name = os.fsdecode(f)
+    f = f.path if is_url_file(f) else f
+    name = os.fsdecode(f) if isinstance(f, (str, os.PathLike)) else ""
     if name.endswith(".safetensors"):
         raise ValueError(
             f"{name}: torch.load expects a safetensors file under this name, and this function "
@@ -204,10 +198,7 @@ def direct_nbytes(nbytes: int, *, fsync: bool, in_background: bool = False) -> i
 
 
 def replaceable_file(path: str) -> str:
-    """Return the absolute name of the file that a new file at `path` replaces.
-
-    Raises a SaveError if that file cannot be replaced.
-    """
+    """Return the absolute name of the file that a save to `path` replaces, or raise."""
     is_special, target, can_replace = _behind(path)
     if is_special:
         raise SaveError(errno.EINVAL, "not a regular file", path)
@@ -229,17 +220,19 @@ def _behind(path: str) -> tuple[bool, str | None, bool]:
             return True, None, False
         if status is not None:
             status = _writable_status(path)
-        target = _resolved(path)
-        return False, target, target is not None and _can_replace(target, status)
+        resolved = _C.resolve_links(os.fsencode(path))
+        if resolved is None:  # a link to an open file
+            return False, None, False
+        target = absolute(os.fsdecode(resolved))
+        return False, target, _can_replace(target, status)
 
 
 class FileWriter:
     """Writes one planned file to one path or URL.
 
-    With ``compute_crcs=False``, every checksum is zero, as with torch's option.  `progress` gets
-    the bytes written so far about ten times a second.  `scratch_for` gets the status of the file to
-    overwrite, and returns the descriptor of an empty file if the plan reads from that file.  With
-    `payloads_are_still`, no code changes the payloads meanwhile, so a disk may read them itself.
+    `scratch_for` gets the status of the file to overwrite, and returns the descriptor of an empty
+    file if the plan reads from that file.  With `payloads_are_still`, no code changes the payloads
+    meanwhile, so a disk may read them itself.
     """
 
     def __init__(
@@ -265,24 +258,20 @@ class FileWriter:
         self._is_following = False
 
     def write_file(self, target: FileTarget) -> None:
-        """Write to a path or a URL."""
+        """Write to a URL, or to a path: atomically if a regular file is or will be there."""
         if not isinstance(target, str):
             with target.opened(self._plan.nbytes) as sink:
                 self._write_stream(sink.write, _zero_writer(sink.write))
-        else:
-            self.write_path(target)
-
-    def write_path(self, path: str) -> None:
-        """Write to a path, atomically if a regular file is or will be there."""
-        is_special, target, can_replace = _behind(path)
+            return
+        is_special, file, can_replace = _behind(target)
         if is_special:
-            self._write_special(path)
-        elif target is None:
-            self._write_in_place(path, path)
-        elif can_replace and (self._atomic or _is_mapped(target)):
-            self._replace(target, path)
+            self._write_special(target)
+        elif file is None:
+            self._write_in_place(target, target)
+        elif can_replace and (self._atomic or _is_mapped(file)):
+            self._replace(file, target)
         else:
-            self._write_in_place(target, path)
+            self._write_in_place(file, target)
 
     def _write_special(self, path: str) -> None:
         raise SaveError(errno.EINVAL, "not a regular file", path)
@@ -382,26 +371,22 @@ class TargetWriter(FileWriter):
         return True
 
     def write(self, target: Any) -> None:
-        """Write to a path, a URL or a file-like object."""
+        """Write to a path, a URL, or a file-like object at its current position."""
         if isinstance(target, str) or is_url_file(target):
             self.write_file(target)
+            return
+        raw = real_file(target)
+        if type(target) is io.BytesIO:
+            self._write_bytesio(target)
+        elif raw is not None and _is_plain(raw):
+            self._write_descriptor(raw)
         else:
-            self.write_object(target)
+            self._write_stream(target.write, lambda nbytes: target.seek(nbytes, os.SEEK_CUR))
+        target.flush()
 
     def _write_special(self, path: str) -> None:
         with _translated_errors(path), open(path, "wb", buffering=0) as stream:
             self._write_stream(stream.write, _zero_writer(stream.write))
-
-    def write_object(self, stream: Any) -> None:
-        """Write to a file-like object at its current position."""
-        raw = real_file(stream)
-        if type(stream) is io.BytesIO:
-            self._write_bytesio(stream)
-        elif raw is not None and _is_plain(raw):
-            self._write_descriptor(raw)
-        else:
-            self._write_stream(stream.write, lambda nbytes: stream.seek(nbytes, os.SEEK_CUR))
-        stream.flush()
 
     def _write_bytesio(self, stream: io.BytesIO) -> None:
         begin = stream.tell()
@@ -454,10 +439,7 @@ def _status(path: str) -> os.stat_result | None:
 
 
 def _writable_status(path: str) -> os.stat_result | None:
-    """Return the status of a file that may be written; None if it was removed meanwhile.
-
-    A file that may not be written is not replaced either, even if its directory allows that.
-    """
+    """Return the status of a file that may be written; None if it was removed meanwhile."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -472,17 +454,8 @@ def _writable_status(path: str) -> os.stat_result | None:
         os.close(descriptor)
 
 
-def _resolved(path: str) -> str | None:
-    """Return the absolute name of the file behind links; None for a link to an open file."""
-    target = _C.resolve_links(os.fsencode(path))
-    return None if target is None else absolute(os.fsdecode(target))
-
-
 def absolute(path: str) -> str:
-    """Return a path that means the same in any directory; it keeps links and so is not normalized.
-
-    An absolute path needs no working directory, which may have been deleted.
-    """
+    """Return a path that means the same in any directory; it keeps links, unnormalized."""
     if os.path.isabs(path):
         return path
     try:
@@ -563,32 +536,23 @@ def _is_plain(stream: Any) -> bool:
 
 
 def _complete_writer(write: Callable[[memoryview], object]) -> Callable[[memoryview], None]:
-    """Return a function that writes all bytes, even if `write` takes few at a time.
-
-    The result of `write` counts only if it can be a number of bytes: many file-like objects return
-    None or something else.
-    """
+    """Return a function that writes all bytes, even if `write` takes few at a time."""
 
     def write_all(view: memoryview) -> None:
         rest = view
         while rest.nbytes:
             n = write(rest)
             if not isinstance(n, int) or n >= rest.nbytes or n < 0:
-                break
+                break  # many file-like objects return None, or something else than a number
             if n == 0:
                 raise OSError(errno.EIO, "write() took none of the bytes")
             rest = rest[n:]
-        # The memory behind the view is about to be reused: code that kept the view gets an error.
-        _release(rest)
-        _release(view)
+        # The memory behind the views is about to be reused: code that kept one gets an error.
+        for each in (rest, view):
+            with suppress(BufferError):  # it is still in use, as with torch's own writer
+                each.release()
 
     return write_all
-
-
-def _release(view: memoryview) -> None:
-    # A view that is still in use stays, as with torch's own writer.
-    with suppress(BufferError):
-        view.release()
 
 
 def _zero_writer(write: Callable[[memoryview], object]) -> Callable[[int], None]:

@@ -18,7 +18,7 @@ from ptsave.archive.unpickling import refusal_of
 from ptsave.errors import CheckpointWarning
 from ptsave.support.calls import warn_user
 from ptsave.tree.containers import is_container, walk_entries
-from ptsave.writing.pickling import pickle_object
+from ptsave.writing.planning import pickle_object
 
 _MAX_NAMED = 8
 _SMALLEST_ODD_INT = 1 << (8 * 255 - 1)  # its opcode is unknown to torch's machine
@@ -40,11 +40,7 @@ class _Refused(NamedTuple):
 def warn_of_refusals(
     obj: object, pickle_module: Any, pickle_protocol: int, data: bytes | None = None
 ) -> None:
-    """Warn if ``torch.load(weights_only=True)`` will refuse the file of an object.
-
-    The CheckpointWarning names up to 8 refused parts.  `data` is the object's pickle, if the caller
-    has it.
-    """
+    """Warn of parts for which ``weights_only=True`` will refuse the file of an object."""
     if data is None:
         data, _ = pickle_object(obj, pickle_module, pickle_protocol)
     reason = refusal_of(data)
@@ -57,7 +53,8 @@ def warn_of_refusals(
             break
         found.append(refused)
     else:
-        named = ", ".join(map(str, found)) or f"a key or an attribute ({_first_sentence(reason)})"
+        first_sentence = reason.partition(". ")[0]
+        named = ", ".join(map(str, found)) or f"a key or an attribute ({first_sentence})"
     message = f"torch.load() with weights_only=True will refuse this checkpoint because of {named}"
     restored = [each for each in found if each.restores]
     if restored:
@@ -101,7 +98,3 @@ def _is_odd(value: Any) -> bool:
     if kind is int:
         return bool(abs(value) >= _SMALLEST_ODD_INT)
     return kind not in _ACCEPTED and kind not in _PLAIN_CONTAINERS
-
-
-def _first_sentence(reason: str) -> str:
-    return reason.partition(". ")[0]

@@ -280,7 +280,7 @@ def host_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             sizes.append(nbytes)
         return torch.UntypedStorage(nbytes, device=device)
 
-    monkeypatch.setattr("ptsave.archive.views.new_storage", noted)
+    monkeypatch.setattr("ptsave.archive.spans.new_storage", noted)
     return sizes
 
 

@@ -248,10 +248,9 @@ def test_plain_globals_applied_to_tensors(what: str, ones: torch.Tensor, tmp_pat
         assert_same_object(actual, expected)
 
 
-def test_pickle_that_fails_while_bytes_arrive(ones: torch.Tensor, tmp_path: Path) -> None:
+def test_pickle_that_fails_while_bytes_arrive(ones: torch.Tensor, path: Path) -> None:
     archive = archive_of({"a": ones})
     archive.entry("data.pkl").payload = archive.entry("data.pkl").payload[:-1]
-    path = tmp_path / "cut.pt"
     path.write_bytes(archive.to_bytes())
     _forget(path)
     with pytest.raises(EOFError):
@@ -275,7 +274,7 @@ def test_tensors_dropped_while_bytes_arrive(ones: torch.Tensor, tmp_path: Path) 
         assert_same_object(result, stock_load(path))
 
 
-def test_archive_with_gaps(tmp_path: Path) -> None:
+def test_archive_with_gaps(path: Path) -> None:
     """Payloads that are not where torch's writer would have put them are found all the same."""
     obj = {f"t{i}": torch.arange(200_000) + i for i in range(4)}
     archive = archive_of(obj)
@@ -283,7 +282,6 @@ def test_archive_with_gaps(tmp_path: Path) -> None:
     archive.entry("data/2").descriptor = True
     gap = Entry(b"archive/gap", bytes(3_000_000))
     archive.entries.insert(6, gap)
-    path = tmp_path / "gaps.pt"
     path.write_bytes(archive.to_bytes())
     for _ in range(2):
         assert_same_object(ptsave.load(path), obj)
@@ -291,10 +289,9 @@ def test_archive_with_gaps(tmp_path: Path) -> None:
     assert_same_object(ptsave.load(io.BytesIO(path.read_bytes())), obj)
 
 
-def test_file_that_is_cut_while_it_is_loaded(tmp_path: Path) -> None:
+def test_file_that_is_cut_while_it_is_loaded(path: Path) -> None:
     """An error, not a crash: the file is read, not mapped."""
     obj = [torch.ones(1_000_000) for _ in range(4)]
-    path = tmp_path / "cut.pt"
     stock_save(obj, path)
     reader = open_archive(path, verify=True)
     assert reader is not None
@@ -418,8 +415,7 @@ def test_numpy_views_outlive_the_tensors(loaded: dict[str, torch.Tensor]) -> Non
     assert (views["large"] == np.arange(600_000.0)).all()
 
 
-def test_loaded_tensors_are_independent_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "file.pt"
+def test_loaded_tensors_are_independent_of_the_file(path: Path) -> None:
     stock_save({"a": torch.ones(500_000), "b": torch.ones(3)}, path)
     with path.open("r+b") as stream:
         result = ptsave.load(stream)

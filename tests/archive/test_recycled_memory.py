@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ptsave.archive.recycled_memory import MIN_NBYTES, RecycledMemory
+from ptsave.archive.spans import MIN_NBYTES, RecycledMemory
 
 
 def test_memory_that_somebody_has_is_not_lent_again() -> None:

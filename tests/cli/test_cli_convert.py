@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils.serialization import config as _config
 
 import ptsave
-from ptsave.archive.views import unfilled_tensors
+from ptsave.archive.spans import unfilled_tensors
 from ptsave.contents.safetensors_fields import let_library_read
 from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert

@@ -50,13 +50,13 @@ def assert_same_state(found: Any, expected: Any, where: str = "") -> None:
 def names_written_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that gets the name of each file that the engine writes from now on."""
     names: list[str] = []
-    write = FileWriter.write_path
+    write = FileWriter.write_file
 
     def noting(writer: FileWriter, path: str) -> None:
         names.append(os.path.basename(path))
         write(writer, path)
 
-    monkeypatch.setattr(FileWriter, "write_path", noting)
+    monkeypatch.setattr(FileWriter, "write_file", noting)
     return names
 
 

@@ -25,7 +25,7 @@ from ptsave.comparison import tensors as tensor_comparison
 from ptsave.comparison.compare import Comparison, compare
 from ptsave.comparison.entries import ValueNumbers, moved_names
 from ptsave.errors import EntryNotFoundError
-from ptsave.tree.opaque import Opaque
+from ptsave.tree.tree import Opaque
 
 
 @pytest.fixture

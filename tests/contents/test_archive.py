@@ -454,7 +454,7 @@ def test_reads_only_what_it_needs(tmp_path: Path) -> None:
 
 def test_scattered_views_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, {"big": BIG, "column": BIG[:, 5], "imaginary": views()["imaginary"]})
-    monkeypatch.setattr("ptsave.archive.views._MAX_SPARSE_NBYTES", 5000)
+    monkeypatch.setattr("ptsave.archive.spans._MAX_SPARSE_NBYTES", 5000)
     with ptsave.open(path) as archive:
         assert torch.equal(archive.get_tensor("column", verify=True), BIG[:, 5])
         assert torch.equal(archive.get_slice("big")[::2, 7:9], BIG[::2, 7:9])

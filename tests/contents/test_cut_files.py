@@ -19,7 +19,7 @@ from stock_comparison import assert_same_object, saved_bytes
 
 import ptsave
 from ptsave import _C
-from ptsave.archive.cut import CutArchive
+from ptsave.archive.recovery import CutArchive
 from ptsave.archive.surviving import SavedEntries
 from ptsave.inspection.verification import verify_file
 from ptsave.sources.ranges import Buffer

@@ -25,8 +25,8 @@ from stock_comparison import assert_same_object, saved_bytes, zip_records
 
 import ptsave
 from ptsave import _C
-from ptsave.archive.cut import CutArchive
 from ptsave.archive.plain_values import opaque_globals
+from ptsave.archive.recovery import CutArchive
 from ptsave.comparison.compare import compare
 from ptsave.inspection.verification import verify_file
 from ptsave.sources.ranges import Buffer

@@ -15,7 +15,7 @@ import ptsave
 from ptsave.conversion.converting import convert
 from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from ptsave.inspection.verification import verify_file
-from ptsave.tree.names import EntryNames
+from ptsave.tree.tree import EntryNames
 
 dcp: Any = _dcp  # a package that does not export its names to type checkers
 

@@ -26,13 +26,13 @@ def test_model_goes_through_the_engine(
 ) -> None:
     """As the guide has it; what is loaded is what was saved, with and without ptsave."""
     written = []
-    write = FileWriter.write_path
+    write = FileWriter.write_file
 
     def noting(writer: FileWriter, path: str) -> None:
         written.append(Path(path).name)
         write(writer, path)
 
-    monkeypatch.setattr(FileWriter, "write_path", noting)
+    monkeypatch.setattr(FileWriter, "write_file", noting)
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(30, 20)
     with warnings.catch_warnings(), ptsave.installed():

@@ -118,15 +118,15 @@ def failing_with(rank: int, name: str, fail: Callable[[], object]) -> Callable[[
     """Return what lets a rank fail to write a file of the checkpoint of step 4."""
 
     def begin(this_rank: int) -> None:
-        write = FileWriter.write_path
+        write = FileWriter.write_file
 
-        def write_path(writer: FileWriter, path: str) -> None:
+        def write_file(writer: FileWriter, path: str) -> None:
             if "checkpoint-4" in path and os.path.basename(path) == name:
                 fail()
             write(writer, path)
 
         if this_rank == rank:
-            FileWriter.write_path = write_path  # type: ignore[method-assign, assignment]
+            FileWriter.write_file = write_file  # type: ignore[method-assign, assignment]
 
     return begin
 

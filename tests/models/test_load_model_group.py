@@ -19,7 +19,7 @@ from stock_comparison import failure_of
 from torch import Tensor, distributed, nn
 
 import ptsave
-from ptsave.archive import group_records
+from ptsave.archive import group_archive
 from ptsave.models import group_weights
 
 MIB = 1 << 20
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_records, "CHUNK_NBYTES", 1 << 15)
+    monkeypatch.setattr(group_archive, "CHUNK_NBYTES", 1 << 15)
 
 
 class Own(nn.Module):
@@ -280,7 +280,7 @@ def test_a_url(tmp_path: Path) -> None:
 
 
 def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_records, "CHUNK_NBYTES", 8 * MIB)
+    monkeypatch.setattr(group_archive, "CHUNK_NBYTES", 8 * MIB)
     tensors = {str(i): torch.ones(4 * MIB) for i in range(3)}
     write_shards(tmp_path, tensors, 3, ".bin", index=True)
 

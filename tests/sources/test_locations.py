@@ -22,8 +22,7 @@ from ptsave.sources.opening import folder_of, open_folder_or_file, open_source
 from ptsave.sources.ranges import RangeSource
 from ptsave.sources.temporary import name_for, target_of
 from ptsave.streaming.streamed_files import write_bytes
-from ptsave.writing.pickling import pickle_object
-from ptsave.writing.planning import plan_archive
+from ptsave.writing.planning import pickle_object, plan_archive
 from ptsave.writing.targets import FileWriter, exists, name_of, resolve, resolve_folder
 
 DATA = bytes(range(256)) * 300

@@ -17,14 +17,14 @@ from stock_comparison import assert_same_object, failure_of
 from torch import distributed, nn
 
 import ptsave
-from ptsave.archive import group_records
+from ptsave.archive import group_archive
 
 MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_records, "CHUNK_NBYTES", 1 << 14)
+    monkeypatch.setattr(group_archive, "CHUNK_NBYTES", 1 << 14)
 
 
 class Own(nn.Module):
@@ -190,7 +190,7 @@ def test_targets_as_without_a_group(tmp_path: Path) -> None:
 
 
 def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_records, "CHUNK_NBYTES", 8 * MIB)
+    monkeypatch.setattr(group_archive, "CHUNK_NBYTES", 8 * MIB)
     path = tmp_path / "a.pt"
     torch.save({"large": torch.ones(4096, 8192), "small": torch.ones(9)}, path)
 

@@ -89,8 +89,7 @@ def test_damage_is_told(tmp_path: Path, attributes: dict[str, Any]) -> None:
     assert caught.value.entries == ["weight"]
 
 
-def test_restores(tmp_path: Path, attributes: dict[str, Any]) -> None:
-    path = tmp_path / "a.pt"
+def test_restores(path: Path, attributes: dict[str, Any]) -> None:
     state = _Shadowing({"weight": torch.ones(3, 2), "bias": torch.ones(3)}, attributes, OrderedDict)
     torch.save(state, path)
     expected = {"weight": torch.ones(3, 2), "bias": torch.ones(3)}
@@ -118,9 +117,8 @@ def test_compacting_is_refused_where_it_would_lose_entries(tmp_path: Path) -> No
     assert not (tmp_path / "b.pt").exists()
 
 
-def test_counters(tmp_path: Path) -> None:
+def test_counters(path: Path) -> None:
     """A Counter's attribute of the name of a method was a TypeError that said nothing."""
-    path = tmp_path / "a.pt"
     torch.save({"n": _Shadowing({"a": 1, "b": 2}, {"items": 3}, Counter)}, path)
     try:
         stock_load(path)
@@ -133,8 +131,7 @@ def test_counters(tmp_path: Path) -> None:
         assert archive["n"] == stock_load(path)["n"]
 
 
-def test_missing_entry_of_a_counter(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
+def test_missing_entry_of_a_counter(path: Path) -> None:
     torch.save({"n": Counter("aab")}, path)
     with ptsave.open(path) as archive:
         assert archive[("n", "a")] == 2

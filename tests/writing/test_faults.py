@@ -33,6 +33,14 @@ OLD = {"name": "old", "weight": torch.arange(1000)}
 NEW = {"name": "new", "weight": torch.arange(5000).flip(0), "bias": torch.ones(3)}
 
 
+@pytest.fixture
+def path(folder: Path) -> Path:
+    """A file with `OLD`, in a folder that other users can reach, too."""
+    path = folder / "model.pt"
+    ptsave.save(OLD, path)
+    return path
+
+
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Whether two flat dictionaries of tensors and plain values are equal."""
     if list(a) != list(b):
@@ -216,9 +224,7 @@ def test_no_more_threads(folder: Path) -> None:
     in_child(save_and_load, limit)
 
 
-def test_no_more_descriptors(folder: Path) -> None:
-    path = folder / "model.pt"
-    ptsave.save(OLD, path)
+def test_no_more_descriptors(folder: Path, path: Path) -> None:
     outcomes = []
     for n_free in range(8):
 
@@ -268,9 +274,7 @@ def test_no_more_memory(folder: Path, room: int) -> None:
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-def test_file_size_limit(folder: Path, atomic: bool) -> None:
-    path = folder / "model.pt"
-    ptsave.save(OLD, path)
+def test_file_size_limit(folder: Path, path: Path, atomic: bool) -> None:
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
@@ -288,9 +292,7 @@ def test_file_size_limit(folder: Path, atomic: bool) -> None:
 
 
 @needs_root
-def test_directory_in_which_only_the_file_is_writable(folder: Path) -> None:
-    path = folder / "model.pt"
-    ptsave.save(OLD, path)
+def test_directory_in_which_only_the_file_is_writable(folder: Path, path: Path) -> None:
     path.chmod(0o666)
     folder.chmod(0o755)
     inode = path.stat().st_ino
@@ -304,10 +306,8 @@ def test_directory_in_which_only_the_file_is_writable(folder: Path) -> None:
 
 @needs_root
 @pytest.mark.parametrize("atomic", [False, True])
-def test_file_that_may_not_be_written(folder: Path, atomic: bool) -> None:
+def test_file_that_may_not_be_written(folder: Path, path: Path, atomic: bool) -> None:
     # Replacing it would be possible: the directory is writable.  But its owner has said no.
-    path = folder / "model.pt"
-    ptsave.save(OLD, path)
     path.chmod(0o444)
     as_nobody(lambda: assert_refused(path, errno.EACCES, atomic=atomic))
     assert_holds(path, OLD)
@@ -338,10 +338,8 @@ def test_directory_that_may_not_be_listed(folder: Path) -> None:
 
 
 @needs_root
-def test_sticky_directory(folder: Path) -> None:
+def test_sticky_directory(folder: Path, path: Path) -> None:
     # Only a file's owner may rename over it, others may write into it (if the kernel lets them).
-    path = folder / "model.pt"
-    ptsave.save(OLD, path)
     path.chmod(0o666)
     folder.chmod(0o1777)
     inode = path.stat().st_ino
@@ -357,9 +355,7 @@ def test_sticky_directory(folder: Path) -> None:
 
 
 @needs_root
-def test_group_of_a_shared_folder_keeps_its_files(folder: Path) -> None:
-    path = folder / "model.pt"
-    ptsave.save(OLD, path)
+def test_group_of_a_shared_folder_keeps_its_files(path: Path) -> None:
     os.chown(path, 1234, 4242)
     path.chmod(0o660)
 
@@ -369,9 +365,7 @@ def test_group_of_a_shared_folder_keeps_its_files(folder: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o755, 0o664])
 @pytest.mark.parametrize("atomic", [False, True])
-def test_mode_of_the_old_file_stays(tmp_path: Path, mode: int, atomic: bool) -> None:
-    path = tmp_path / "model.pt"
-    ptsave.save(OLD, path)
+def test_mode_of_the_old_file_stays(path: Path, mode: int, atomic: bool) -> None:
     path.chmod(mode)
     ptsave.save(NEW, path, atomic=atomic)
     assert stat.S_IMODE(path.stat().st_mode) == mode
@@ -390,18 +384,14 @@ def test_mode_of_a_new_file_is_the_umask(tmp_path: Path, mask: int, atomic: bool
 
 
 @needs_root
-def test_owner_of_the_old_file_stays(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    ptsave.save(OLD, path)
+def test_owner_of_the_old_file_stays(path: Path) -> None:
     os.chown(path, 1234, 5678)
     ptsave.save(NEW, path)
     assert (path.stat().st_uid, path.stat().st_gid) == (1234, 5678)
 
 
 @needs_root
-def test_descriptor_of_a_file_that_may_not_be_opened_again(folder: Path) -> None:
-    path = folder / "model.pt"
-    ptsave.save(OLD, path)
+def test_descriptor_of_a_file_that_may_not_be_opened_again(path: Path) -> None:
     with path.open("rb") as stream:
         path.chmod(0o600)
 
@@ -592,13 +582,11 @@ def interrupted(seconds: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("fsync", [False, True])
 @pytest.mark.parametrize("seconds", [0.02, 0.3])
-def test_interrupt_ends_a_save(tmp_path: Path, fsync: bool, seconds: float) -> None:
-    path = tmp_path / "model.pt"
-    ptsave.save(OLD, path)
+def test_interrupt_ends_a_save(folder: Path, path: Path, fsync: bool, seconds: float) -> None:
     contents = huge()
     with interrupted(seconds):
         ptsave.save(contents, path, fsync=fsync)
-    assert os.listdir(tmp_path) == ["model.pt"]
+    assert os.listdir(folder) == ["model.pt"]
     assert_holds(path, OLD)
 
 
@@ -640,7 +628,7 @@ def test_interrupt_ends_a_load(tmp_path: Path, seconds: float) -> None:
 
 
 def test_errors_of_the_progress_bar_end_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import tqdm
 
@@ -649,11 +637,9 @@ def test_errors_of_the_progress_bar_end_a_save(
 
     monkeypatch.setattr(tqdm.tqdm, "update", explode)
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # a thread that stays
-    path = tmp_path / "model.pt"
-    ptsave.save(OLD, path)
     with pytest.raises(ValueError, match="the terminal is gone"):
         ptsave.save(huge(), path, progress=True)
-    assert os.listdir(tmp_path) == ["model.pt"]
+    assert os.listdir(folder) == ["model.pt"]
     assert_holds(path, OLD)
 
 
@@ -729,9 +715,7 @@ def test_read_only_file_system(folder: Path) -> None:
         assert_holds(disk / "model.pt", OLD)
 
 
-def test_refused_pickle_module_leaves_nothing_open(folder: Path) -> None:
-    path = folder / "model.pt"
-    ptsave.save(OLD, path)
+def test_refused_pickle_module_leaves_nothing_open(path: Path) -> None:
     old_dill = types.ModuleType("dill")
     old_dill.__version__ = "0.1.0"  # type: ignore[attr-defined]
     before = os.listdir("/proc/self/fd")

@@ -47,6 +47,14 @@ OLD: dict[str, Any] = {"name": "old", "weight": torch.zeros(10)}
 _MAX_CALLS = 200
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file with `OLD`."""
+    path = tmp_path / "model.pt"
+    ptsave.save(OLD, path)
+    return path
+
+
 def name_in(path: Path) -> str:
     """Return whose file it is, after checking that torch finds all of it."""
     loaded = torch.load(path)
@@ -170,10 +178,8 @@ def test_link_that_is_pointed_elsewhere_at_any_moment(tmp_path: Path, atomic: bo
         assert names in [("mine", "theirs"), ("old", "mine")], where
 
 
-def test_name_in_a_directory_that_is_an_open_descriptor(tmp_path: Path) -> None:
+def test_name_in_a_directory_that_is_an_open_descriptor(tmp_path: Path, path: Path) -> None:
     """A link of /proc on the way is a directory; only at the end is it an open file."""
-    path = tmp_path / "model.pt"
-    ptsave.save(OLD, path)
     inode = path.stat().st_ino
     directory = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -214,9 +220,7 @@ def _save_in_place(path: Path, timer: threading.Timer) -> None:
     timer.cancel()
 
 
-def test_saves_that_overwrite_one_file_take_turns(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    ptsave.save(OLD, path)
+def test_saves_that_overwrite_one_file_take_turns(path: Path) -> None:
     descriptor = lock_as_a_save_does(path)
     saving = threading.Thread(target=lambda: ptsave.save(MINE, path, atomic=False))
     saving.start()
@@ -230,9 +234,7 @@ def test_saves_that_overwrite_one_file_take_turns(tmp_path: Path) -> None:
     assert name_in(path) == "mine"
 
 
-def test_a_save_that_waits_can_be_interrupted(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    ptsave.save(OLD, path)
+def test_a_save_that_waits_can_be_interrupted(path: Path) -> None:
     descriptor = lock_as_a_save_does(path)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -245,9 +247,7 @@ def test_a_save_that_waits_can_be_interrupted(tmp_path: Path) -> None:
     assert name_in(path) == "old"
 
 
-def test_locks_of_others_hold_nobody_up(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    ptsave.save(OLD, path)
+def test_locks_of_others_hold_nobody_up(path: Path) -> None:
     with path.open("r+b") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         ptsave.save(MINE, path, atomic=False)

@@ -24,7 +24,7 @@ from torch.serialization import safe_globals
 
 import ptsave
 from ptsave.archive.unpickling import refusal_of
-from ptsave.writing.pickling import pickle_object
+from ptsave.writing.planning import pickle_object
 
 
 class Color(enum.Enum):
