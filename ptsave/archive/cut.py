@@ -14,7 +14,7 @@ from ptsave import _C
 from ptsave.archive.damage import entries_using
 from ptsave.archive.unpickling import faster
 from ptsave.sources.ranges import RangeSource
-from ptsave.support.torch_serialization import restricted_unpickler
+from ptsave.support.torch_names import restricted_unpickler
 
 _SIGNATURES = re.compile(rb"PK(?:\x03\x04|\x07\x08)")
 _LOCAL, _CENTRAL = b"PK\x03\x04", b"PK\x01\x02"

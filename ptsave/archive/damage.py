@@ -11,13 +11,15 @@ from torch.nn.parameter import is_lazy
 from ptsave import _C
 from ptsave.archive.reader import LOADERS_RECORDS, RecordReader, UnfilledView
 from ptsave.errors import CorruptCheckpointError
-from ptsave.support.torch_serialization import (
+from ptsave.support.torch_names import (
+    CHECKPOINT_OFFSET,
     META_LOADS_KEEP_OFFSETS,
     load_archive,
     options,
+    parts_of_sparse_coo,
     restricted_unpickler,
+    storage_id_of,
 )
-from ptsave.support.torch_tensors import CHECKPOINT_OFFSET, parts_of_sparse_coo, storage_id_of
 from ptsave.tree.tree import EntryTree
 
 # A map_location that keeps the storages of `_PlainView`; before torch 2.11, "meta" would make new

@@ -13,7 +13,7 @@ from ptsave import _C
 from ptsave.archive.remote import RemoteReader
 from ptsave.archive.spans import FetchedSpans, Span, memory_of
 from ptsave.sources.kinds import is_zip
-from ptsave.sources.local import describe
+from ptsave.sources.locations import describe
 from ptsave.sources.ranges import FileObject, RangeSource
 from ptsave.support import config
 

@@ -13,7 +13,7 @@ from ptsave import _C
 from ptsave.archive.filling import to_device
 from ptsave.archive.spans import Span, SpanReader
 from ptsave.support import config
-from ptsave.support.torch_tensors import negated_view
+from ptsave.support.torch_names import negated_view
 from ptsave.tree.extents import blocks_of
 
 Allocator: TypeAlias = Callable[[int], torch.UntypedStorage]  # given a number of bytes, on the CPU

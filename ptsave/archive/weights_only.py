@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch.serialization import UNSAFE_MESSAGE
 
 from ptsave.support.calls import warn_user
-from ptsave.support.torch_serialization import (
+from ptsave.support.torch_names import (
     IGNORES_CASE_OF_VARIABLES,
     defaults_to_weights_only,
     restricted_unpickler,

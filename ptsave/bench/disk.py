@@ -17,7 +17,7 @@ from ptsave.bench import limits
 from ptsave.bench.rounds import PTSAVE, SAFETENSORS, STOCK, Bench, Results, Workload, run_rounds
 from ptsave.bench.system import AS_FOUND, MIB, available_states, filesystem_of, make_cold
 from ptsave.sources.locations import refuse_url_target
-from ptsave.support.memory_limits import available_nbytes
+from ptsave.support.config import available_nbytes
 
 MIN_NBYTES = 32 * MIB  # the smallest model that the worker makes
 _DEFAULT_NBYTES = 1 << 30

@@ -38,7 +38,7 @@ from ptsave.contents.directories import PROMISING, find_files, look_into
 from ptsave.contents.files import ShardFiles
 from ptsave.inspection.listing import FileListing, list_files, select
 from ptsave.sources.locations import is_url
-from ptsave.sources.opening import Folder, folder_at
+from ptsave.sources.ranges import Folder, folder_at
 from ptsave.support.text import count_text, printable, some_of
 
 _EXAMPLES = """

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ptsave.support.torch_tensors import untyped_of
+from ptsave.support.torch_names import untyped_of
 from ptsave.tree.containers import attributes_of, items_of
 from ptsave.tree.opaque import OPAQUE_HOLDERS, Opaque, type_name_of
 

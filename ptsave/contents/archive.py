@@ -17,7 +17,7 @@ from torch import Tensor
 from ptsave.contents.contents import Contents, facts_of
 from ptsave.contents.opening import OpenOptions, open_checkpoint
 from ptsave.contents.tensor_info import TensorInfo, list_tensors
-from ptsave.sources.local import describe
+from ptsave.sources.locations import describe
 from ptsave.support.calls import check_flags, one_of, pausing_garbage_collection
 from ptsave.tree.containers import Path
 from ptsave.tree.entry_reading import read_entry

@@ -18,8 +18,7 @@ from ptsave.errors import (
     UnsupportedSourceError,
 )
 from ptsave.sources.kinds import what_came_instead
-from ptsave.sources.opening import Folder, folder_of, open_source
-from ptsave.sources.ranges import FsspecFile, LocalFile, RangeSource
+from ptsave.sources.ranges import Folder, FsspecFile, LocalFile, RangeSource, folder_of, open_source
 from ptsave.support.calls import warn_user
 from ptsave.support.text import some_of
 from ptsave.tree.containers import items_of
@@ -406,7 +405,7 @@ def is_index(source: RangeSource) -> bool:
     """Whether a file is an index of shards, by its name or else by its content.
 
     >>> import io
-    >>> from ptsave.sources.opening import open_source
+    >>> from ptsave.sources.ranges import open_source
     >>> is_index(open_source(io.BytesIO(b'{"weight_map": {"weight": "a.safetensors"}}')))
     True
     """

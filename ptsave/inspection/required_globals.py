@@ -11,9 +11,9 @@ from ptsave.archive.opening import open_source_archive
 from ptsave.contents.directories import find_files
 from ptsave.contents.opening import require_checkpoint, require_saved_object
 from ptsave.inspection.pickle_globals import globals_in_pickle
-from ptsave.sources.local import named_errors, position_kept
+from ptsave.sources.locations import named_errors, position_kept
 from ptsave.sources.ranges import RangeSource
-from ptsave.support.torch_serialization import (
+from ptsave.support.torch_names import (
     ArchiveFileReader,
     allowed_globals,
     blocked_modules,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ptsave.models.weight_plan import Delivery, WeightPlan
-from ptsave.support.torch_distributed import is_distributed_tensor
+from ptsave.support.torch_names import is_distributed_tensor
 
 _CPU = torch.device("cpu")
 

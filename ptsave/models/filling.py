@@ -26,8 +26,7 @@ from ptsave.models.weight_plan import WeightPlan, takes_slices
 from ptsave.state.copying import PLAIN_TYPES
 from ptsave.support import config
 from ptsave.support.calls import ProgressCallback, pausing_garbage_collection
-from ptsave.support.torch_distributed import is_distributed_tensor
-from ptsave.support.torch_tensors import set_grad_enabled
+from ptsave.support.torch_names import is_distributed_tensor, set_grad_enabled
 
 if TYPE_CHECKING:
     from ptsave.models.weight_slices import WeightSlice

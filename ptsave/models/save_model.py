@@ -27,7 +27,7 @@ from ptsave.models.extra_state import is_extra_state, metadata_of, require_loada
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping
 from ptsave.models.unpacking import unpacked
 from ptsave.serialization import save
-from ptsave.sources.opening import Folder
+from ptsave.sources.ranges import Folder
 from ptsave.streaming.streamed_files import check_safetensors, write_bytes, write_safetensors
 from ptsave.support.calls import check_flags, parse_size, pausing_garbage_collection
 from ptsave.tree.extents import nbytes_of

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ptsave.support.torch_distributed import is_distributed_tensor, local_part_of
+from ptsave.support.torch_names import is_distributed_tensor, local_part_of
 
 _ONE_ELEMENT = (torch.Size([]), torch.Size([1]))
 

@@ -29,7 +29,7 @@ from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.sources.kinds import regular_only
 from ptsave.sources.ranges import LocalFile, RangeSource, expect_no_more_reads
 from ptsave.support import config
-from ptsave.support.torch_tensors import storage_id
+from ptsave.support.torch_names import storage_id
 from ptsave.tree.entry_reading import tensors_over
 
 if TYPE_CHECKING:

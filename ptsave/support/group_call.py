@@ -16,7 +16,6 @@ from torch import distributed
 from torch.distributed import distributed_c10d
 
 from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
-from ptsave.support.torch_distributed import device_of_group, timeout_of_group
 
 # Types for errors of other ranks: the first type that fits the error.
 _KINDS: dict[str, type[Exception]] = {
@@ -293,3 +292,31 @@ def _connecting(timeout: timedelta | None) -> timedelta | None:
     if timeout is None:
         return None
     return max(timeout / _GLOO_CONNECTS, min(timeout, _MIN_CONNECTING))
+
+
+def device_of_group(group: Any) -> torch.device:
+    """Return the device on which a process group exchanges tensors: the CPU if it can.
+
+    Raises a RuntimeError if this process has no such device.
+    """
+    kinds = [device.type for device in group._device_types]
+    if not kinds or "cpu" in kinds:
+        return torch.device("cpu")
+    try:
+        return torch.empty(0, device=kinds[0]).device  # the current device of that kind
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RuntimeError(
+            f"process_group exchanges tensors on devices of type {kinds[0]}, and this process "
+            "cannot make one there: make a group that can use the CPU, "
+            f'torch.distributed.new_group(backend="gloo"), and pass that ({error})'
+        ) from error
+
+
+def timeout_of_group(group: Any) -> timedelta | None:
+    """Return how long a process group waits for its ranks; None if it does not say."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None

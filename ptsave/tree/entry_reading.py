@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptsave.support.torch_tensors import untyped_of
+from ptsave.support.torch_names import untyped_of
 from ptsave.tree.containers import attributes_of, items_of, set_attributes, walk
 from ptsave.tree.opaque import refuse_opaque
 

@@ -13,7 +13,7 @@ import torch
 from torch.serialization import location_tag, normalize_storage_type
 
 from ptsave import _C
-from ptsave.support.torch_tensors import numel_of_typed, storage_id, storage_type_name, untyped_of
+from ptsave.support.torch_names import numel_of_typed, storage_id, storage_type_name, untyped_of
 
 Storage = torch.UntypedStorage
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from ptsave import _C
-from ptsave.support.torch_serialization import options, storage_alignment
+from ptsave.support.torch_names import options, storage_alignment
 from ptsave.writing.targets import is_url_file, name_of, root_for_path
 
 _Records: TypeAlias = "_C.PlannedRecord | _C.StorageList"

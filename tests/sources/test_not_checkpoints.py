@@ -133,7 +133,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: object, **options: object) -> None:  # root may read everything
         raise PermissionError(errno.EACCES, "Permission denied", name)
 
-    monkeypatch.setattr("ptsave.sources.opening.io.FileIO", refuse)
+    monkeypatch.setattr("ptsave.sources.ranges.io.FileIO", refuse)
     with pytest.raises(PermissionError) as caught:
         ptsave.open(path)
     assert str(path) in str(caught.value)
