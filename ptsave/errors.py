@@ -9,20 +9,6 @@ import struct
 import warnings
 from typing import Any
 
-__all__ = [
-    "MINIZ_ADVICE",
-    "RECOVERY_ADVICE",
-    "CheckpointWarning",
-    "CorruptCheckpointError",
-    "EntryNotFoundError",
-    "NotCheckpointError",
-    "SaveError",
-    "StagingFullError",
-    "UnsupportedSourceError",
-    "UnsupportedUrlError",
-]
-
-
 RECOVERY_ADVICE = "ptsave.open with recover=True, or --recover of the commands, reads what is whole"
 # torch's advice when miniz fails; people search for it.
 MINIZ_ADVICE = (
@@ -227,17 +213,8 @@ _MALFORMED: dict[type[Exception], type[MalformedPickleError]] = {
     **{
         kind: _malformed_type(kind)
         for kind in (
-            AssertionError,
-            AttributeError,
-            EOFError,
-            IndexError,
-            KeyError,
-            OverflowError,
-            RecursionError,
-            TypeError,
-            UnicodeDecodeError,
-            ValueError,
-            struct.error,
+            *(AssertionError, AttributeError, EOFError, IndexError, KeyError, OverflowError),
+            *(RecursionError, TypeError, UnicodeDecodeError, ValueError, struct.error),
         )
     },
 }

@@ -29,8 +29,6 @@ from ptsave.writing.targets import (
     resolve_target,
 )
 
-__all__ = ["save"]
-
 
 def save(
     obj: object,

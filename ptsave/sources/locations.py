@@ -384,17 +384,13 @@ def name_file(error: OSError, name: str | os.PathLike[str]) -> None:
         error.filename = os.fspath(name)
 
 
-def position_kept(f: Any) -> AbstractContextManager[None]:
-    """Return a context that restores the position of a file object that has one."""
-    has_one = hasattr(f, "tell") and hasattr(f, "seek")
-    return _position_kept(f) if has_one else nullcontext()
-
-
 @contextmanager
-def _position_kept(f: Any) -> Iterator[None]:
+def position_kept(f: Any) -> Iterator[None]:
+    """Restore the position of a file object that has one, after the block."""
     position = None
-    with suppress(OSError):  # of a pipe or a socket, which is refused later
-        position = f.tell()
+    if hasattr(f, "tell") and hasattr(f, "seek"):
+        with suppress(OSError):  # of a pipe or a socket, which is refused later
+            position = f.tell()
     try:
         yield
     finally:
@@ -407,24 +403,15 @@ def real_file(f: Any) -> Any:
 
     Subclasses may do anything with the bytes, so only exact types count, also below a buffer.
     """
-    if _is_temporary(f):
+    tempfile = sys.modules.get("tempfile")
+    fsspec = sys.modules.get("fsspec.implementations.local")  # Lightning opens checkpoints by it
+    if tempfile is not None and type(f) is tempfile._TemporaryFileWrapper:
         f = f.file
-    elif _is_fsspec_local(f):
+    elif fsspec is not None and type(f) is fsspec.LocalFileOpener:
         f = f.f
     if type(f) in (io.BufferedReader, io.BufferedWriter, io.BufferedRandom):
         return f if not f.closed and type(f.raw) is io.FileIO else None
     return f if type(f) is io.FileIO and not f.closed else None
-
-
-def _is_temporary(f: object) -> bool:
-    tempfile = sys.modules.get("tempfile")
-    return tempfile is not None and type(f) is tempfile._TemporaryFileWrapper
-
-
-def _is_fsspec_local(f: object) -> bool:
-    """Return whether `f` is fsspec's wrapper of a local file, as Lightning opens checkpoints."""
-    local = sys.modules.get("fsspec.implementations.local")
-    return local is not None and type(f) is local.LocalFileOpener
 
 
 Identity: TypeAlias = "tuple[int, ...]"

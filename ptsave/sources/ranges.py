@@ -60,14 +60,17 @@ class RangeSource:
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of each range (begin, end)."""
         pieces = [self._read(*where) for where in ranges]
-        for piece, (begin, end) in zip(pieces, ranges, strict=True):
-            if len(piece) != end - begin:
-                raise self._incomplete(len(piece), begin, end)
+        self._require_whole(pieces, ranges)
         return pieces
 
     def _read(self, begin: int, end: int) -> bytes:
         """Return the bytes of a range, or fewer at the end of the file."""
         raise NotImplementedError
+
+    def _require_whole(self, pieces: list[bytes], ranges: Sequence[tuple[int, int]]) -> None:
+        for piece, (begin, end) in zip(pieces, ranges, strict=True):
+            if len(piece) != end - begin:
+                raise self._incomplete(len(piece), begin, end)
 
     def _incomplete(self, nbytes: int, begin: int, end: int) -> OSError:
         return OSError(
@@ -151,9 +154,7 @@ class FsspecFile(RangeSource):
             pieces = self.file_system.cat_ranges(
                 [self.path] * len(merged), begins, ends, on_error="raise"
             )
-        for piece, begin, end in zip(pieces, begins, ends, strict=True):
-            if len(piece) != end - begin:
-                raise self._incomplete(len(piece), begin, end)
+        self._require_whole(pieces, merged)
         found = [(begin, end, bisect_right(begins, begin) - 1) for begin, end in ranges]
         return [pieces[i][begin - begins[i] : end - begins[i]] for begin, end, i in found]
 

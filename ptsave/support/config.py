@@ -38,7 +38,7 @@ def current() -> Config:
     as not set.  A wrong value is a ValueError that names the variable.
     """
     cores = len(os.sched_getaffinity(0))
-    n_threads = _positive("PTSAVE_NUM_THREADS", min(cores, 16))
+    n_threads = read_integer("PTSAVE_NUM_THREADS", min(cores, 16))
     n_local_ranks = local_world_size()
     pinned_nbytes = max(1, min(64 * MIB, share_nbytes(n_local_ranks) // 8))
     direct_io = _switch("PTSAVE_DIRECT_IO", default=True)
@@ -46,8 +46,8 @@ def current() -> Config:
         n_threads=n_threads,
         n_direct_writers=min(4 * n_threads, 12),
         n_readers=max(4, min(6 * n_threads // n_local_ranks, 24)),
-        max_pinned_nbytes=_positive("PTSAVE_MAX_PINNED_BYTES", pinned_nbytes),
-        max_staged_nbytes=_positive("PTSAVE_MAX_STAGED_BYTES", 0) or None,
+        max_pinned_nbytes=read_integer("PTSAVE_MAX_PINNED_BYTES", pinned_nbytes),
+        max_staged_nbytes=read_integer("PTSAVE_MAX_STAGED_BYTES", 0) or None,
         direct_io=direct_io,
         direct_reads=direct_io and n_local_ranks == 1,
         verify=_switch("PTSAVE_VERIFY", default=True),
@@ -85,7 +85,7 @@ def local_world_size() -> int:
     return max(1, int(text)) if re.fullmatch("[0-9]{1,6}", text) else 1
 
 
-def read_integer(variable: str, default: int, *, minimum: int) -> int:
+def read_integer(variable: str, default: int, *, minimum: int = 1) -> int:
     """Read an environment variable that holds an integer of at least `minimum` (0 or 1).
 
     An empty variable counts as not set.  Raises a ValueError for other values, and for numbers that
@@ -99,10 +99,6 @@ def read_integer(variable: str, default: int, *, minimum: int) -> int:
         kind = "a positive integer" if minimum else "an integer from 0 on"
         raise ValueError(f"{variable} must be {kind}, not {text[:_MAX_SHOWN]!r}")
     return int(text)
-
-
-def _positive(variable: str, default: int) -> int:
-    return read_integer(variable, default, minimum=1)
 
 
 def _switch(variable: str, *, default: bool) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,14 +20,7 @@ from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
 # Types for errors of other ranks: the first type that fits the error.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (
-        pickle.UnpicklingError,
-        MemoryError,
-        KeyError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-    )
+    for kind in (UnpicklingError, MemoryError, KeyError, TypeError, ValueError, RuntimeError)
 }
 # By group and ranks: a host's group holds connections, so it is kept as long as the whole group.
 _made: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
@@ -62,7 +55,8 @@ class GroupCall:
     def divide(self, hosts: Sequence[str]) -> None:
         """Let one rank of each host read for its host; `hosts` has the host of each rank."""
         ranks = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        near = _in_global_order(self._group, ranks)
+        # The order of a new group that is made of these ranks.
+        near = sorted(ranks, key=lambda rank: distributed.get_global_rank(self._group, rank))
         self._near = host_group(self._group, near) if len(near) > 1 else None
         self.is_reader = near[0] == self.rank
         self.is_divided = True
@@ -257,11 +251,6 @@ def host_identity() -> str:
     with suppress(OSError):
         start = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{os.uname().nodename} {start}"
-
-
-def _in_global_order(group: Any, ranks: Sequence[int]) -> list[int]:
-    """Return ranks of a group in the order of a new group made of them."""
-    return sorted(ranks, key=lambda rank: distributed.get_global_rank(group, rank))
 
 
 def host_group(group: Any, ranks: Sequence[int]) -> Any:

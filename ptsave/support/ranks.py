@@ -91,7 +91,7 @@ def _n_ranks() -> int:
     n_in_group = distributed.get_world_size() if _has_group() else 1
     if n_in_group > 1:
         return n_in_group
-    return read_integer("WORLD_SIZE", 1, minimum=1)
+    return read_integer("WORLD_SIZE", 1)
 
 
 def _own_rank() -> int | None:

@@ -21,12 +21,7 @@ from torch.serialization import load, save
 from ptsave._built import VERSION
 from ptsave.engines import choice
 
-__all__ = [
-    "VERSION",
-    "load",
-    "private",
-    "save",
-]
+__all__ = ["VERSION", "load", "save"]  # imported names that other modules import from here
 
 choice.find(torch.__version__)
 
