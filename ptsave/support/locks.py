@@ -12,9 +12,6 @@ from contextlib import contextmanager, suppress
 from ptsave import _C
 from ptsave.errors import SaveError
 
-# Errors of a file system without locks.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-
 
 class HeldLock:
     """Holds the descriptor of a locked file; a forked child closes its copy."""
@@ -131,7 +128,9 @@ class FolderLock(HeldLock):
         except FileNotFoundError:
             return None
         try:
-            _lock(descriptor, place)
+            if try_lock(descriptor) is False:
+                reason = "another process is saving there: wait until it has, or save elsewhere"
+                raise SaveError(errno.EBUSY, reason, place)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
                     return descriptor
@@ -140,17 +139,3 @@ class FolderLock(HeldLock):
             raise
         os.close(descriptor)
         return None
-
-
-def _lock(descriptor: int, place: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise SaveError(
-            errno.EBUSY,
-            "another process is saving there: wait until it has, or save elsewhere",
-            place,
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
