@@ -242,9 +242,6 @@ def is_url_target(f: Any) -> bool:
 
     With two slashes it is a URL even if such a directory exists: another program may have made a
     directory ``s3:`` by mistake.
-
-    >>> is_url_target("s3://bucket/model.pt"), is_url_target("./s3://bucket/model.pt")
-    (True, False)
     """
     return isinstance(f, str) and "://" in f and re.match(_URL, f) is not None
 

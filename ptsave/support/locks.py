@@ -44,13 +44,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def try_lock(descriptor: int, *, wait: bool = False) -> bool | None:
-    """Lock, by default without waiting: False if it is locked, None if there are no locks.
-
-    >>> import tempfile
-    >>> with tempfile.NamedTemporaryFile() as file, open(file.name) as other:
-    ...     print(try_lock(file.fileno()), try_lock(other.fileno()))
-    True False
-    """
+    """Lock, by default without waiting: False if it is locked, None if there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -85,18 +79,6 @@ class FolderLock(HeldLock):
     """Makes and locks a directory; raises a SaveError about `place` if it is locked already.
 
     On a file system without locks, other processes are not kept out.
-
-    >>> import os, tempfile
-    >>> with tempfile.TemporaryDirectory() as parent:
-    ...     lock = FolderLock(f"{parent}/folder", ".lock", "step-1")
-    ...     try:
-    ...         FolderLock(f"{parent}/folder", ".lock", "step-1")
-    ...     except OSError as error:
-    ...         print("another process is saving" in str(error))
-    ...     lock.release()
-    ...     print(os.listdir(parent))
-    True
-    []
     """
 
     def __init__(self, folder: str, name: str, place: str) -> None:

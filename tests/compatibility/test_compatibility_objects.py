@@ -717,11 +717,7 @@ def test_whole_modules(tmp_path: Path) -> None:
 )
 def test_modules_without_warnings(module: Factory, tmp_path: Path) -> None:
     """Warnings are errors in these tests: saving and loading gives none."""
-    obj = module()
-    assert_same_bytes(obj, tmp_path)
-    loaded = ptsave.load(tmp_path / "ptsave" / "file.pt", weights_only=False)
-    expected = stock_load(tmp_path / "ptsave" / "file.pt", weights_only=False)
-    assert_same_object(loaded, expected)
+    assert_interchangeable(module(), tmp_path, weights_only=[False])
 
 
 def test_many_tensors_without_warnings_about_typed_storages(
