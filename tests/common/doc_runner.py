@@ -43,15 +43,7 @@ class _Interrupts(io.StringIO):
 
 
 class PageRunner:
-    """Runs one page in the current directory.
-
-    Parameters
-    ----------
-    page : Path
-        The Markdown file.
-    monkeypatch : pytest.MonkeyPatch
-        Patches, environment variables included, for the hidden blocks of the page.
-    """
+    """Runs a page in the current directory; `monkeypatch` is for its hidden blocks."""
 
     def __init__(self, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._page = page

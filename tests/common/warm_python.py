@@ -109,18 +109,7 @@ def _address() -> Path:
 class WarmProcess:
     """A program in a process of its own, with the interface of `subprocess.Popen`.
 
-    Parameters
-    ----------
-    program : str
-        Its lines; indentation that all have is taken away.
-    *arguments : object
-        ``sys.argv[1:]``, as text.
-    stdin, stdout, stderr : int or file, optional
-        As for `subprocess.Popen`.
-    env : mapping, optional
-        Its environment; that of this process by default.
-    cwd : path, optional
-        Its directory.
+    All lines of the program may be indented; the arguments are texts or become texts.
     """
 
     def __init__(
