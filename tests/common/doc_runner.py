@@ -18,8 +18,6 @@ import pytest
 from click.testing import CliRunner
 from doc_blocks import Block, blocks_of
 
-__all__ = ["ROOT", "PageRunner"]
-
 ROOT = Path(__file__).resolve().parents[2]
 
 # Small programs of every system; anything else has to have a case of its own below.

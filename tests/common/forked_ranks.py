@@ -16,8 +16,6 @@ from _system import Child
 
 from ptsave.archive.spans import EngineSpans
 
-__all__ = ["ForkedRanks", "fail_read"]
-
 
 class ForkedRanks:
     """Processes that run one function, each with its rank, as launchers start them.

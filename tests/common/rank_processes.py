@@ -12,8 +12,6 @@ from typing import Any
 
 from warm_python import WarmProcess
 
-__all__ = ["Ranks"]
-
 _HEAD = """
 import datetime, json, os, signal, sys, time
 from pathlib import Path

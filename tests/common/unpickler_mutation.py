@@ -30,8 +30,6 @@ from torch import _weights_only_unpickler
 from ptsave.archive import unpickling
 from ptsave.archive.opening import open_archive
 
-__all__ = ["SAFE_GLOBALS", "Subject", "corpus", "disagreement", "mutated"]
-
 # ------------------------------------------------------------------------- what pickles are of
 
 

@@ -21,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["WarmProcess", "run_warm"]
-
 # Forks twice for each request: the first child waits for the second and reports how it ended.
 _SERVER = """
 import array, gc, json, os, socket, sys
