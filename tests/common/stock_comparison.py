@@ -55,11 +55,11 @@ def saved_bytes(save: Callable[..., object], obj: object, **options: Any) -> byt
     return stream.getvalue()
 
 
-def assert_same_bytes(obj: object, folder: Path, **options: Any) -> bytes:
+def assert_same_bytes(obj: object, folder: Path, *, name: str = "file.pt", **options: Any) -> bytes:
     """Both engines must write the same file, to a path and to memory; returns the latter."""
     expected = saved_bytes(stock_save, obj, **options)
     assert saved_bytes(ptsave.save, obj, **options) == expected, "in memory"
-    stock_path, path = folder / "stock" / "file.pt", folder / "ptsave" / "file.pt"
+    stock_path, path = folder / "stock" / name, folder / "ptsave" / name
     for each in (stock_path, path):
         each.parent.mkdir(parents=True, exist_ok=True)
     stock_save(obj, stock_path, **options)

@@ -29,6 +29,7 @@ import pytest
 import torch
 from _system import run_python
 from stock_comparison import (
+    assert_same_bytes,
     assert_same_failure,
     assert_same_load_failure,
     assert_same_object,
@@ -601,15 +602,11 @@ def test_names(name: str, kind: Callable[[str], Any], tmp_path: Path, obj: Obj) 
 
 def test_folder_with_a_name_that_is_not_ascii(tmp_path: Path, obj: Obj) -> None:
     """Torch then writes through Python, and the root folder becomes "archive"."""
-    folders = [tmp_path / "stock \u975eASCII", tmp_path / "ptsave \u975eASCII"]
-    for folder, save in zip(folders, (stock_save, ptsave.save), strict=True):
-        folder.mkdir()
-        save(obj, folder / "file.pt")
-    first, second = (folder / "file.pt" for folder in folders)
-    assert first.read_bytes() == second.read_bytes()
-    with zipfile.ZipFile(second) as archive:
+    assert_same_bytes(obj, tmp_path / "\u975eASCII")
+    path = tmp_path / "\u975eASCII" / "ptsave" / "file.pt"
+    with zipfile.ZipFile(path) as archive:
         assert archive.namelist()[0] == "archive/data.pkl"
-    assert_same_object(ptsave.load(second), obj)
+    assert_same_object(ptsave.load(path), obj)
 
 
 def test_relative_paths(tmp_path: Path, obj: Obj, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -740,11 +740,8 @@ def test_dill(tmp_path: Path) -> None:
     """Saves functions by value."""
     factor = 3
     obj = {"tensor": torch.ones(3), "function": lambda x: x * factor}
-    for name, save in (("stock", stock_save), ("ptsave", ptsave.save)):
-        (tmp_path / name).mkdir()
-        save(obj, tmp_path / name / "file.pt", pickle_module=dill)
+    assert_same_bytes(obj, tmp_path, pickle_module=dill)
     path = tmp_path / "ptsave" / "file.pt"
-    assert path.read_bytes() == (tmp_path / "stock" / "file.pt").read_bytes()
     for encoding in ("utf-8", "latin1"):
         options: dict[str, Any] = {"encoding": encoding}
         loaded = ptsave.load(path, pickle_module=dill, weights_only=False, **options)

@@ -739,11 +739,8 @@ def test_torchs_reader_reads_our_files(path: Path, tmp_path: Path) -> None:
 def test_legacy_format(weights_only: bool, kind: str, tmp_path: Path) -> None:
     weight = torch.arange(1000.0)
     obj = {"w": weight, "v": weight[3:9], "s": typed_storage(weight), "n": 1}
-    data = saved_bytes(stock_save, obj, _use_new_zipfile_serialization=False)
-    assert saved_bytes(ptsave.save, obj, _use_new_zipfile_serialization=False) == data
-    path = tmp_path / "file.pt"
-    ptsave.save(obj, path, _use_new_zipfile_serialization=False)
-    assert path.read_bytes() == data
+    data = assert_same_bytes(obj, tmp_path, _use_new_zipfile_serialization=False)
+    path = tmp_path / "ptsave" / "file.pt"
     with path.open("rb") as stream:
         sources = {"path": path, "file": stream, "memory": io.BytesIO(data)}
         loaded = ptsave.load(sources[kind], weights_only=weights_only)
