@@ -62,10 +62,7 @@ class GroupCall:
         self.is_divided = True
 
     def agree_on_contents(self, digest: Callable[[], bytes]) -> None:
-        """Return to a single reader if the hosts' readers have opened different files.
-
-        `digest` returns a digest of the contents that this rank has opened.
-        """
+        """Return to a single reader if the digests of what the readers have opened differ."""
         found = self.agree(digest() if self.is_divided and self.is_reader else None)
         if len({each for each in found if each is not None}) > 1:
             self._near, self.is_reader, self.is_divided = self._group, self.rank == 0, False
@@ -94,10 +91,7 @@ class GroupCall:
         return values[0]
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Begin to send the reader's bytes to its ranks; ``wait()`` of the result ends it.
-
-        Returns None if there are no other ranks to send to.
-        """
+        """Begin to send the reader's bytes to its ranks, if any; return what waits for the end."""
         if self._near is None:
             return None
         return distributed.broadcast(tensor, group=self._near, group_src=0, async_op=True)
@@ -209,10 +203,7 @@ def together(
 
 
 def _described(error: Exception, rank: int) -> tuple[str, str, dict[str, Any]]:
-    """Return the JSON values that `_error_of_other` needs on the other ranks.
-
-    A CorruptCheckpointError gets the rank that found the damage.
-    """
+    """Return an error as `_error_of_other` needs it; damage gets the rank that found it."""
     if isinstance(error, CorruptCheckpointError):
         error.rank = rank if error.rank is None else error.rank
         names = ("path", "record", "offset", "entries", "rank")
@@ -227,10 +218,7 @@ def _described(error: Exception, rank: int) -> tuple[str, str, dict[str, Any]]:
 def _error_of_other(
     name: str, what: str, kind: str, words: str, details: dict[str, Any]
 ) -> Exception:
-    """Return an error for another rank's error, of the same type.
-
-    `name` is the file or directory of the call; `what` says which rank failed, and at what.
-    """
+    """Return an error of the same type for another rank's error."""
     if kind == "OSError":
         return OSError(details["errno"], f"{what}: {words}", details["filename"] or name)
     message = f"{name}: {what}: {words}"

@@ -33,10 +33,7 @@ def checked_rank(rank: object) -> int | None:
 
 
 def check_rank_is_named(directory: str, rank: int | None) -> None:
-    """Raise if all ranks of a job would save to one directory of checkpoints.
-
-    `rank` is the rank that saves, or None if the caller has named none.
-    """
+    """Raise if the caller names no `rank`, and all would save to one directory of checkpoints."""
     if rank is not None:
         return
     n_ranks = _n_ranks()

@@ -30,12 +30,7 @@ def shape_text(shape: Sequence[object]) -> str:
 
 
 def dtype_text(dtype: torch.dtype | str) -> str:
-    """Return the name of a dtype without its module.
-
-    >>> import torch
-    >>> dtype_text(torch.bfloat16)
-    'bfloat16'
-    """
+    """Return the name of a dtype without its module: ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -99,10 +99,7 @@ def is_distributed_tensor(tensor: Any) -> bool:
 
 
 def local_part_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's part of a tensor, and the index at which it begins in each dimension.
-
-    The part of a tensor that is no DTensor is the tensor.
-    """
+    """Return this rank's part of a tensor, or a plain tensor, and where it begins by dimension."""
     if not is_distributed_tensor(tensor):
         return tensor, (0,) * tensor.dim()
     distributed: Any = tensor
