@@ -55,7 +55,7 @@ __all__ = ["__version__", *sorted(_MODULES)]  # noqa: PLE0604 - strings, too
 
 def __getattr__(name: str) -> _Any:
     if name == "_C" or _MODULES.get(name, "errors") != "errors":
-        _refuse_another_torch()
+        _import_module("ptsave.support.torch_names")  # refuses a torch without an engine
     if name in _MODULES:
         from ptsave.support.calls import pausing_garbage_collection
 
@@ -77,10 +77,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _refuse_another_torch() -> None:
-    """Raise ImportError if there is no engine for the installed torch."""
-    _import_module("ptsave.support.torch_version")
-
-
-if hasattr(_sys.modules.get("torch"), "__version__"):  # not in the middle of torch's import
-    _refuse_another_torch()
+if hasattr(_torch := _sys.modules.get("torch"), "__version__"):  # not while torch is imported
+    _import_module("ptsave.engines.choice").find(_torch.__version__)

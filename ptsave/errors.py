@@ -9,20 +9,6 @@ import struct
 import warnings
 from typing import Any
 
-__all__ = [
-    "MINIZ_ADVICE",
-    "RECOVERY_ADVICE",
-    "CheckpointWarning",
-    "CorruptCheckpointError",
-    "EntryNotFoundError",
-    "NotCheckpointError",
-    "SaveError",
-    "StagingFullError",
-    "UnsupportedSourceError",
-    "UnsupportedUrlError",
-]
-
-
 RECOVERY_ADVICE = "ptsave.open with recover=True, or --recover of the commands, reads what is whole"
 # torch's advice when miniz fails; people search for it.
 MINIZ_ADVICE = (
@@ -217,27 +203,19 @@ class MalformedPickleError(CorruptPickleError):
         return malformed
 
 
-def _malformed_type(kind: type[Exception]) -> type[MalformedPickleError]:
-    name = "StructError" if kind is struct.error else kind.__name__
-    return type(f"MalformedPickle{name}", (MalformedPickleError, kind), {"__module__": __name__})
+def _both(name: str, base: type[Any], kind: type[Exception]) -> Any:
+    """Return a type of errors that are errors of `base` and of `kind`."""
+    return type(name, (base, kind), {"__module__": __name__, "__qualname__": name})
 
 
 _MALFORMED: dict[type[Exception], type[MalformedPickleError]] = {
     RuntimeError: MalformedPickleError,
+    struct.error: _both("MalformedPickleStructError", MalformedPickleError, struct.error),
     **{
-        kind: _malformed_type(kind)
+        kind: _both(f"MalformedPickle{kind.__name__}", MalformedPickleError, kind)
         for kind in (
-            AssertionError,
-            AttributeError,
-            EOFError,
-            IndexError,
-            KeyError,
-            OverflowError,
-            RecursionError,
-            TypeError,
-            UnicodeDecodeError,
-            ValueError,
-            struct.error,
+            *(AssertionError, AttributeError, EOFError, IndexError, KeyError, OverflowError),
+            *(RecursionError, TypeError, UnicodeDecodeError, ValueError),
         )
     },
 }
@@ -281,14 +259,9 @@ class SaveError(OSError, RuntimeError):
         return cls(number, message, path, None, error.filename2)
 
 
-def _save_error_type(kind: type[OSError]) -> type[SaveError]:
-    name = f"Save{kind.__name__}"
-    return type(name, (SaveError, kind), {"__module__": __name__, "__qualname__": name})
-
-
 # The types that OSError(number, ...) makes: BlockingIOError, PermissionError, ...
 _SAVE_ERRORS: dict[type[OSError], type[SaveError]] = {
-    kind: _save_error_type(kind)
+    kind: _both(f"Save{kind.__name__}", SaveError, kind)
     for kind in {type(OSError(number, "")) for number in errno.errorcode} - {OSError}
 }
 # Pickles name types as attributes of their modules.

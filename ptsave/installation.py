@@ -19,7 +19,7 @@ import torch
 from ptsave import serialization
 from ptsave.contents import loading
 from ptsave.streaming import safetensors_functions
-from ptsave.support import torch_serialization as stock
+from ptsave.support import torch_names as stock
 
 
 @dataclass(frozen=True, eq=False)  # equal calls are different ones

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.serialization import DEFAULT_PROTOCOL, get_crc32_options
 
-from ptsave.support import torch_serialization as stock
+from ptsave.support import torch_names as stock
 from ptsave.support.calls import progress_bar
-from ptsave.support.torch_serialization import (
+from ptsave.support.torch_names import (
     check_dill_version,
     check_save_filelike,
     log_api_usage,
@@ -26,8 +26,6 @@ from ptsave.writing.targets import (
     resolve_file,
     resolve_target,
 )
-
-__all__ = ["save"]
 
 
 def save(

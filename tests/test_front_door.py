@@ -28,7 +28,7 @@ import ptsave
 from ptsave.inspection.extraction import read_entries
 from ptsave.inspection.pickle_globals import required_globals, unsafe_globals
 from ptsave.inspection.verification import verify_file
-from ptsave.sources.local import describe
+from ptsave.sources.locations import describe
 
 STATE = {
     "layer.weight": torch.arange(64.0).reshape(8, 8),

@@ -88,6 +88,8 @@ def test_every_public_name_is_recorded() -> None:
     assert {name.partition(".")[0] for name in NOW} <= {
         name.partition(".")[0] for name in recorded()
     }
+    for name in ptsave.__all__:
+        assert getattr(ptsave, name).__doc__, f"{name} has no documentation"
 
 
 if __name__ == "__main__":

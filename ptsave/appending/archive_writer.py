@@ -29,7 +29,7 @@ from ptsave.background import saves
 from ptsave.errors import SaveError, StagingFullError, UnsupportedUrlError
 from ptsave.support import config
 from ptsave.support.calls import check_flags, parse_size
-from ptsave.support.torch_serialization import storage_alignment
+from ptsave.support.torch_names import storage_alignment
 from ptsave.writing.targets import (
     direct_nbytes,
     name_of,

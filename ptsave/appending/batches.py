@@ -21,7 +21,7 @@ from ptsave import _C
 from ptsave.archive.recovery import part_of_dict
 from ptsave.background.saves import Reservation
 from ptsave.support.threads import PAUSE, Thread
-from ptsave.support.torch_tensors import storage_id
+from ptsave.support.torch_names import storage_id
 from ptsave.writing.planning import StorageTable, dump
 
 # A batch of this size, or of half the budget, is written at once, and another batch begins.  A

@@ -14,13 +14,15 @@ from ptsave import _C
 from ptsave.archive.reader import LOADERS_RECORDS, RecordReader, UnfilledView
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError, bare_message
 from ptsave.support.calls import ProgressCallback
-from ptsave.support.torch_serialization import (
+from ptsave.support.torch_names import (
+    CHECKPOINT_OFFSET,
     META_LOADS_KEEP_OFFSETS,
     load_archive,
     options,
+    parts_of_sparse_coo,
     restricted_unpickler,
+    storage_id_of,
 )
-from ptsave.support.torch_tensors import CHECKPOINT_OFFSET, parts_of_sparse_coo, storage_id_of
 from ptsave.tree.tree import EntryTree
 
 _READ_AT_ONCE_NBYTES = 512 << 20  # between two updates of a progress bar

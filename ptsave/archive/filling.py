@@ -16,7 +16,7 @@ from ptsave.archive.reader import ID_RECORD, RecordReader
 from ptsave.errors import CheckpointWarning
 from ptsave.support import config
 from ptsave.support.calls import ProgressCallback, warn_user
-from ptsave.support.torch_serialization import location_rules, restore_location
+from ptsave.support.torch_names import location_rules, restore_location
 
 _ID_N_DIGITS = 20  # of the hash of names, which the hash of checksums follows
 _CPU = torch.device("cpu")

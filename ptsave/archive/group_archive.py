@@ -33,12 +33,11 @@ from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import Span, memory_of
 from ptsave.archive.unpickling import unpickle_received
 from ptsave.errors import UnsupportedSourceError
-from ptsave.sources.opening import open_source
-from ptsave.sources.ranges import SparseFile
+from ptsave.sources.ranges import SparseFile, open_source
 from ptsave.support import config
 from ptsave.support.calls import ProgressCallback, progress_bar
 from ptsave.support.group_call import GroupCall, agree_on_file
-from ptsave.support.torch_serialization import log_api_usage, restricted_unpickler
+from ptsave.support.torch_names import log_api_usage, restricted_unpickler
 
 PART_ALIGNMENT = 64  # in bytes: a multiple of every element's size
 

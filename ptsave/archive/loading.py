@@ -28,10 +28,10 @@ from ptsave.sources.kinds import (
     regular_only,
     what_it_surely_is,
 )
-from ptsave.sources.local import describe
-from ptsave.support import torch_serialization as stock
+from ptsave.sources.locations import describe
+from ptsave.support import torch_names as stock
 from ptsave.support.calls import progress_bar, warn_user
-from ptsave.support.torch_serialization import (
+from ptsave.support.torch_names import (
     IGNORES_CASE_OF_VARIABLES,
     WARNS_OF_UNUSED_ARGUMENTS,
     ArchiveFileReader,
@@ -122,7 +122,7 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
 
 
 def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
-    from ptsave.sources.local import named_errors
+    from ptsave.sources.locations import named_errors
 
     runs_no_code = restricted and not callable(options.map_location)
     with (

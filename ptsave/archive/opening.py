@@ -24,7 +24,7 @@ from ptsave.sources.kinds import (
     refuse_special_stream,
     regular_only,
 )
-from ptsave.sources.local import describe, engine_name, name_file, real_file
+from ptsave.sources.locations import describe, engine_name, name_file, real_file
 from ptsave.support import config
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from math import prod
 from types import FunctionType
 from typing import Any
 
-from ptsave.support.torch_serialization import restricted_unpickler, user_allowed_globals
+from ptsave.support.torch_names import restricted_unpickler, user_allowed_globals
 from ptsave.tree.containers import walk
 from ptsave.tree.tree import Opaque
 

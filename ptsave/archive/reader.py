@@ -18,7 +18,7 @@ from ptsave.errors import MINIZ_ADVICE, CorruptCheckpointError, CorruptRecordErr
 from ptsave.support.calls import ProgressCallback
 from ptsave.support.config import Config
 from ptsave.support.text import size_text
-from ptsave.support.torch_tensors import CHECKPOINT_OFFSET
+from ptsave.support.torch_names import CHECKPOINT_OFFSET
 
 if TYPE_CHECKING:
     from ptsave.sources.ranges import LocalFile

@@ -33,7 +33,7 @@ from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import ZIP_MAGIC
 from ptsave.sources.ranges import RangeSource
 from ptsave.support.text import some_of
-from ptsave.support.torch_serialization import restricted_unpickler
+from ptsave.support.torch_names import restricted_unpickler
 
 JOURNAL_PREFIX = ".journal/"
 _DATA = "data/"

@@ -21,7 +21,7 @@ from ptsave.archive.reader import SMALL_RECORDS, RecordReader
 from ptsave.archive.spans import BATCH_NBYTES, MAX_FETCHED_GAP, Span, batches, divided, memory_of
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import is_zip
-from ptsave.sources.local import describe
+from ptsave.sources.locations import describe
 from ptsave.sources.ranges import FileObject, RangeSource, SparseFile
 from ptsave.support import config
 from ptsave.support.config import Config

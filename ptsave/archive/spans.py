@@ -19,7 +19,7 @@ from ptsave.archive.reader import RecordReader
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support import config
 from ptsave.support.calls import ProgressCallback
-from ptsave.support.torch_tensors import negated_view
+from ptsave.support.torch_names import negated_view
 from ptsave.tree.extents import blocks_of
 
 if TYPE_CHECKING:

@@ -31,16 +31,16 @@ from ptsave.archive.filling import (
 )
 from ptsave.archive.reader import RecordReader, UnfilledView
 from ptsave.errors import MalformedPickleError
-from ptsave.support.torch_serialization import (
+from ptsave.support.torch_names import (
     LOADER_KNOWS_WEIGHTS_ONLY,
     cpu_rule,
     detect_fake_mode,
     load_archive,
     location_rules,
+    modes_are_active,
     options,
     restricted_unpickler,
 )
-from ptsave.support.torch_tensors import modes_are_active
 
 # Storages are read several times as fast as a pickle is checked, per byte.  Checking a small pickle
 # takes almost no time.

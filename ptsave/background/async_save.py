@@ -12,8 +12,8 @@ from torch.serialization import DEFAULT_PROTOCOL, get_crc32_options
 from ptsave import _C
 from ptsave.background import saves as background
 from ptsave.background.save_future import SaveFuture
-from ptsave.support import torch_serialization as stock
-from ptsave.support.torch_serialization import (
+from ptsave.support import torch_names as stock
+from ptsave.support.torch_names import (
     check_dill_version,
     check_save_filelike,
     log_api_usage,

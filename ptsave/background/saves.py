@@ -43,7 +43,7 @@ from typing import Any
 from ptsave import _C
 from ptsave.background.save_future import PendingSave, forget_failures, report_failures
 from ptsave.errors import StagingFullError
-from ptsave.support import config, memory_limits
+from ptsave.support import config
 from ptsave.support.calls import ProgressCallback, progress_bar
 from ptsave.support.threads import Call, Thread, run_all
 from ptsave.writing.planning import SaveOptions
@@ -481,7 +481,7 @@ def limit_of(nbytes: int | None, option: str) -> int | None:
 
 def default_limit_nbytes() -> int:
     """Return half of the memory that this process may use, given other ranks and its container."""
-    return memory_limits.share_nbytes(config.local_world_size()) // 2
+    return config.share_nbytes(config.local_world_size()) // 2
 
 
 def reserve(
@@ -515,7 +515,7 @@ def reserve(
 def _room_nbytes() -> int:
     """Return half of the memory that would be free without staging; others get the rest."""
     staged_nbytes = _C.staging_statistics()["mapped_nbytes"]
-    available_nbytes = memory_limits.available_nbytes() // config.local_world_size()
+    available_nbytes = config.available_nbytes() // config.local_world_size()
     return (staged_nbytes + available_nbytes) // 2
 
 

@@ -37,7 +37,7 @@ from ptsave.bench.system import (
     make_warm,
 )
 from ptsave.sources.locations import refuse_url_target
-from ptsave.support.memory_limits import available_nbytes
+from ptsave.support.config import available_nbytes
 
 STOCK, SAFETENSORS, PTSAVE, LIMIT = "torch", "safetensors", "ptsave", "limit"
 CONTENDERS = (STOCK, SAFETENSORS, PTSAVE)

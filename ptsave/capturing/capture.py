@@ -26,8 +26,8 @@ from ptsave.capturing.schema import VERSION as SCHEMA_VERSION
 from ptsave.capturing.torch_names import WRAPPED_ATTRIBUTE
 from ptsave.contents.captures import FORMAT, HEADER
 from ptsave.errors import CheckpointWarning, SaveError
-from ptsave.sources.temporary import rivals_of
-from ptsave.support import config, torch_version
+from ptsave.sources.locations import rivals_of
+from ptsave.support import config, torch_names
 from ptsave.support.calls import check_flags, parse_size, warn_user
 from ptsave.support.ranks import check_rank_of_file, checked_rank
 from ptsave.support.text import count_text
@@ -286,7 +286,7 @@ class Capture:
             "statistics": options.statistics,
             "call_stacks": options.call_stacks,
             "torch": str(torch.__version__),
-            "ptsave": torch_version.VERSION,
+            "ptsave": torch_names.VERSION,
             "started": time.time(),
         }
         # Not `add_of_any_size`: a budget without room for this is refused at the start.

@@ -33,7 +33,7 @@ from ptsave.comparison.tensors import (
 )
 from ptsave.contents.captures import is_capture
 from ptsave.contents.contents import Contents
-from ptsave.sources.local import position_kept
+from ptsave.sources.locations import position_kept
 from ptsave.support.calls import pausing_garbage_collection, progress_bar
 from ptsave.support.text import count_text
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ptsave import _C
 from ptsave.support.text import size_text
-from ptsave.support.torch_tensors import parts_of_sparse_coo
+from ptsave.support.torch_names import parts_of_sparse_coo
 from ptsave.tree.extents import default_limit, nbytes_of
 
 PLAIN_TYPES = {Tensor, nn.Parameter, nn.Buffer}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._functorch import pyfunctorch
 from torch.utils import checkpoint
 
-from ptsave.support.torch_version import private
+from ptsave.support.torch_names import private
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -46,7 +46,7 @@ from ptsave.contents.directories import PROMISING, find_files, look_into
 from ptsave.contents.files import ShardFiles
 from ptsave.inspection.reports import FileListing, list_files, listing_of, select
 from ptsave.sources.locations import is_url
-from ptsave.sources.opening import Folder, folder_at
+from ptsave.sources.ranges import Folder, folder_at
 from ptsave.support.text import count_text, dtype_text, printable, shape_text, size_text, some_of
 from ptsave.tree.containers import is_container
 from ptsave.tree.tree import EntryNames

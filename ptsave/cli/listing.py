@@ -310,7 +310,7 @@ def _text_of_torchs(value: Any) -> str | None:
     """Return a short form of a storage, dtype or device; None for other values."""
     import torch
 
-    from ptsave.support.torch_tensors import untyped_of
+    from ptsave.support.torch_names import untyped_of
 
     if isinstance(value, torch.TypedStorage):
         value = untyped_of(value)  # a TypedStorage's own methods warn

@@ -38,8 +38,8 @@ from ptsave.contents.directories import CheckpointFiles, look_into, named_checkp
 from ptsave.contents.files import ShardFiles
 from ptsave.contents.opening import open_files
 from ptsave.errors import UnsupportedSourceError
-from ptsave.sources.local import describe, position_kept
-from ptsave.sources.opening import Folder, folder_at, open_folder_or_file
+from ptsave.sources.locations import describe, position_kept
+from ptsave.sources.ranges import Folder, folder_at, open_folder_or_file
 from ptsave.support.calls import pausing_garbage_collection, progress_bar
 from ptsave.tree.containers import is_container, walk
 

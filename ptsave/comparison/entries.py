@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ptsave.comparison.tensors import NumberDifference, TensorPair, Tolerance, quantizer_of
-from ptsave.support.torch_tensors import untyped_of
+from ptsave.support.torch_names import untyped_of
 from ptsave.tree.containers import MAX_DEPTH, attributes_of, is_container, items_of, nested_too_deep
 from ptsave.tree.tree import OPAQUE_HOLDERS, Opaque, entry_not_found, type_name_of
 

@@ -26,7 +26,7 @@ from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.support import config
 from ptsave.support.calls import ProgressCallback
 from ptsave.support.threads import ThreadPool
-from ptsave.support.torch_tensors import n_values_of_sparse
+from ptsave.support.torch_names import n_values_of_sparse
 from ptsave.tree.containers import dotted
 from ptsave.tree.extents import ADVICE, default_limit, stored_nbytes_of
 from ptsave.tree.tree import EntryNames

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ptsave.contents.contents import ChunkInfo, Contents, facts_of
 from ptsave.contents.opening import OpenOptions, open_checkpoint
-from ptsave.sources.local import describe
+from ptsave.sources.locations import describe
 from ptsave.support.calls import check_flags, one_of, pausing_garbage_collection
 from ptsave.tree.containers import Path
 from ptsave.tree.extents import check_index

@@ -29,8 +29,7 @@ from ptsave.contents.files import ShardFiles, merged, metadata_of
 from ptsave.errors import CheckpointWarning
 from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.support.calls import ProgressCallback, progress_bar, warn_user
-from ptsave.support.torch_serialization import restricted_unpickler
-from ptsave.support.torch_tensors import storage_id_of
+from ptsave.support.torch_names import restricted_unpickler, storage_id_of
 from ptsave.tree.extents import span_of
 
 CPU = torch.device("cpu")

@@ -31,7 +31,7 @@ from ptsave.sources.kinds import is_legacy, is_zip
 from ptsave.sources.ranges import FsspecFile, RangeSource
 from ptsave.support.calls import progress_bar, warn_user
 from ptsave.support.text import some_of
-from ptsave.support.torch_tensors import storage_id
+from ptsave.support.torch_names import storage_id
 
 _T = TypeVar("_T")
 _MIN_HUGE_NBYTES = 64 << 10

@@ -35,9 +35,8 @@ from ptsave.sources.kinds import (
     what_came_instead,
     what_it_is,
 )
-from ptsave.sources.local import describe
-from ptsave.sources.opening import Folder, folder_of, open_folder_or_file, open_source
-from ptsave.sources.ranges import RangeSource
+from ptsave.sources.locations import describe
+from ptsave.sources.ranges import Folder, RangeSource, folder_of, open_folder_or_file, open_source
 from ptsave.support.text import some_of
 
 _INDEX = r"(?P<single>.*\.(?:safetensors|bin|pth?|ckpt))" + re.escape(INDEX_SUFFIX)

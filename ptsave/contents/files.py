@@ -18,8 +18,7 @@ from ptsave.errors import (
     UnsupportedSourceError,
 )
 from ptsave.sources.kinds import what_came_instead
-from ptsave.sources.opening import Folder, folder_of, open_source
-from ptsave.sources.ranges import FsspecFile, LocalFile, RangeSource
+from ptsave.sources.ranges import Folder, FsspecFile, LocalFile, RangeSource, folder_of, open_source
 from ptsave.support.calls import warn_user
 from ptsave.support.text import some_of
 from ptsave.tree.containers import items_of

@@ -11,10 +11,8 @@ from ptsave.archive.loading import LoadOptions, load_file
 from ptsave.archive.opening import reader_for
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.kinds import HEAD_NBYTES, is_safetensors
-from ptsave.sources.local import describe
-from ptsave.sources.locations import is_url_source
-from ptsave.support.calls import check_flags, location_of
-from ptsave.support.together import failing_together, has_others
+from ptsave.sources.locations import describe, is_url_source
+from ptsave.support.calls import check_flags, failing_together, has_others, location_of
 
 if TYPE_CHECKING:
     from ptsave.contents.files import ShardFiles
@@ -190,7 +188,7 @@ def _load_stream(f: Any, options: LoadOptions) -> Any:
         find_files(f)  # refuses an index
         f.seek(begin)
     if head[_HEADER_OFFSET:].startswith(b"{"):
-        from ptsave.sources.opening import open_source
+        from ptsave.sources.ranges import open_source
 
         source = open_source(f)
         if is_safetensors(head, source.nbytes):

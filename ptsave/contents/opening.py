@@ -33,12 +33,10 @@ from ptsave.contents.files import (
 )
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.kinds import Kind, what_it_is
-from ptsave.sources.local import n_files_to_hold, name_file, naming_limit
-from ptsave.sources.locations import is_url
+from ptsave.sources.locations import is_url, n_files_to_hold, name_file, naming_limit
 from ptsave.sources.ranges import Buffer, FsspecFile, LocalFile, RangeSource
 from ptsave.support.calls import warn_user
-from ptsave.support.torch_serialization import restricted_unpickler
-from ptsave.support.torch_tensors import storage_id
+from ptsave.support.torch_names import restricted_unpickler, storage_id
 
 if TYPE_CHECKING:
     from ptsave.archive.loading import LoadOptions

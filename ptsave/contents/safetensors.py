@@ -35,7 +35,7 @@ from ptsave.contents.safetensors_fields import DTYPES, LENGTH_NBYTES, Safetensor
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.support.calls import pausing_garbage_collection, progress_bar
-from ptsave.support.torch_serialization import restore_location
+from ptsave.support.torch_names import restore_location
 
 if TYPE_CHECKING:
     from ptsave.archive.loading import LoadOptions

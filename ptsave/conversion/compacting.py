@@ -21,15 +21,15 @@ from ptsave.contents.directories import find_files
 from ptsave.contents.files import ShardFiles
 from ptsave.contents.opening import open_file
 from ptsave.errors import UnsupportedSourceError
-from ptsave.sources.local import describe, position_kept
 from ptsave.sources.locations import (
+    describe,
     is_url,
     is_url_target,
+    position_kept,
     refuse_storage_options,
     refuse_url_target,
 )
-from ptsave.sources.opening import open_source
-from ptsave.sources.ranges import RangeSource
+from ptsave.sources.ranges import RangeSource, open_source
 from ptsave.streaming.payload_sources import (
     PayloadSources,
     SourceCheckpoint,
@@ -38,7 +38,7 @@ from ptsave.streaming.payload_sources import (
 )
 from ptsave.streaming.streamed_files import PicklePlan, SafetensorsPlan, StreamedPlan, write_bytes
 from ptsave.support.calls import check_flags, progress_bar
-from ptsave.support.torch_tensors import storage_id
+from ptsave.support.torch_names import storage_id
 from ptsave.tree.extents import span_of
 from ptsave.tree.leaves import leaves_of, read_entry, require_picklable
 from ptsave.writing.planning import pickle_object

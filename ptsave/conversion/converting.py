@@ -41,15 +41,14 @@ from ptsave.models.shards import (
     metadata_of,
     require_loadable,
 )
-from ptsave.sources.local import describe, position_kept
-from ptsave.sources.locations import LocalFolder
-from ptsave.sources.opening import Folder
+from ptsave.sources.locations import LocalFolder, describe, position_kept
+from ptsave.sources.ranges import Folder
 from ptsave.sources.url_locations import UrlLocation
 from ptsave.streaming.payload_sources import PayloadSources, SourceCheckpoint
 from ptsave.streaming.streamed_files import PicklePlan, SafetensorsPlan, StreamedPlan
 from ptsave.support.calls import check_flags, parse_size, progress_bar, progress_from
 from ptsave.support.text import some_of
-from ptsave.support.torch_tensors import storage_id
+from ptsave.support.torch_names import storage_id
 from ptsave.tree.containers import attributes_of, items_of, set_attributes
 from ptsave.tree.extents import check_expansion
 from ptsave.tree.leaves import flatten, leaves_of, read_entry

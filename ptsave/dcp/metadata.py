@@ -34,10 +34,10 @@ from ptsave import _C
 from ptsave.dcp.metadata_pickle import pickled_metadata
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import regular_only
-from ptsave.sources.local import Identity, identity_of
+from ptsave.sources.locations import Identity, identity_of
 from ptsave.support import torch_dcp
 from ptsave.support.calls import pausing_garbage_collection
-from ptsave.support.torch_serialization import user_allowed_globals
+from ptsave.support.torch_names import user_allowed_globals
 
 BLOCK_NBYTES = _C.CHECKED_BLOCK_NBYTES
 SECTION_BLOCKS = 1024

@@ -35,7 +35,7 @@ from ptsave.dcp.read_plan import MAX_GAP_OF_COLUMNS, Box, StoredTensor, batches,
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import ZIP_MAGIC, is_legacy, regular_only
 from ptsave.support import config, torch_dcp
-from ptsave.support.torch_serialization import restricted_unpickler
+from ptsave.support.torch_names import restricted_unpickler
 
 # Gaps of up to this size are read, not left out; for columns of a tensor the limit is lower.
 MAX_GAP = 64 << 10

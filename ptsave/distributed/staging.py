@@ -15,8 +15,7 @@ from ptsave import _C
 from ptsave.background import saves
 from ptsave.background.saves import Reservation
 from ptsave.support import config
-from ptsave.support.torch_distributed import is_distributed_tensor
-from ptsave.support.torch_tensors import storage_id_of
+from ptsave.support.torch_names import is_distributed_tensor, storage_id_of
 
 _PLAIN_TYPES = (Tensor, Parameter)
 # If a tensor uses a smaller share of its storage, only the tensor is copied.

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from ptsave.contents.directories import find_files
 from ptsave.errors import CorruptCheckpointError
-from ptsave.sources.local import named_errors, position_kept
+from ptsave.sources.locations import named_errors, position_kept
 from ptsave.sources.ranges import RangeSource
 
 # The globals that most files name and that every torch allows.
@@ -141,7 +141,7 @@ def _pickle_of(source: RangeSource) -> bytes:
     from ptsave.archive.damage import check_compressed_members
     from ptsave.archive.opening import open_source_archive
     from ptsave.contents.opening import require_saved_object
-    from ptsave.support.torch_serialization import ArchiveFileReader
+    from ptsave.support.torch_names import ArchiveFileReader
 
     reader = open_source_archive(source, verify=True)
     require_saved_object(reader)
@@ -155,7 +155,7 @@ def _pickle_of(source: RangeSource) -> bytes:
 
 def unsafe_globals(names: Iterable[str]) -> list[str]:
     """Return the globals that neither torch nor the user allows with ``weights_only=True``."""
-    from ptsave.support.torch_serialization import allowed_globals, user_allowed_globals
+    from ptsave.support.torch_names import allowed_globals, user_allowed_globals
 
     allowed = {*allowed_globals(), *user_allowed_globals()}
     return sorted(name for name in names if name not in allowed)
@@ -163,7 +163,7 @@ def unsafe_globals(names: Iterable[str]) -> list[str]:
 
 def never_allowed(module: str) -> bool:
     """Whether torch refuses a module's functions even if the user allows them."""
-    from ptsave.support.torch_serialization import blocked_modules
+    from ptsave.support.torch_names import blocked_modules
 
     return module in ("", *blocked_modules)
 

@@ -23,11 +23,11 @@ from ptsave.contents.opening import recover as recovery_of
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError, bare_message
 from ptsave.inspection.pickle_globals import globals_in_pickle
 from ptsave.inspection.reports import NO_CHECKSUMS, Problem, Verification, compare_with_index
-from ptsave.sources.local import position_kept
+from ptsave.sources.locations import position_kept
 from ptsave.sources.ranges import FsspecFile, RangeSource
 from ptsave.support.calls import ProgressCallback, progress_from
 from ptsave.support.text import count_text, some_of
-from ptsave.support.torch_serialization import restricted_unpickler
+from ptsave.support.torch_names import restricted_unpickler
 from ptsave.tree.containers import MAX_DEPTH
 from ptsave.tree.tree import EntryTree
 

@@ -26,8 +26,7 @@ from ptsave.archive.reader import RecordReader
 from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.serialization import save
 from ptsave.sources.kinds import ZIP_MAGIC
-from ptsave.sources.locations import sync_path
-from ptsave.sources.temporary import name_for
+from ptsave.sources.locations import name_for, sync_path
 from ptsave.support import config
 from ptsave.support.calls import check_flags
 

@@ -21,7 +21,7 @@ from ptsave.installation import installed
 from ptsave.integrations.pending_saves import Pending
 from ptsave.integrations.staged_folders import StagedFolder, in_place_of, staged_folders_in
 from ptsave.streaming import safetensors_functions
-from ptsave.support.rank_lock import RankLock, last_word_of
+from ptsave.support.rank_groups import RankLock, last_word_of
 
 __all__ = ["FolderParts", "FolderSaves", "give_up", "writes_in_background"]
 

@@ -20,8 +20,7 @@ from ptsave.background.async_save import async_save
 from ptsave.background.save_future import SaveFuture
 from ptsave.background.saves import release_own
 from ptsave.errors import SaveError, add_note
-from ptsave.sources.locations import is_url_target, sync_path
-from ptsave.sources.temporary import STAGING, staging_name
+from ptsave.sources.locations import STAGING, is_url_target, staging_name, sync_path
 from ptsave.sources.url_locations import UrlLocation, save_errors
 from ptsave.support.locks import HeldLock, try_lock
 from ptsave.writing.targets import absolute, replaceable_file, resolve_file

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from ptsave.sources.locations import sync_path
-from ptsave.sources.temporary import folder_for, folders_in
+from ptsave.sources.locations import folder_for, folders_in, sync_path
 from ptsave.support.locks import FolderLock
 from ptsave.writing.targets import mount_of
 

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from ptsave.models.weight_plan import WeightPlan, takes_slices
 from ptsave.state.copying import PLAIN_TYPES
 from ptsave.support import config
 from ptsave.support.calls import ProgressCallback, pausing_garbage_collection, progress_from
-from ptsave.support.torch_distributed import is_distributed_tensor
-from ptsave.support.torch_tensors import set_grad_enabled
+from ptsave.support.torch_names import is_distributed_tensor, set_grad_enabled
+
+if TYPE_CHECKING:
+    from ptsave.models.weight_parts import WeightSlice
 
 _PIECE_NBYTES = 32 << 20  # tensors that are only converted come in such pieces
 

@@ -42,7 +42,7 @@ from ptsave.models.shards import (
 from ptsave.models.weight_parts import Part, WeightSlice
 from ptsave.support.calls import ProgressCallback
 from ptsave.support.group_call import GroupCall, agree_on_file
-from ptsave.support.torch_tensors import set_grad_enabled
+from ptsave.support.torch_names import set_grad_enabled
 
 _MAX_STAGED_NBYTES = 32 << 20  # memory that is kept for reuse
 

@@ -27,21 +27,20 @@ from ptsave.models.weight_plan import (
     ModuleLoadOptions,
     WeightPlan,
 )
-from ptsave.sources.local import describe
-from ptsave.sources.locations import refuse_url
+from ptsave.sources.locations import describe, refuse_url
 from ptsave.state.renaming import Rename, Renaming
 from ptsave.state.trusted_loading import have_code_of_their_own, overrides_load_state_dict
 from ptsave.support.calls import (
     ProgressCallback,
     check_flags,
+    failing_together,
+    has_others,
     one_of,
     pausing_garbage_collection,
     progress_bar,
     warn_user,
 )
 from ptsave.support.text import some_of
-from ptsave.support.together import failing_together, has_others
-from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import (
     apply_to_tensors_of,
     buffers_of,
@@ -49,7 +48,7 @@ from ptsave.support.torch_modules import (
     parameters_of,
     tensors_in,
 )
-from ptsave.support.torch_tensors import make_subclass
+from ptsave.support.torch_names import is_distributed_tensor, make_subclass
 
 if TYPE_CHECKING:
     from ptsave.models.group_weights import GroupWeights

@@ -23,8 +23,8 @@ from ptsave.models.weight_parts import Part, fits
 from ptsave.models.weight_plan import Delivery, ModuleLoadOptions, WeightPlan
 from ptsave.state.copying import Copier, Mismatch, Replacement
 from ptsave.state.renaming import renamed_metadata
-from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import METADATA, IncompatibleKeys, tensors_in
+from ptsave.support.torch_names import is_distributed_tensor
 
 if TYPE_CHECKING:
     from ptsave.models.group_weights import GroupFilling

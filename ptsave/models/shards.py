@@ -42,7 +42,7 @@ from ptsave.contents.files import (
 )
 from ptsave.contents.opening import OpenOptions, open_file
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkpoint
-from ptsave.sources.local import n_files_to_hold
+from ptsave.sources.locations import n_files_to_hold
 from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
 from ptsave.state.copying import PLAIN_TYPES
 from ptsave.support.calls import ProgressCallback, progress_from

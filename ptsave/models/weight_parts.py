@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ptsave.archive.spans import unfilled_tensors
 from ptsave.models.shards import Entry, Read
-from ptsave.support.torch_distributed import is_distributed_tensor, local_part_of
+from ptsave.support.torch_names import is_distributed_tensor, local_part_of
 from ptsave.tree.extents import check_index
 
 _ONE_ELEMENT = (torch.Size([]), torch.Size([1]))

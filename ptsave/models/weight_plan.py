@@ -18,7 +18,6 @@ from ptsave.models.weight_parts import fits, parts_along
 from ptsave.state.copying import PLAIN_TYPES, Mismatch, mismatch_message, raise_load_errors
 from ptsave.state.lazy_buffers import lazy_buffer_hooks, new_buffer
 from ptsave.state.renaming import Renaming
-from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.support.torch_modules import (
     buffers_of,
     having,
@@ -26,6 +25,7 @@ from ptsave.support.torch_modules import (
     pre_hooks_of,
     tensors_in,
 )
+from ptsave.support.torch_names import is_distributed_tensor
 from ptsave.tree.extents import ADVICE, default_limit
 
 

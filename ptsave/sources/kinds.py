@@ -120,11 +120,7 @@ def is_safetensors(head: bytes, nbytes: int) -> bool:
 
 
 def kind_of(head: bytes, nbytes: int) -> Kind | None:
-    r"""Return the kind of checkpoint that a file of `nbytes` bytes begins as, or None.
-
-    >>> kind_of(b"PK\x03\x04", 4), kind_of(b"<html>", 6)
-    ('zip', None)
-    """
+    """Return the kind of checkpoint that a file of `nbytes` bytes begins as, or None."""
     if is_zip(head):
         return "zip"
     if is_legacy(head):

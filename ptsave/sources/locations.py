@@ -1,18 +1,21 @@
-"""Where files are: directories near and far, and URLs.
+"""Where files are: directories near and far, URLs, local files, and temporary names.
 
 A directory is a `Location`: a `LocalFolder`, or a `UrlLocation` of a file system that fsspec knows.
-`resolve` in writing/targets.py decides what is written to, opening.py what is read from.
+`resolve` in writing/targets.py decides what is written to, ranges.py what is read from.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from ptsave.errors import UnsupportedUrlError
 
@@ -21,6 +24,12 @@ _URL = rf"({_SCHEME}::)*{_SCHEME}://"
 # A URL that pathlib or normpath has collapsed: s3:/bucket/file.
 _COLLAPSED = rf"(?P<first>({_SCHEME}::)*{_SCHEME}:)/(?!/)"
 
+_BY_STATUS: dict[int, type[OSError]] = {
+    401: PermissionError,
+    403: PermissionError,
+    404: FileNotFoundError,
+    410: FileNotFoundError,
+}
 
 # ---------------------------------------------------------------------------------- directories
 
@@ -130,8 +139,6 @@ class LocalFolder(Location):
         return os.path.lexists(self.join(name))
 
     def identity(self, name: str) -> object:
-        from ptsave.sources.local import identity_of
-
         return identity_of(self.join(name))
 
     def bytes_of(self, name: str) -> bytes:
@@ -152,9 +159,12 @@ class LocalFolder(Location):
         os.makedirs(self.path, exist_ok=True)
 
     def remove_leftovers(self, is_own: Callable[[str], bool]) -> None:
-        from ptsave.sources.temporary import remove_leftovers
+        from ptsave import _C
 
-        remove_leftovers(self.path, is_own)
+        with suppress(FileNotFoundError):
+            for target in {*map(target_of, os.listdir(self.path))} - {""}:
+                if is_own(target):
+                    _C.remove_leftovers(os.fsencode(self.join(target)))
 
     def check_room(self, nbytes: int) -> None:
         from ptsave import _C
@@ -232,9 +242,6 @@ def is_url_target(f: Any) -> bool:
 
     With two slashes it is a URL even if such a directory exists: another program may have made a
     directory ``s3:`` by mistake.
-
-    >>> is_url_target("s3://bucket/model.pt"), is_url_target("./s3://bucket/model.pt")
-    (True, False)
     """
     return isinstance(f, str) and "://" in f and re.match(_URL, f) is not None
 
@@ -271,6 +278,42 @@ def url_to_fs(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
     return found
 
 
+@contextmanager
+def os_errors(url: str) -> Iterator[None]:
+    """Map errors of fsspec and its HTTP client in the block to an OSError that names the URL.
+
+    fsspec raises FileNotFoundError whatever a web server answers; the answer is in the cause.
+    Errors of HTTP clients are recognized by common attributes, because the clients may not be
+    installed.
+    """
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
+        if cause is None and isinstance(error, OSError) and error.errno is None:
+            # Most file systems give only the path, without the URL's beginning.
+            reason = os.strerror(errno.ENOENT)
+            raise FileNotFoundError(errno.ENOENT, reason, url) from error
+        if cause is None or (cause is error and isinstance(error, OSError) and error.args):
+            raise
+        raise _os_error(url, cause) from error
+
+
+def _os_error(url: str, error: BaseException) -> OSError:
+    status = getattr(error, "status", None)
+    if isinstance(status, int):
+        reason = f"{status} {getattr(error, 'message', '')}".strip()
+        return _BY_STATUS.get(status, OSError)(f"{url}: its server answers {reason}")
+    asyncio = sys.modules.get("asyncio")  # imported already if the error is asyncio's
+    timeouts = (TimeoutError,) if asyncio is None else (TimeoutError, asyncio.TimeoutError)
+    if isinstance(error, timeouts):
+        return TimeoutError(f"{url}: its server did not answer in time")
+    kind = ConnectionError if isinstance(error, OSError) else OSError
+    return kind(f"{url}: {type(error).__name__}: {error}")
+
+
 def refuse_storage_options(storage_options: Mapping[str, Any] | None) -> None:
     """Raise if there are options for a URL's file system, but no URL."""
     if storage_options:
@@ -295,3 +338,206 @@ def with_path(url: str, change: Callable[[str], str]) -> str:
         path = path.partition("?")[0]
     links[i] = f"{scheme}://{change(path)}"
     return "::".join(links)
+
+
+# ---------------------------------------------------------------------------------- local files
+
+# For legacy files, whose storages torch reads itself.
+_TORCH_READ_ERROR = r"read\(\): fd \d+ failed with (.+)"
+
+
+def describe(f: Any) -> str:
+    """Return the name of `f` for messages: a path, a file object's name, or its type."""
+    if isinstance(f, (str, os.PathLike)):
+        return os.fsdecode(f)
+    name = getattr(f, "name", None)
+    return name if isinstance(name, str) else f"<{type(f).__name__}>"
+
+
+def engine_name(name: str) -> bytes:
+    """Encode the name of memory for the engine, also a name that no file can have."""
+    return name.encode(sys.getfilesystemencoding(), "backslashreplace")
+
+
+@contextmanager
+def named_errors(name: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file in an OSError of the block, also for a RuntimeError of torch's reads."""
+    try:
+        yield
+    except OSError as error:
+        name_file(error, name)
+        raise
+    except RuntimeError as error:
+        reason = re.search(_TORCH_READ_ERROR, str(error))
+        if reason is None:
+            raise
+        number = {os.strerror(each): each for each in errno.errorcode}.get(reason[1], errno.EIO)
+        raise OSError(number, reason[1], os.fspath(name)) from error
+
+
+def name_file(error: OSError, name: str | os.PathLike[str]) -> None:
+    """Name the file in an error of the system that names none."""
+    if error.errno is not None and error.filename is None:
+        error.filename = os.fspath(name)
+
+
+@contextmanager
+def position_kept(f: Any) -> Iterator[None]:
+    """Restore the position of a file object that has one, after the block."""
+    position = None
+    if hasattr(f, "tell") and hasattr(f, "seek"):
+        with suppress(OSError):  # of a pipe or a socket, which is refused later
+            position = f.tell()
+    try:
+        yield
+    finally:
+        if position is not None:
+            f.seek(position)
+
+
+def real_file(f: Any) -> Any:
+    """Return the file object that reads straight from a descriptor, or None if `f` has none.
+
+    Subclasses may do anything with the bytes, so only exact types count, also below a buffer.
+    """
+    tempfile = sys.modules.get("tempfile")
+    fsspec = sys.modules.get("fsspec.implementations.local")  # Lightning opens checkpoints by it
+    if tempfile is not None and type(f) is tempfile._TemporaryFileWrapper:
+        f = f.file
+    elif fsspec is not None and type(f) is fsspec.LocalFileOpener:
+        f = f.f
+    if type(f) in (io.BufferedReader, io.BufferedWriter, io.BufferedRandom):
+        return f if not f.closed and type(f.raw) is io.FileIO else None
+    return f if type(f) is io.FileIO and not f.closed else None
+
+
+Identity: TypeAlias = "tuple[int, ...]"
+_N_DESCRIPTORS = 3  # per file: its own, the engine's, and one for direct reads
+
+
+def n_files_to_hold() -> int:
+    """Return how many files may be open for reading; half of the room is for others."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        limit = 1 << 20
+    try:
+        n_open = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        n_open = limit // 2
+    return max(1, (limit - n_open) // (2 * _N_DESCRIPTORS))
+
+
+@contextmanager
+def naming_limit(n_files: int) -> Iterator[None]:
+    """Name the limit if the set of files that the block opens is too large for it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EMFILE or n_files == 1:
+            raise
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        reason = (
+            f"{os.strerror(errno.EMFILE)}: this process may have {limit} of them, and the "
+            f"{n_files} of this set are read together: raise the limit (ulimit -n)"
+        )
+        raise OSError(errno.EMFILE, reason, error.filename) from error
+
+
+def identity_of(file: int | str | os.PathLike[str]) -> Identity:
+    """Return values that tell a file, by descriptor or path, from another file of its name."""
+    status = os.stat(file)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def require_identity(found: Identity, wanted: Identity, path: str) -> None:
+    """Raise an OSError if a file that was opened again is another file by now."""
+    if found != wanted:
+        raise OSError(
+            errno.ESTALE,
+            "the file was replaced or changed while its checkpoint was being read",
+            path,
+        )
+
+
+# ------------------------------------------------------------------------------ temporary names
+
+# The engine names and locks its files by the first rule (`AtomicFile` in csrc/core/io/file.h).  It
+# shortens names that become too long; `target_of` knows these, too.
+#
+# .<name>.<16 hex digits>.ptsave      a new file, beside the one that it replaces
+# .<name>.ptsave                      a directory that holds a new directory <name>
+# .staged-<16 hex digits>.ptsave      a directory that hides the name of its file
+SUFFIX = ".ptsave"
+STAGING = r"\.staged-[0-9a-f]{16}\.ptsave"  # a pattern of `staging_name`
+_N_DIGITS = 16
+_MAX_NAME_BYTES = 255
+
+
+def name_for(name: str) -> str:
+    """Return a new name for a file to be renamed to `name`."""
+    return f".{name}.{_token()}{SUFFIX}"
+
+
+def staging_name() -> str:
+    """Return a new name for a directory that contains nothing of its file's name."""
+    return f".staged-{_token()}{SUFFIX}"
+
+
+def _token() -> str:
+    import secrets
+
+    return secrets.token_hex(_N_DIGITS // 2)
+
+
+def folder_for(name: str) -> str:
+    """Return the name of the directory that holds a new `name`; a digest shortens a long one."""
+    whole = f".{name}{SUFFIX}"
+    if len(os.fsencode(whole)) <= _MAX_NAME_BYTES:
+        return whole
+    import hashlib
+
+    digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+    return f".{name[:50]}-{digest}{SUFFIX}"
+
+
+def folders_in(directory: str, prefix: str) -> list[str]:
+    """Return the `name` of each `folder_for(name)` in a directory, by the beginning of `name`."""
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    found = [name for name in names if name.startswith(f".{prefix}") and name.endswith(SUFFIX)]
+    return [name[1 : -len(SUFFIX)] for name in found]
+
+
+def target_of(entry: str) -> str:
+    """Return the name that a temporary file was to get; "" for any other name."""
+    from ptsave import _core
+
+    return os.fsdecode(_core.target_of_temporary(os.fsencode(entry)))
+
+
+def rivals_of(temporary: str) -> list[str]:
+    """Return other writers' temporary files for the same path, in this process or another.
+
+    `temporary` is the caller's own file, such as ``.run.pt.4f1c0a93b2d7e856.ptsave`` in its
+    directory.  Files that a killed process has left do not count.
+    """
+    folder, own = os.path.split(temporary)
+    prefix = re.escape(own[: -_N_DIGITS - len(SUFFIX)])
+    same = rf"{prefix}[0-9a-f]{{{_N_DIGITS}}}{re.escape(SUFFIX)}"
+    try:
+        names = sorted(os.listdir(folder or "."))
+    except OSError:  # a directory may be writable, but not readable
+        return []
+    others = [name for name in names if name != own and re.fullmatch(same, name)]
+    return [path for path in (os.path.join(folder, name) for name in others) if _is_written(path)]
+
+
+def _is_written(path: str) -> bool:
+    from ptsave.support.locks import is_locked
+
+    with suppress(OSError):  # the file is gone, or another user's
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return is_locked(file)
+        finally:
+            os.close(file)
+    return False

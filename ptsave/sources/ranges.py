@@ -1,4 +1,4 @@
-"""Sources of byte ranges: local files, file objects, buffers, URLs.
+"""Sources of byte ranges: local files, file objects, buffers, URLs; opens what an address names.
 
 Only the ranges asked for are fetched, and the bytes of tensors go into the tensors.  The engine
 reads only files.  So for an archive elsewhere it gets a file in memory, of the archive's size and
@@ -11,18 +11,31 @@ import copy
 import errno
 import io
 import os
-import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ptsave.errors import UnsupportedUrlError
-from ptsave.sources.kinds import HEAD_NBYTES, Kind, kind_of, regular_only
-from ptsave.sources.local import Identity, identity_of, name_file, require_identity
-from ptsave.sources.locations import url_to_fs, with_path
+from ptsave.sources.kinds import HEAD_NBYTES, Kind, kind_of, refuse_special_stream, regular_only
+from ptsave.sources.locations import (
+    Identity,
+    LocalFolder,
+    Location,
+    describe,
+    identity_of,
+    is_url,
+    is_url_source,
+    name_file,
+    options_of,
+    os_errors,
+    real_file,
+    require_identity,
+    url_to_fs,
+    with_path,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,12 +44,6 @@ if TYPE_CHECKING:
 _MAX_GAP = 64 << 10
 _MAX_MERGED = 16 << 20
 _STREAM_NBYTES = 4 << 20  # fetched at once when a whole file is read
-_BY_STATUS: dict[int, type[OSError]] = {
-    401: PermissionError,
-    403: PermissionError,
-    404: FileNotFoundError,
-    410: FileNotFoundError,
-}
 
 
 def expect_no_more_reads(descriptor: int) -> None:
@@ -53,14 +60,17 @@ class RangeSource:
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of each range (begin, end)."""
         pieces = [self._read(*where) for where in ranges]
-        for piece, (begin, end) in zip(pieces, ranges, strict=True):
-            if len(piece) != end - begin:
-                raise self._incomplete(len(piece), begin, end)
+        self._require_whole(pieces, ranges)
         return pieces
 
     def _read(self, begin: int, end: int) -> bytes:
         """Return the bytes of a range, or fewer at the end of the file."""
         raise NotImplementedError
+
+    def _require_whole(self, pieces: list[bytes], ranges: Sequence[tuple[int, int]]) -> None:
+        for piece, (begin, end) in zip(pieces, ranges, strict=True):
+            if len(piece) != end - begin:
+                raise self._incomplete(len(piece), begin, end)
 
     def _incomplete(self, nbytes: int, begin: int, end: int) -> OSError:
         return OSError(
@@ -144,47 +154,9 @@ class FsspecFile(RangeSource):
             pieces = self.file_system.cat_ranges(
                 [self.path] * len(merged), begins, ends, on_error="raise"
             )
-        for piece, begin, end in zip(pieces, begins, ends, strict=True):
-            if len(piece) != end - begin:
-                raise self._incomplete(len(piece), begin, end)
+        self._require_whole(pieces, merged)
         found = [(begin, end, bisect_right(begins, begin) - 1) for begin, end in ranges]
         return [pieces[i][begin - begins[i] : end - begins[i]] for begin, end, i in found]
-
-
-@contextmanager
-def os_errors(url: str) -> Iterator[None]:
-    """Map errors of fsspec and its HTTP client in the block to an OSError that names the URL.
-
-    fsspec raises FileNotFoundError whatever a web server answers; the answer is in the cause.
-    Errors of HTTP clients are recognized by common attributes, because the clients may not be
-    installed.
-    """
-    try:
-        yield
-    except ImportError:
-        raise
-    except Exception as error:
-        cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
-        if cause is None and isinstance(error, OSError) and error.errno is None:
-            # Most file systems give only the path, without the URL's beginning.
-            reason = os.strerror(errno.ENOENT)
-            raise FileNotFoundError(errno.ENOENT, reason, url) from error
-        if cause is None or (cause is error and isinstance(error, OSError) and error.args):
-            raise
-        raise _os_error(url, cause) from error
-
-
-def _os_error(url: str, error: BaseException) -> OSError:
-    status = getattr(error, "status", None)
-    if isinstance(status, int):
-        reason = f"{status} {getattr(error, 'message', '')}".strip()
-        return _BY_STATUS.get(status, OSError)(f"{url}: its server answers {reason}")
-    asyncio = sys.modules.get("asyncio")  # imported already if the error is asyncio's
-    timeouts = (TimeoutError,) if asyncio is None else (TimeoutError, asyncio.TimeoutError)
-    if isinstance(error, timeouts):
-        return TimeoutError(f"{url}: its server did not answer in time")
-    kind = ConnectionError if isinstance(error, OSError) else OSError
-    return kind(f"{url}: {type(error).__name__}: {error}")
 
 
 class _RangeStream(io.RawIOBase):
@@ -459,3 +431,72 @@ class SparseFile(_OpenFile):
         while data:
             n = os.pwrite(self.descriptor, data, offset)
             data, offset = data[n:], offset + n
+
+
+Folder: TypeAlias = Location  # one that is a directory
+
+
+def folder_of(path: str, storage_options: Mapping[str, Any]) -> Folder:
+    """Return the directory of a file, given its path or URL.
+
+    >>> folder_of("zip://model/a.index.json::memory://models.zip", {}).path
+    'zip://model::memory://models.zip'
+    """
+    if not is_url(path):
+        return LocalFolder(os.path.dirname(path))
+    from ptsave.sources.url_locations import UrlLocation
+
+    return UrlLocation(with_path(path, os.path.dirname), storage_options)
+
+
+def open_folder_or_file(
+    f: Any, storage_options: Mapping[str, Any] | None = None
+) -> Folder | RangeSource:
+    """Open anything that may hold a checkpoint: a directory, or a file as `open_source` does."""
+    if is_url_source(f, storage_options):
+        try:
+            return FsspecFile(f, options_of(storage_options))
+        except IsADirectoryError:
+            from ptsave.sources.url_locations import UrlLocation
+
+            return UrlLocation(f, options_of(storage_options))
+    if isinstance(f, (str, os.PathLike)) and os.path.isdir(f):
+        return LocalFolder(os.fsdecode(f))
+    return _open_local(f)
+
+
+def folder_at(f: Any, storage_options: Mapping[str, Any] | None = None) -> Folder | None:
+    """Return the directory that a path or URL names; None for a file or a file object."""
+    if not isinstance(f, (str, os.PathLike)):
+        return None
+    place = open_folder_or_file(f, storage_options)
+    if isinstance(place, Folder):
+        return place
+    place.close()
+    return None
+
+
+def open_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> RangeSource:
+    """Open the bytes of a path, a URL, or a seekable file object from its position on."""
+    if is_url_source(f, storage_options):
+        return FsspecFile(f, options_of(storage_options))
+    return _open_local(f)
+
+
+def _open_local(f: Any) -> RangeSource:
+    path = describe(f)
+    if isinstance(f, (str, os.PathLike)):
+        try:
+            with io.FileIO(os.fspath(f), opener=regular_only) as stream:
+                return LocalFile(stream, path)
+        except OSError as error:
+            name_file(error, path)
+            raise
+    if not all(hasattr(f, method) for method in ("read", "seek", "tell")):
+        raise TypeError(f"expected a path, a URL or a seekable file, not {type(f).__name__}")
+    if type(f) is io.BytesIO:
+        return Buffer(f, path)
+    if real_file(f) is not None:
+        refuse_special_stream(f, path)
+        return LocalFile(f, path)
+    return FileObject(f, path)

@@ -23,9 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from ptsave.errors import SaveError, UnsupportedUrlError, add_note
-from ptsave.sources.locations import Location, options_of, url_to_fs, with_path
-from ptsave.sources.ranges import os_errors
-from ptsave.sources.temporary import name_for
+from ptsave.sources.locations import Location, name_for, options_of, os_errors, url_to_fs, with_path
 
 _PART_NBYTES = 16 << 20
 _MAX_N_PARTS = 10_000  # of S3; others allow more

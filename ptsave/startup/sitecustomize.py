@@ -17,8 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__: list[str] = []
-
 _FOLDER = Path(__file__).resolve().parent
 
 

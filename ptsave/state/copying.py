@@ -21,7 +21,7 @@ from torch.overrides import is_tensor_like
 
 from ptsave import _C
 from ptsave._C import copies_plainly
-from ptsave.support.torch_tensors import untyped_of
+from ptsave.support.torch_names import untyped_of
 from ptsave.tree.containers import walk
 
 # Key, shape in the state dict and shape in the module.

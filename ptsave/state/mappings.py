@@ -21,7 +21,7 @@ from ptsave.state.copying import (
     tensors_in,
 )
 from ptsave.support.torch_modules import IncompatibleKeys as TorchsIncompatibleKeys
-from ptsave.support.torch_tensors import modes_are_active
+from ptsave.support.torch_names import modes_are_active
 from ptsave.tree.containers import items_of
 
 

@@ -52,7 +52,7 @@ from ptsave.support.torch_modules import (
     pre_hooks_of,
     register_pre_hook,
 )
-from ptsave.support.torch_tensors import modes_are_active
+from ptsave.support.torch_names import modes_are_active
 from ptsave.tree.containers import items_of
 
 

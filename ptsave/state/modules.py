@@ -18,7 +18,7 @@ from ptsave.state.trusted_loading import (
 )
 from ptsave.support.torch_modules import METADATA, post_hooks_of
 from ptsave.support.torch_modules import IncompatibleKeys as TorchsIncompatibleKeys
-from ptsave.support.torch_tensors import storage_id_of
+from ptsave.support.torch_names import storage_id_of
 from ptsave.tree.containers import is_container, items_of, walk, walk_entries
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ptsave.support.torch_distributed import is_distributed_tensor
+from ptsave.support.torch_names import is_distributed_tensor
 from ptsave.tree.containers import items_of, walk
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"

@@ -26,7 +26,7 @@ from ptsave.support.torch_modules import (
     optimizer_post_hooks_of,
     optimizer_pre_hooks_of,
 )
-from ptsave.support.torch_tensors import has_internal_overlap, storage_id
+from ptsave.support.torch_names import has_internal_overlap, storage_id
 from ptsave.tree.containers import items_of
 from ptsave.tree.extents import span_of
 

@@ -29,11 +29,11 @@ from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.sources.kinds import regular_only
 from ptsave.sources.ranges import LocalFile, RangeSource, expect_no_more_reads
 from ptsave.support import config
-from ptsave.support.torch_tensors import storage_id
+from ptsave.support.torch_names import storage_id
 from ptsave.tree.leaves import tensors_over
 
 if TYPE_CHECKING:
-    from ptsave.contents.dcp import DcpContents  # its torch module takes a second
+    from ptsave.contents.dcp import DcpContents
     from ptsave.dcp.checkpoint import Chunk, DcpTensor
     from ptsave.dcp.rank_files import RankFiles
     from ptsave.dcp.read_plan import StoredTensor

@@ -1,4 +1,4 @@
-"""What public calls share: checks of options, progress, warnings, and pauses of the collector."""
+"""What public calls share: checks of options, progress, warnings, pauses, failures of ranks."""
 
 from __future__ import annotations
 
@@ -166,3 +166,30 @@ class _Pause:
 
 # For a block that makes many objects.
 pausing_garbage_collection = _Pause
+
+
+# -------------------------------------------------------------------------------------------- ranks
+
+
+def has_others(group: Any) -> bool:
+    """Return whether a process group, or None, has other ranks; raises as `GroupCall` does."""
+    if group is None:
+        return False
+    from ptsave.support.group_call import GroupCall
+
+    return GroupCall(group).size > 1
+
+
+@contextmanager
+def failing_together(group: Any, name: str) -> Iterator[None]:
+    """Tell the other ranks of an error in the block, in place of their first exchange."""
+    try:
+        yield
+    except Exception as error:
+        if has_others(group):
+            from ptsave.support.group_call import GroupCall
+
+            call = GroupCall(group)
+            call.name = name
+            call.agree(None, error)
+        raise

@@ -1,13 +1,15 @@
-"""Tuning: the only reader of ptsave's environment variables."""
+"""Tuning: the only reader of ptsave's environment variables, and this process's memory limits."""
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
-
-from ptsave.support import memory_limits
 
 MIB = 1 << 20
 _MAX_N_DIGITS = 100  # with leading zeros; int() raises another error for thousands of digits
@@ -36,16 +38,16 @@ def current() -> Config:
     as not set.  A wrong value is a ValueError that names the variable.
     """
     cores = len(os.sched_getaffinity(0))
-    n_threads = _positive("PTSAVE_NUM_THREADS", min(cores, 16))
+    n_threads = read_integer("PTSAVE_NUM_THREADS", min(cores, 16))
     n_local_ranks = local_world_size()
-    pinned_nbytes = max(1, min(64 * MIB, memory_limits.share_nbytes(n_local_ranks) // 8))
+    pinned_nbytes = max(1, min(64 * MIB, share_nbytes(n_local_ranks) // 8))
     direct_io = _switch("PTSAVE_DIRECT_IO", default=True)
     return Config(
         n_threads=n_threads,
         n_direct_writers=min(4 * n_threads, 12),
         n_readers=max(4, min(6 * n_threads // n_local_ranks, 24)),
-        max_pinned_nbytes=_positive("PTSAVE_MAX_PINNED_BYTES", pinned_nbytes),
-        max_staged_nbytes=_positive("PTSAVE_MAX_STAGED_BYTES", 0) or None,
+        max_pinned_nbytes=read_integer("PTSAVE_MAX_PINNED_BYTES", pinned_nbytes),
+        max_staged_nbytes=read_integer("PTSAVE_MAX_STAGED_BYTES", 0) or None,
         direct_io=direct_io,
         direct_reads=direct_io and n_local_ranks == 1,
         verify=_switch("PTSAVE_VERIFY", default=True),
@@ -83,7 +85,7 @@ def local_world_size() -> int:
     return max(1, int(text)) if re.fullmatch("[0-9]{1,6}", text) else 1
 
 
-def read_integer(variable: str, default: int, *, minimum: int) -> int:
+def read_integer(variable: str, default: int, *, minimum: int = 1) -> int:
     """Read an environment variable that holds an integer of at least `minimum` (0 or 1).
 
     An empty variable counts as not set.  Raises a ValueError for other values, and for numbers that
@@ -99,10 +101,6 @@ def read_integer(variable: str, default: int, *, minimum: int) -> int:
     return int(text)
 
 
-def _positive(variable: str, default: int) -> int:
-    return read_integer(variable, default, minimum=1)
-
-
 def _switch(variable: str, *, default: bool) -> bool:
     text = os.environ.get(variable)
     if not text:
@@ -110,3 +108,187 @@ def _switch(variable: str, *, default: bool) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"{variable} must be 0 or 1, not {text[:_MAX_SHOWN]!r}")
     return text == "1"
+
+
+# ------------------------------------------------------------------------------------ memory limits
+
+# A container's limit is the limit of a control group (cgroup).  Both versions of cgroups are read,
+# because both may be mounted.  A group's limit binds every group in it, so all ancestors count that
+# the mounts show.  An absent or malformed number is no limit.
+
+_ROOT = Path("/")
+_MAX_FILE_NBYTES = 1 << 20  # of /proc/self/mountinfo, which grows with the number of mounts
+
+
+class _Version(NamedTuple):
+    """The file names of one version of control groups."""
+
+    filesystem: str
+    limits: tuple[str, ...]
+    usage: str
+    cached: tuple[str, ...]  # lines of memory.stat: pages given back before any process is killed
+
+
+_V1 = _Version(
+    "cgroup",
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+# Above memory.high nothing is killed, but everything is slowed down to a crawl.
+_V2 = _Version(
+    "cgroup2", ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")
+)
+
+
+class _Group(NamedTuple):
+    """One control group that this process is in, itself or through a descendant."""
+
+    folder: Path
+    version: _Version
+    is_own: bool
+
+    def limit_nbytes(self) -> int:
+        limits = [_number(self.folder / name) for name in self.version.limits]
+        if self.is_own and self.version is _V1:  # the limits of ancestors that no mount shows
+            limits.append(self._statistics().get("hierarchical_memory_limit"))
+        return min((limit for limit in limits if limit), default=sys.maxsize)
+
+    def available_nbytes(self) -> int:
+        """Return the bytes that the limit leaves; the group's cached file pages count as free."""
+        limit = self.limit_nbytes()
+        if limit >= _physical_nbytes():
+            return limit
+        used = _number(self.folder / self.version.usage)
+        if used is None:
+            return limit
+        statistics = self._statistics()
+        cached = sum(statistics.get(name, 0) for name in self.version.cached)
+        return max(0, limit - max(0, used - cached))
+
+    def _statistics(self) -> dict[str, int]:
+        text = _text(self.folder / "memory.stat")
+        return {name: int(value) for name, value in re.findall(r"^(\w+) (\d{1,19})$", text, re.M)}
+
+
+def limit_nbytes(root: Path = _ROOT) -> int:
+    """Return the bytes of memory that the machine and this process's control groups allow.
+
+    `root` is the directory of ``proc`` and of the mounts; tests give another one than ``/``.
+    """
+    groups = [group.limit_nbytes() for group in _groups(root)]
+    return min([_physical_nbytes(), *groups])
+
+
+def available_nbytes(root: Path = _ROOT) -> int:
+    """Return how many of the allowed bytes are free now, or hold only cached files."""
+    free = _meminfo(root).get("MemAvailable", _physical_nbytes())
+    return min([free, *(group.available_nbytes() for group in _groups(root))])
+
+
+def dirty_nbytes(root: Path = _ROOT) -> int:
+    """Return the bytes of files that the machine has not written to its disks yet."""
+    lines = _meminfo(root)
+    return lines.get("Dirty", 0) + lines.get("Writeback", 0)
+
+
+def share_nbytes(n_ranks: int, root: Path = _ROOT) -> int:
+    """Return one rank's part of `limit_nbytes`, or the process's own limit if that is less."""
+    limit = _limit_of_machine() if root == _ROOT else limit_nbytes(root)
+    return max(1, min(limit // n_ranks, _own_limit_nbytes()))
+
+
+@cache
+def _limit_of_machine() -> int:
+    # Cached, because each save and load asks.
+    return limit_nbytes()
+
+
+os.register_at_fork(after_in_child=_limit_of_machine.cache_clear)
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    """Return the lines of ``/proc/meminfo`` that are sizes, in bytes."""
+    found = re.findall(r"^(\w+): +(\d{1,16}) kB$", _text(root / "proc/meminfo"), re.M)
+    return {name: int(value) * 1024 for name, value in found}
+
+
+def _physical_nbytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _own_limit_nbytes() -> int:
+    """Return the limit of this process alone (``ulimit -v``, ``-d``)."""
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=sys.maxsize)
+
+
+# --------------------------------------------------------------------------------- control groups
+
+
+def _groups(root: Path) -> Iterator[_Group]:
+    """Yield this process's groups that have a memory controller, with their ancestors."""
+    paths = dict(_own_paths(_text(root / "proc/self/cgroup")))
+    mounts = list(_mounts(_text(root / "proc/self/mountinfo")))
+    for version, path in paths.items():
+        own = [(source, target) for kind, source, target in mounts if kind is version]
+        # A container may see only its own group, under a name that is not in the path.  One of the
+        # two is the host's name, and the other is the container's.
+        inside = [
+            (path.relative_to(source), target)
+            for source, target in own
+            if path.is_relative_to(source) and ".." not in path.parts
+        ]
+        for below, target in inside or [(PurePosixPath(), target) for _, target in own]:
+            mount = root / target.relative_to("/")
+            for part in (below, *below.parents):
+                yield _Group(mount / part, version, is_own=part == below)
+
+
+def _own_paths(text: str) -> Iterator[tuple[_Version, PurePosixPath]]:
+    """Parse ``/proc/self/cgroup``: lines of number, controllers and path, with colons between."""
+    for line in text.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not path.startswith("/"):
+            continue
+        if number == "0" and not controllers:
+            yield _V2, PurePosixPath(path)
+        elif "memory" in controllers.split(","):
+            yield _V1, PurePosixPath(path)
+
+
+def _mounts(text: str) -> Iterator[tuple[_Version, PurePosixPath, PurePosixPath]]:
+    """Parse ``/proc/self/mountinfo`` for the mounts of control groups: version, root, place."""
+    for line in text.splitlines():
+        place, _, kind = line.partition(" - ")
+        if not kind.startswith(_V1.filesystem):
+            continue
+        fields, types = place.split(" "), kind.split(" ")
+        if len(fields) < 5 or len(types) < 3:
+            continue
+        source, target = (PurePosixPath(_unescaped(field)) for field in fields[3:5])
+        if not (source.is_absolute() and target.is_absolute()):
+            continue
+        if types[0] == _V2.filesystem:
+            yield _V2, source, target
+        elif types[0] == _V1.filesystem and "memory" in types[2].split(","):
+            yield _V1, source, target
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-3][0-7]{2})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None for "max", for other text and without a file."""
+    text = _text(path).strip()
+    return int(text) if re.fullmatch("[0-9]{1,20}", text) else None
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return os.fsdecode(file.read(_MAX_FILE_NBYTES))
+    except (OSError, ValueError):  # ValueError: a null character in a path
+        return ""

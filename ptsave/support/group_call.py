@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,19 +16,11 @@ from torch import distributed
 from torch.distributed import distributed_c10d
 
 from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
-from ptsave.support.torch_distributed import device_of_group, timeout_of_group
 
 # Types for errors of other ranks: the first type that fits the error.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (
-        pickle.UnpicklingError,
-        MemoryError,
-        KeyError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-    )
+    for kind in (UnpicklingError, MemoryError, KeyError, TypeError, ValueError, RuntimeError)
 }
 # By group and ranks: a host's group holds connections, so it is kept as long as the whole group.
 _made: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
@@ -63,16 +55,14 @@ class GroupCall:
     def divide(self, hosts: Sequence[str]) -> None:
         """Let one rank of each host read for its host; `hosts` has the host of each rank."""
         ranks = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        near = _in_global_order(self._group, ranks)
+        # The order of a new group that is made of these ranks.
+        near = sorted(ranks, key=lambda rank: distributed.get_global_rank(self._group, rank))
         self._near = host_group(self._group, near) if len(near) > 1 else None
         self.is_reader = near[0] == self.rank
         self.is_divided = True
 
     def agree_on_contents(self, digest: Callable[[], bytes]) -> None:
-        """Return to a single reader if the hosts' readers have opened different files.
-
-        `digest` returns a digest of the contents that this rank has opened.
-        """
+        """Return to a single reader if the digests of what the readers have opened differ."""
         found = self.agree(digest() if self.is_divided and self.is_reader else None)
         if len({each for each in found if each is not None}) > 1:
             self._near, self.is_reader, self.is_divided = self._group, self.rank == 0, False
@@ -101,10 +91,7 @@ class GroupCall:
         return values[0]
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Begin to send the reader's bytes to its ranks; ``wait()`` of the result ends it.
-
-        Returns None if there are no other ranks to send to.
-        """
+        """Begin to send the reader's bytes to its ranks, if any; return what waits for the end."""
         if self._near is None:
             return None
         return distributed.broadcast(tensor, group=self._near, group_src=0, async_op=True)
@@ -216,10 +203,7 @@ def together(
 
 
 def _described(error: Exception, rank: int) -> tuple[str, str, dict[str, Any]]:
-    """Return the JSON values that `_error_of_other` needs on the other ranks.
-
-    A CorruptCheckpointError gets the rank that found the damage.
-    """
+    """Return an error as `_error_of_other` needs it; damage gets the rank that found it."""
     if isinstance(error, CorruptCheckpointError):
         error.rank = rank if error.rank is None else error.rank
         names = ("path", "record", "offset", "entries", "rank")
@@ -234,10 +218,7 @@ def _described(error: Exception, rank: int) -> tuple[str, str, dict[str, Any]]:
 def _error_of_other(
     name: str, what: str, kind: str, words: str, details: dict[str, Any]
 ) -> Exception:
-    """Return an error for another rank's error, of the same type.
-
-    `name` is the file or directory of the call; `what` says which rank failed, and at what.
-    """
+    """Return an error of the same type for another rank's error."""
     if kind == "OSError":
         return OSError(details["errno"], f"{what}: {words}", details["filename"] or name)
     message = f"{name}: {what}: {words}"
@@ -258,11 +239,6 @@ def host_identity() -> str:
     with suppress(OSError):
         start = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{os.uname().nodename} {start}"
-
-
-def _in_global_order(group: Any, ranks: Sequence[int]) -> list[int]:
-    """Return ranks of a group in the order of a new group made of them."""
-    return sorted(ranks, key=lambda rank: distributed.get_global_rank(group, rank))
 
 
 def host_group(group: Any, ranks: Sequence[int]) -> Any:
@@ -293,3 +269,31 @@ def _connecting(timeout: timedelta | None) -> timedelta | None:
     if timeout is None:
         return None
     return max(timeout / _GLOO_CONNECTS, min(timeout, _MIN_CONNECTING))
+
+
+def device_of_group(group: Any) -> torch.device:
+    """Return the device on which a process group exchanges tensors: the CPU if it can.
+
+    Raises a RuntimeError if this process has no such device.
+    """
+    kinds = [device.type for device in group._device_types]
+    if not kinds or "cpu" in kinds:
+        return torch.device("cpu")
+    try:
+        return torch.empty(0, device=kinds[0]).device  # the current device of that kind
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RuntimeError(
+            f"process_group exchanges tensors on devices of type {kinds[0]}, and this process "
+            "cannot make one there: make a group that can use the CPU, "
+            f'torch.distributed.new_group(backend="gloo"), and pass that ({error})'
+        ) from error
+
+
+def timeout_of_group(group: Any) -> timedelta | None:
+    """Return how long a process group waits for its ranks; None if it does not say."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None

@@ -12,9 +12,6 @@ from contextlib import contextmanager, suppress
 from ptsave import _C
 from ptsave.errors import SaveError
 
-# Errors of a file system without locks.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-
 
 class HeldLock:
     """Holds the descriptor of a locked file; a forked child closes its copy."""
@@ -47,13 +44,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def try_lock(descriptor: int, *, wait: bool = False) -> bool | None:
-    """Lock, by default without waiting: False if it is locked, None if there are no locks.
-
-    >>> import tempfile
-    >>> with tempfile.NamedTemporaryFile() as file, open(file.name) as other:
-    ...     print(try_lock(file.fileno()), try_lock(other.fileno()))
-    True False
-    """
+    """Lock, by default without waiting: False if it is locked, None if there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -88,18 +79,6 @@ class FolderLock(HeldLock):
     """Makes and locks a directory; raises a SaveError about `place` if it is locked already.
 
     On a file system without locks, other processes are not kept out.
-
-    >>> import os, tempfile
-    >>> with tempfile.TemporaryDirectory() as parent:
-    ...     lock = FolderLock(f"{parent}/folder", ".lock", "step-1")
-    ...     try:
-    ...         FolderLock(f"{parent}/folder", ".lock", "step-1")
-    ...     except OSError as error:
-    ...         print("another process is saving" in str(error))
-    ...     lock.release()
-    ...     print(os.listdir(parent))
-    True
-    []
     """
 
     def __init__(self, folder: str, name: str, place: str) -> None:
@@ -131,7 +110,9 @@ class FolderLock(HeldLock):
         except FileNotFoundError:
             return None
         try:
-            _lock(descriptor, place)
+            if try_lock(descriptor) is False:
+                reason = "another process is saving there: wait until it has, or save elsewhere"
+                raise SaveError(errno.EBUSY, reason, place)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
                     return descriptor
@@ -140,17 +121,3 @@ class FolderLock(HeldLock):
             raise
         os.close(descriptor)
         return None
-
-
-def _lock(descriptor: int, place: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise SaveError(
-            errno.EBUSY,
-            "another process is saving there: wait until it has, or save elsewhere",
-            place,
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise

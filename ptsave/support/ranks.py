@@ -33,10 +33,7 @@ def checked_rank(rank: object) -> int | None:
 
 
 def check_rank_is_named(directory: str, rank: int | None) -> None:
-    """Raise if all ranks of a job would save to one directory of checkpoints.
-
-    `rank` is the rank that saves, or None if the caller has named none.
-    """
+    """Raise if the caller names no `rank`, and all would save to one directory of checkpoints."""
     if rank is not None:
         return
     n_ranks = _n_ranks()
@@ -91,7 +88,7 @@ def _n_ranks() -> int:
     n_in_group = distributed.get_world_size() if _has_group() else 1
     if n_in_group > 1:
         return n_in_group
-    return read_integer("WORLD_SIZE", 1, minimum=1)
+    return read_integer("WORLD_SIZE", 1)
 
 
 def _own_rank() -> int | None:

@@ -30,12 +30,7 @@ def shape_text(shape: Sequence[object]) -> str:
 
 
 def dtype_text(dtype: torch.dtype | str) -> str:
-    """Return the name of a dtype without its module.
-
-    >>> import torch
-    >>> dtype_text(torch.bfloat16)
-    'bfloat16'
-    """
+    """Return the name of a dtype without its module: ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -81,10 +76,7 @@ def cut(text: str, width: int) -> str:
     """
     if n_columns(text) <= width:
         return text
-    kept = text[: width - 2]
-    while n_columns(kept) > width - 2:
-        kept = kept[:-1]
-    return f"{kept}.."
+    return f"{_beginning(text, width - 2)}.."
 
 
 def cut_in_the_middle(text: str, width: int) -> str:
@@ -96,12 +88,14 @@ def cut_in_the_middle(text: str, width: int) -> str:
     if n_columns(text) <= width:
         return text
     half = (width - 2) // 2
-    begin, end = text[:half], text[-half:]
-    while n_columns(begin) > half:
-        begin = begin[:-1]
-    while n_columns(end) > half:
-        end = end[1:]
-    return f"{begin}..{end}"
+    return f"{_beginning(text, half)}..{_beginning(text[::-1], half)[::-1]}"
+
+
+def _beginning(text: str, width: int) -> str:
+    kept = text[:width]
+    while n_columns(kept) > width:
+        kept = kept[:-1]
+    return kept
 
 
 def padded(text: str, width: int) -> str:

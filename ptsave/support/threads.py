@@ -62,16 +62,14 @@ class Thread(threading.Thread):
 
     def start(self) -> None:
         """Start the thread and wait until it has begun; raise if it cannot be started."""
+        failure: Exception = MemoryError("a thread ran out of memory while it was starting")
         try:
             super().start()
-        except (RuntimeError, MemoryError):
-            if not self._begins():
-                self._forget()
-                raise
-        else:
-            if not self._begins():
-                self._forget()
-                raise MemoryError("a thread ran out of memory while it was starting")
+        except (RuntimeError, MemoryError) as error:
+            failure = error
+        if not self._begins():
+            threading._limbo.pop(self, None)  # type: ignore[attr-defined]  # as about to begin
+            raise failure
 
     def run(self) -> None:
         self._call(self._waiting.release)
@@ -84,10 +82,6 @@ class Thread(threading.Thread):
                 return self._waiting.acquire(blocking=False)
             del entry
         return True
-
-    def _forget(self) -> None:
-        # threading lists the thread as about to begin.
-        threading._limbo.pop(self, None)  # type: ignore[attr-defined]
 
 
 class _Entry:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
-from ptsave.support.torch_version import private
+from ptsave.support.torch_names import private
 
 _DYNAMO = "torch._dynamo"
 _AFTER_CONFIG = f"{_DYNAMO}.convert_frame"  # is imported once the configuration exists

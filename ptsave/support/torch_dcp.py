@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ptsave.support.torch_version import private
+from ptsave.support.torch_names import private
 
 # Where the bytes of an item are: relative_path, offset, length, transform_descriptors.
 StorageInfo: Any = private(filesystem, "_StorageInfo")

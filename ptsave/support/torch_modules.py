@@ -20,7 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.modules.module import _WrappedHook as WrappedHook
 from torch.optim import Optimizer
 
-from ptsave.support.torch_version import private
+from ptsave.support.torch_names import private
 
 # Imported names that other modules import from here.
 __all__ = ["EXTRA_STATE_KEY_SUFFIX", "IncompatibleKeys", "InstanceNorm", "NormBase", "WrappedHook"]

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 
 from ptsave.archive.loading import LoadOptions
 from ptsave.contents.loading import load_source
-from ptsave.sources.local import describe
+from ptsave.sources.locations import describe
 from ptsave.state.copying import tensors_in
 from ptsave.state.modules import IncompatibleKeys
-from ptsave.support.calls import check_flags
-from ptsave.support.together import failing_together, has_others
+from ptsave.support.calls import check_flags, failing_together, has_others
 from ptsave.training.options import RestoreOptions, check_named, entries_of
 from ptsave.training.restoring import RestoringCopier, check_locations, restoring
 from ptsave.training.targets import (

@@ -89,7 +89,7 @@ class RankParts:
     def begin(self) -> None:
         """Lock the directory; raise a RuntimeError if another job saves there."""
         if self._lock is None and isinstance(self._place, Path):
-            from ptsave.support.rank_lock import RankLock
+            from ptsave.support.rank_groups import RankLock
 
             self._lock = RankLock(self._place, self._ranks.rank, self._ranks.size)
 

@@ -26,13 +26,10 @@ from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
 from ptsave.contents.loading import load_source
 from ptsave.errors import add_note
-from ptsave.sources.local import describe
-from ptsave.sources.locations import is_url_source
+from ptsave.sources.locations import describe, is_url_source
 from ptsave.state.copying import Copier, CopyLater, Replacement, tensors_in
-from ptsave.support.calls import ProgressCallback, progress_bar
-from ptsave.support.together import has_others
-from ptsave.support.torch_serialization import restricted_unpickler
-from ptsave.support.torch_tensors import storage_id_of
+from ptsave.support.calls import ProgressCallback, has_others, progress_bar
+from ptsave.support.torch_names import restricted_unpickler, storage_id_of
 
 if TYPE_CHECKING:
     from ptsave.archive.group_archive import GroupArchive

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ptsave.support.calls import parse_size
-from ptsave.support.torch_tensors import storage_id
+from ptsave.support.torch_names import storage_id
 
 Index: TypeAlias = int | slice | EllipsisType | None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ptsave.support.text import some_of
-from ptsave.support.torch_tensors import untyped_of
+from ptsave.support.torch_names import untyped_of
 from ptsave.tree.containers import (
     MAX_DEPTH,
     Path,

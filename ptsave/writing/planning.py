@@ -17,8 +17,14 @@ from torch.serialization import DEFAULT_PROTOCOL, location_tag, normalize_storag
 
 from ptsave import _C
 from ptsave.support.calls import check_flags
-from ptsave.support.torch_serialization import options, storage_alignment
-from ptsave.support.torch_tensors import numel_of_typed, storage_id, storage_type_name, untyped_of
+from ptsave.support.torch_names import (
+    numel_of_typed,
+    options,
+    storage_alignment,
+    storage_id,
+    storage_type_name,
+    untyped_of,
+)
 from ptsave.writing.targets import is_url_file, name_of, root_for_path
 
 _Records: TypeAlias = "_C.PlannedRecord | _C.StorageList"

@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from ptsave import _C
 from ptsave.errors import SaveError, operation_of
-from ptsave.sources.local import real_file
 from ptsave.sources.locations import (
     LocalFolder,
     Location,
     is_url_target,
+    real_file,
     refuse_storage_options,
     refuse_url_target,
 )
-from ptsave.support import config, memory_limits
+from ptsave.support import config
 from ptsave.support.calls import ProgressCallback
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def direct_nbytes(nbytes: int, *, fsync: bool, in_background: bool = False) -> i
     if in_background:
         return nbytes if nbytes > limit // 2 else 0
     n_ranks = config.local_world_size()  # other ranks of this host save, too
-    excess = memory_limits.dirty_nbytes() + nbytes * n_ranks - (begin + limit) // 2
+    excess = config.dirty_nbytes() + nbytes * n_ranks - (begin + limit) // 2
     return min(max(0, -(-excess // n_ranks)), nbytes)
 
 
@@ -585,4 +585,4 @@ def _dirty_limit(name: str, default: int) -> int:
     except (OSError, ValueError):
         return default
     # In a control group, the ratio is of the memory that its limit leaves.
-    return memory_limits.available_nbytes() * ratio // 100
+    return config.available_nbytes() * ratio // 100

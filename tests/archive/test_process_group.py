@@ -30,7 +30,7 @@ import ptsave
 from ptsave.archive import group_archive
 from ptsave.archive.group_archive import PART_ALIGNMENT, StorageView, is_viewable
 from ptsave.models import group_weights
-from ptsave.support import group_call, torch_distributed
+from ptsave.support import group_call
 
 CHUNK_NBYTES = 1 << 14
 MIB = 1 << 20
@@ -336,9 +336,7 @@ def test_one_rank_of_each_host_reads(folder: Path, ranks: Ranks, hosts: str) -> 
         assert ranks.opened == (4 if rank < 2 else 0)
         if len(hosts) == 4:
             made = group_call.host_group(group, [rank % 2, rank % 2 + 2])
-            assert torch_distributed.timeout_of_group(made) == torch_distributed.timeout_of_group(
-                group
-            )
+            assert group_call.timeout_of_group(made) == group_call.timeout_of_group(group)
 
     ranks.run(load, hosts)
 
@@ -447,7 +445,7 @@ def test_a_backend_whose_devices_are_not_here(
         class Elsewhere:
             _device_types = (torch.device("xpu"),)
 
-        found = torch_distributed.device_of_group
+        found = group_call.device_of_group
         monkeypatch.setattr(group_call, "device_of_group", lambda group: found(Elsewhere()))
         call = partial(ptsave.load, folder / "model.pt", process_group=distributed.group.WORLD)
         with pytest.raises(RuntimeError, match=r"type xpu, .*new_group\(backend=.gloo.\)"):
@@ -461,7 +459,7 @@ def test_ranks_of_a_host_wait_for_data_as_long_as_the_group(tmp_path: Path) -> N
 
     def act(rank: int) -> None:
         near = group_call.host_group(distributed.group.WORLD, [0, 1])
-        assert torch_distributed.timeout_of_group(near) == timedelta(seconds=10)
+        assert group_call.timeout_of_group(near) == timedelta(seconds=10)
         if rank == 1:
             time.sleep(6)
         distributed.barrier(near)

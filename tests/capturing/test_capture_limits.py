@@ -25,8 +25,8 @@ from ptsave.background import saves
 from ptsave.capturing.capture import Capture, _default_staged_nbytes
 from ptsave.capturing.run import CapturedRun
 from ptsave.capturing.schema import parse_name
-from ptsave.sources.temporary import rivals_of
-from ptsave.support import memory_limits
+from ptsave.sources.locations import rivals_of
+from ptsave.support import config
 
 MIB = 1 << 20
 
@@ -51,7 +51,7 @@ def test_the_default_of_memory_on_its_way_from_accelerators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Is 1 GiB, or less in a small container, or one that many ranks share."""
-    monkeypatch.setattr(memory_limits, "share_nbytes", lambda n_ranks: (64 << 30) // n_ranks)
+    monkeypatch.setattr(config, "share_nbytes", lambda n_ranks: (64 << 30) // n_ranks)
     assert _default_staged_nbytes() == 1024 * MIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert _default_staged_nbytes() == 512 * MIB

@@ -15,31 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stock_comparison import assert_same_object, saved_bytes, stock_load, stock_save
+from stock_comparison import SOURCE_PLACE, assert_same_object, saved_bytes, stock_load, stock_save
 
 import ptsave
 from ptsave import _C
-
-__all__ = [
-    "DEFLATED",
-    "Archive",
-    "Entry",
-    "Outcome",
-    "Part",
-    "archive_of",
-    "complaint_about",
-    "core_of",
-    "flip",
-    "flip_middle",
-    "flipped",
-    "offset_of",
-    "outcome_of",
-    "outcomes_all_ways",
-    "outcomes_of",
-    "parts_of",
-    "patched",
-    "same_object",
-]
 
 DEFLATED = 8
 _LOCAL, _CENTRAL, _END = 0x04034B50, 0x02014B50, 0x06054B50
@@ -305,7 +284,6 @@ def same_object(actual: Any, expected: Any) -> bool:
 
 # ------------------------------------------------------------------------------------ judging
 
-_SOURCE_PLACE = re.compile(r"\[enforce fail at [\w.]+:\d+\] *\. *")
 _DOCUMENTED = (RuntimeError, pickle.UnpicklingError, OSError, ValueError, EOFError)
 _MAX_SECONDS = 2.0
 # What torch's reader itself says about an archive; any other error is what it stumbled over later.
@@ -319,7 +297,7 @@ _EARLIER = re.compile("CRC-32|invalid filename|not in a subdirectory|two records
 
 def core_of(error: BaseException) -> str:
     """Return what people match on in torch's message."""
-    text = _SOURCE_PLACE.sub("", str(error))
+    text = SOURCE_PLACE.sub("", str(error))
     return text.partition(". This is an internal miniz error")[0].partition("  (Could")[0].strip()
 
 

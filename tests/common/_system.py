@@ -26,13 +26,7 @@ NOBODY = 65534
 
 
 class Child:
-    """A forked process that runs `action`; one of the methods has to wait for it.
-
-    Attributes
-    ----------
-    pid : int
-        Its number.
-    """
+    """A forked process that runs `action`; one of the methods has to wait for it."""
 
     def __init__(
         self, action: Callable[[], object], before: Callable[[], object] | None = None

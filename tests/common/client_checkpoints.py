@@ -15,14 +15,6 @@ from warm_python import run_warm
 
 from ptsave.writing.targets import FileWriter
 
-__all__ = [
-    "assert_same_state",
-    "imported",
-    "killed_by_itself",
-    "names_written_by_the_engine",
-    "share_of_the_engine",
-]
-
 
 def imported(name: str, *needed: str) -> Any:
     """Import a library, or skip the test where it, or what it needs, is not installed."""

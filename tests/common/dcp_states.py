@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing
+from forked_ranks import ForkedRanks
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -140,19 +141,9 @@ def differences(state: Any, expected: Any, path: str = "") -> list[str]:
 
 def run_ranks(world_size: int, function: Callable[..., None], folder: Path, *args: Any) -> None:
     """Run ``function(rank, world_size, *args)`` on so many processes with a gloo group."""
-    store = folder / f"store-{world_size}-{len(list(folder.glob('store-*')))}"
-    processes: Any = multiprocessing
-    arguments = (world_size, str(store), function, args)
-    processes.start_processes(_enter, arguments, world_size, start_method="fork")
 
-
-def _enter(
-    rank: int, world_size: int, store: str, function: Callable[..., None], args: tuple[Any, ...]
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    try:
+    def run(rank: int) -> None:
         function(rank, world_size, *args)
         dist.barrier()
-    finally:
-        dist.destroy_process_group()
+
+    ForkedRanks(folder, run, world_size, timeout_s=TIMEOUT_S).join()

@@ -18,8 +18,6 @@ import pytest
 from click.testing import CliRunner
 from doc_blocks import Block, blocks_of
 
-__all__ = ["ROOT", "PageRunner"]
-
 ROOT = Path(__file__).resolve().parents[2]
 
 # Small programs of every system; anything else has to have a case of its own below.
@@ -43,15 +41,7 @@ class _Interrupts(io.StringIO):
 
 
 class PageRunner:
-    """Runs one page in the current directory.
-
-    Parameters
-    ----------
-    page : Path
-        The Markdown file.
-    monkeypatch : pytest.MonkeyPatch
-        Patches, environment variables included, for the hidden blocks of the page.
-    """
+    """Runs a page in the current directory; `monkeypatch` is for its hidden blocks."""
 
     def __init__(self, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._page = page

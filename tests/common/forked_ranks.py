@@ -16,27 +16,11 @@ from _system import Child
 
 from ptsave.archive.spans import EngineSpans
 
-__all__ = ["ForkedRanks", "fail_read"]
-
 
 class ForkedRanks:
     """Processes that run one function, each with its rank, as launchers start them.
 
-    Parameters
-    ----------
-    folder : Path
-        A directory for all.
-    action : callable
-        The function.
-    size : int, default 2
-        How many there are.
-    timeout_s : float, default 60
-        The group's, in seconds.
-
-    Attributes
-    ----------
-    children : list of Child
-        The processes; one of the methods has to wait for them.
+    They meet in a directory, and wait for each other for `timeout_s` seconds.
     """
 
     def __init__(

@@ -13,8 +13,6 @@ from ptsave.contents.outline import Outline, outline_of
 from ptsave.inspection.reports import FileListing, listing_of
 from ptsave.sources.ranges import LocalFile
 
-__all__ = ["assert_equal_or_left_to_torch", "by_torch", "outlined"]
-
 
 def outlined(data: bytes, folder: Path) -> Outline | None:
     path = folder / "outlined.pt"

@@ -8,8 +8,6 @@ from captured_runs import tensors_in
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-__all__ = ["build", "first_tensor", "trees"]
-
 
 class Block(nn.Module):
     """A module whose contents and outputs hypothesis chooses."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from warm_python import WarmProcess
 
-__all__ = ["Ranks"]
-
 _HEAD = """
 import datetime, json, os, signal, sys, time
 from pathlib import Path
@@ -51,18 +49,7 @@ if in_group:
 class Ranks:
     """Processes that run one program, which may use what `_HEAD` defines and fills ``found``.
 
-    Parameters
-    ----------
-    folder : Path
-        A directory for all.
-    program : str
-        Its lines.
-    size : int
-        How many there are.
-    in_group : bool, default True
-        Whether they have a process group over gloo.
-    timeout : float, default 60
-        The group's, in seconds.
+    They meet in a directory, in a process group unless `in_group` is false.
     """
 
     def __init__(

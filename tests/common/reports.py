@@ -9,7 +9,7 @@ from ptsave.contents.directories import CheckpointFiles, checkpoint_files
 from ptsave.contents.opening import OpenOptions, open_checkpoint
 from ptsave.inspection.reports import FileListing, Problem, Verification, listing_of
 from ptsave.inspection.verification import verify_all
-from ptsave.sources.local import position_kept
+from ptsave.sources.locations import position_kept
 
 
 def list_file(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> FileListing:

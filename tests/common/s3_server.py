@@ -23,13 +23,7 @@ _CODES = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}
 
 
 class S3Server:
-    """A server that runs.
-
-    Attributes
-    ----------
-    options : dict
-        The `storage_options` for it.
-    """
+    """A server that runs; `options` are the `storage_options` for it."""
 
     def __init__(self, port: int) -> None:
         self.endpoint = f"http://{HOST}:{port}"

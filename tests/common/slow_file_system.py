@@ -38,19 +38,8 @@ def slow_file_system(
 ) -> Iterator[Path]:
     """Mount a folder's files; yields a file that says which requests to read there were.
 
-    Parameters
-    ----------
-    source, mountpoint : Path
-        The folder, and an empty one.
-    delay : float
-        Seconds that each request takes at least.
-    bandwidth : float
-        Bytes per second of all requests together.
-
-    Raises
-    ------
-    OSError
-        If the system does not let us mount.
+    Each request takes `delay` seconds, and all together get `bandwidth` bytes per second.  Raises
+    an OSError if the system does not let us mount.
     """
     log = mountpoint.with_suffix(".log")
     command = [sys.executable, __file__, str(source), str(mountpoint), str(delay), str(bandwidth)]

@@ -18,34 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.serialization import load as stock_load
-from torch.serialization import save as stock_save
 
 import ptsave
 
-__all__ = [
-    "TORCH_CHECKS_RECORD_SIZES",
-    "assert_interchangeable",
-    "assert_same_bytes",
-    "assert_same_failure",
-    "assert_same_load",
-    "assert_same_load_failure",
-    "assert_same_object",
-    "assert_same_outcome",
-    "assert_same_save_failure",
-    "deflated",
-    "dtypes",
-    "failure_of",
-    "save_without_checksums",
-    "saved_bytes",
-    "sparse_tensors_to_validate",
-    "stock_load",
-    "stock_save",
-    "storage_bytes",
-    "typed_storage",
-    "zip_records",
-    "zipped",
-]
+stock_load, stock_save = torch.serialization.load, torch.serialization.save
 
 
 def _torch_checks_record_sizes() -> bool:
@@ -66,7 +42,7 @@ TORCH_CHECKS_RECORD_SIZES = _torch_checks_record_sizes()
 _ATOMS = (type(None), bool, int, str, bytes, type, FunctionType, ModuleType)
 _TORCH_ATOMS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme)
 # Where in torch's sources an error was raised is not part of what people match on.
-_SOURCE_PLACE = re.compile(r"\[enforce fail at [\w.]+:\d+\] *\. *")
+SOURCE_PLACE = re.compile(r"\[enforce fail at [\w.]+:\d+\] *\. *")
 
 
 # ------------------------------------------------------------------------------------ saving
@@ -79,11 +55,11 @@ def saved_bytes(save: Callable[..., object], obj: object, **options: Any) -> byt
     return stream.getvalue()
 
 
-def assert_same_bytes(obj: object, folder: Path, **options: Any) -> bytes:
+def assert_same_bytes(obj: object, folder: Path, *, name: str = "file.pt", **options: Any) -> bytes:
     """Both engines must write the same file, to a path and to memory; returns the latter."""
     expected = saved_bytes(stock_save, obj, **options)
     assert saved_bytes(ptsave.save, obj, **options) == expected, "in memory"
-    stock_path, path = folder / "stock" / "file.pt", folder / "ptsave" / "file.pt"
+    stock_path, path = folder / "stock" / name, folder / "ptsave" / name
     for each in (stock_path, path):
         each.parent.mkdir(parents=True, exist_ok=True)
     stock_save(obj, stock_path, **options)
@@ -242,7 +218,7 @@ def assert_same_save_failure(
 
 
 def _message(error: BaseException, ignore: str) -> str:
-    text = _SOURCE_PLACE.sub("", str(error))
+    text = SOURCE_PLACE.sub("", str(error))
     return re.sub(ignore, "", text) if ignore else text
 
 

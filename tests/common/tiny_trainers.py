@@ -10,8 +10,6 @@ import torch
 from client_checkpoints import assert_same_state, imported
 from stock_comparison import assert_same_object
 
-__all__ = ["N_STEPS", "assert_same_checkpoint", "imported_transformers", "make_trainer", "state_of"]
-
 N_STEPS = 6
 
 

@@ -7,10 +7,12 @@ down to the memory it lies in, without a look at any value.
 from __future__ import annotations
 
 import collections
+import io
 import os
 import pickle
 import pickletools
 import random
+import re
 import struct
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,8 +31,6 @@ from torch import _weights_only_unpickler
 
 from ptsave.archive import unpickling
 from ptsave.archive.opening import open_archive
-
-__all__ = ["SAFE_GLOBALS", "Subject", "corpus", "disagreement", "mutated"]
 
 # ------------------------------------------------------------------------- what pickles are of
 
@@ -196,8 +196,6 @@ class Subject:
     """An archive whose pickle can be replaced."""
 
     def __init__(self, archive: bytes) -> None:
-        import io
-
         reader = open_archive(io.BytesIO(archive), verify=True)
         assert reader is not None
         self.reader = reader
@@ -274,8 +272,6 @@ def _other_error(ours: Any, stock: Exception) -> str | None:
 
 
 def _without_addresses(error: Exception) -> str:
-    import re
-
     return re.sub(r"0x[0-9a-f]+", "", str(error).partition("\n")[0])  # torch's stack follows
 
 

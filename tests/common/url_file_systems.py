@@ -16,21 +16,13 @@ TOKEN = {"token": "let me in"}
 
 
 class PlainFileSystem(MemoryFileSystem):  # type: ignore[misc]
-    """A file system in memory whose files are visible, and incomplete, while they are written.
-
-    Attributes
-    ----------
-    failures : dict of str to BaseException
-        What each method raises, if it is not to work.
-    lost_nbytes : int
-        How much of a file is lost without a word.
-    """
+    """A file system in memory whose files are visible, and incomplete, while they are written."""
 
     protocol = PLAIN
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
-    failures: ClassVar[dict[str, BaseException]] = {}
-    lost_nbytes: ClassVar[int] = 0
+    failures: ClassVar[dict[str, BaseException]] = {}  # what each method raises
+    lost_nbytes: ClassVar[int] = 0  # of a file, without a word
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:

@@ -21,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["WarmProcess", "run_warm"]
-
 # Forks twice for each request: the first child waits for the second and reports how it ended.
 _SERVER = """
 import array, gc, json, os, socket, sys
@@ -109,18 +107,7 @@ def _address() -> Path:
 class WarmProcess:
     """A program in a process of its own, with the interface of `subprocess.Popen`.
 
-    Parameters
-    ----------
-    program : str
-        Its lines; indentation that all have is taken away.
-    *arguments : object
-        ``sys.argv[1:]``, as text.
-    stdin, stdout, stderr : int or file, optional
-        As for `subprocess.Popen`.
-    env : mapping, optional
-        Its environment; that of this process by default.
-    cwd : path, optional
-        Its directory.
+    All lines of the program may be indented; the arguments are texts or become texts.
     """
 
     def __init__(

@@ -16,7 +16,6 @@ import math
 import pathlib
 import pickle
 import random
-import sys
 import uuid
 import weakref
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import dill
 import numpy as np
 import pytest
 import torch
+from _pickling import PICKLED
 from _system import in_threads
 from stock_comparison import (
     assert_interchangeable,
@@ -149,10 +149,11 @@ def _deep(depth: int = 150) -> Any:
     return nested
 
 
+# What torch refuses to load, or loads with a warning.
+_NOT_PLAIN = ("ints", "bytes", "sets", "classes", "functions", "legacy storages")
 # What the restricted unpickler reads without being told.
 PLAIN: dict[str, Factory] = {
-    "none": lambda: None,
-    "booleans": lambda: [True, False],
+    **{name: make for name, make in PICKLED.items() if name not in _NOT_PLAIN},
     "integers": lambda: [
         sign * (2**n_bits + more)
         for n_bits in (0, 8, 16, 31, 32, 63, 64)
@@ -160,20 +161,10 @@ PLAIN: dict[str, Factory] = {
         for more in (-1, 0)
     ],
     "huge integers": lambda: [2**200, -(2**200), 2**2039 - 1],
-    "floats": lambda: [0.0, -0.0, 1.5, math.inf, -math.inf, math.nan, 5e-324, sys.float_info.max],
-    "complex": lambda: [1 + 2j, complex("nan"), -0j],
-    "strings": lambda: ["", "text", "ünï\u975e\U0001f525", "\0", "a" * 300, "a" * 70_000, "\ud800"],
-    "equal strings that are not one": lambda: ["".join(["sto", "rage"]), "storage", "cpu"],
-    "bytes": lambda: [b"\x00\xff", b"a" * 300, bytes(range(256)) * 300],
+    "some bytes": lambda: [b"\x00\xff", b"a" * 300, bytes(range(256)) * 300],
+    "some sets": lambda: [set(), {1, 2, 3}, {"one"}],
     "bytearray": lambda: [bytearray(b"bytearray"), bytearray(b"\0")],
-    "lists": lambda: [[], [[]], [[1], [2, [3]]]],
-    "tuples": lambda: [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((), ((),))],
-    "dicts": lambda: {"a": {}, 1: {"b": 2}, (1, 2): 3, None: 4, 1.5: 5, False: 6, b"k": 7},
-    "sets": lambda: [set(), {1, 2, 3}, {"one"}],
-    "ordered dict": lambda: collections.OrderedDict([("b", 1), ("a", 2)]),
-    "ordered dict with attributes": lambda: _with_attributes(
-        collections.OrderedDict(a=torch.ones(2)), _metadata={"": {"version": 1}}
-    ),
+    "keys of dicts": lambda: {"a": {}, 1: {"b": 2}, (1, 2): 3, None: 4, 1.5: 5, False: 6, b"k": 7},
     "counter": lambda: collections.Counter("abracadabra"),
     "torch values": lambda: [
         torch.Size([1, 2]),
@@ -188,14 +179,7 @@ PLAIN: dict[str, Factory] = {
     ],
     "more than one batch": lambda: [list(range(2500)), dict.fromkeys(range(2500))],
     "a batch and one": lambda: [list(range(1001)), dict.fromkeys(range(1001))],
-    "more memo entries than a byte": lambda: [[str(i)] * 2 for i in range(400)],
     "itself": _itself,
-    "shared parts": lambda: [
-        part := [1, torch.ones(2)],
-        part,
-        pair := (part, "text"),
-        {"pair": pair, "part": part},
-    ],
     "deep nesting": _deep,
 }
 
@@ -237,6 +221,7 @@ UNSAFE: dict[str, tuple[Factory, list[Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_objects(name: str, tmp_path: Path) -> None:
     assert_interchangeable(PLAIN[name](), tmp_path)
@@ -297,18 +282,6 @@ def _mixed_storages() -> list[Any]:
     ]
 
 
-def _math_bits() -> list[torch.Tensor]:
-    tensor = torch.randn(4, dtype=torch.complex64)
-    conjugate = torch.conj(tensor)
-    return [
-        tensor,
-        conjugate,
-        torch._neg_view(tensor),
-        torch._neg_view(conjugate),
-        conjugate.imag if conjugate.imag.dtype == tensor.dtype else conjugate.real.clone(),
-    ]
-
-
 def _requires_grad() -> list[torch.Tensor]:
     leaf = torch.ones(3, requires_grad=True)
     leaf.grad = torch.ones(3)  # is not saved
@@ -336,20 +309,13 @@ TENSORS: dict[str, Factory] = {
     **{f"{dtype}": functools.partial(bits, dtype) for dtype in DTYPES},
     **{f"views of {dtype}": functools.partial(_some_views, dtype) for dtype in DTYPES[:-1]},
     "scalars": lambda: [torch.tensor(1.5), torch.tensor(True), torch.tensor(3 + 4j)],
-    "no elements": lambda: [torch.empty(0), torch.empty(3, 0, 2), torch.empty(0, dtype=torch.int8)],
     "one storage without elements": lambda: [t := torch.empty(0), t.view(0, 2), t],
     "views": _views,
     "views before their base": lambda: dict(reversed(list(_views().items()))),
-    "ties": lambda: {"a": (t := torch.ones(4)), "b": t, "c": t.view(-1), "d": t.clone()},
     "storages and tensors": _mixed_storages,
-    "untyped storages": lambda: [
-        storage := torch.arange(7, dtype=torch.uint8).untyped_storage(),
-        *(storage, torch.full((3,), 9).byte().untyped_storage(), torch.UntypedStorage(0)),
-    ],
     "same memory twice": lambda: [  # two storages, one address: each is saved
         torch.from_numpy(part) for array in [np.arange(10.0)] for part in (array, array, array[2:])
     ],
-    "conjugate and negative": _math_bits,
     "storage larger than the tensor": lambda: torch.arange(1000)[:2],
     "gradients": _requires_grad,
     "parameters": lambda: [
@@ -371,8 +337,6 @@ TENSORS: dict[str, Factory] = {
         torch.arange(1_500_001),
     ],
     "generator state": torch.get_rng_state,
-    "from numpy": lambda: torch.from_numpy(np.arange(6.0).reshape(2, 3).T),
-    "pinned is plain": lambda: torch.ones(3).share_memory_(),
 }
 
 
@@ -753,11 +717,7 @@ def test_whole_modules(tmp_path: Path) -> None:
 )
 def test_modules_without_warnings(module: Factory, tmp_path: Path) -> None:
     """Warnings are errors in these tests: saving and loading gives none."""
-    obj = module()
-    assert_same_bytes(obj, tmp_path)
-    loaded = ptsave.load(tmp_path / "ptsave" / "file.pt", weights_only=False)
-    expected = stock_load(tmp_path / "ptsave" / "file.pt", weights_only=False)
-    assert_same_object(loaded, expected)
+    assert_interchangeable(module(), tmp_path, weights_only=[False])
 
 
 def test_many_tensors_without_warnings_about_typed_storages(
@@ -780,11 +740,8 @@ def test_dill(tmp_path: Path) -> None:
     """Saves functions by value."""
     factor = 3
     obj = {"tensor": torch.ones(3), "function": lambda x: x * factor}
-    for name, save in (("stock", stock_save), ("ptsave", ptsave.save)):
-        (tmp_path / name).mkdir()
-        save(obj, tmp_path / name / "file.pt", pickle_module=dill)
+    assert_same_bytes(obj, tmp_path, pickle_module=dill)
     path = tmp_path / "ptsave" / "file.pt"
-    assert path.read_bytes() == (tmp_path / "stock" / "file.pt").read_bytes()
     for encoding in ("utf-8", "latin1"):
         options: dict[str, Any] = {"encoding": encoding}
         loaded = ptsave.load(path, pickle_module=dill, weights_only=False, **options)

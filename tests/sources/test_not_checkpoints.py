@@ -117,15 +117,6 @@ def test_missing_file(tmp_path: Path) -> None:
     assert caught.value.errno == errno.ENOENT
 
 
-def test_directory(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no .* checkpoint") as caught:
-        ptsave.open(tmp_path)
-    assert caught.value.filename == str(tmp_path)
-    (tmp_path / ".metadata").touch()
-    with pytest.raises(IsADirectoryError, match=r"torch\.distributed\.checkpoint"):
-        ptsave.open(tmp_path)
-
-
 def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(saved())
@@ -133,7 +124,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: object, **options: object) -> None:  # root may read everything
         raise PermissionError(errno.EACCES, "Permission denied", name)
 
-    monkeypatch.setattr("ptsave.sources.opening.io.FileIO", refuse)
+    monkeypatch.setattr("ptsave.sources.ranges.io.FileIO", refuse)
     with pytest.raises(PermissionError) as caught:
         ptsave.open(path)
     assert str(path) in str(caught.value)

@@ -7,8 +7,6 @@ import io
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import doors
 import pytest
 import torch
+from _system import run_python
 
 import ptsave
 from ptsave.sources import kinds as not_checkpoints
@@ -113,12 +112,9 @@ def test_standard_input(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
     code = "import ptsave; print(list(ptsave.load('/dev/stdin')))"
     with (tmp_path / "a.pt").open("rb") as file:
-        command = [sys.executable, "-c", code]
-        loaded = subprocess.run(command, stdin=file, capture_output=True, check=True, text=True)
-    assert loaded.stdout == "['a']\n"
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stderr is not None
-        assert b"it is a pipe, which cannot be read at any position" in process.stderr.read()
+        assert run_python(code, stdin=file).stdout == "['a']\n"
+    refused = run_python(code, input="", status=1)
+    assert "it is a pipe, which cannot be read at any position" in refused.stderr
 
 
 # Readers of torch's own: they refuse a file object in torch's words.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ptsave
-from ptsave.support import config, memory_limits
+from ptsave.support import config
 
 NUMBERS = ["PTSAVE_NUM_THREADS", "PTSAVE_MAX_PINNED_BYTES", "PTSAVE_MAX_STAGED_BYTES"]
 SWITCHES = ["PTSAVE_DIRECT_IO", "PTSAVE_VERIFY"]
@@ -88,5 +88,5 @@ def test_ranks_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """All together they pin and stage no more by default than it has."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     pinned = config.current().max_pinned_nbytes
-    staged = memory_limits.share_nbytes(config.local_world_size()) // 2
-    assert 8 * (pinned + staged) <= memory_limits.limit_nbytes()
+    staged = config.share_nbytes(config.local_world_size()) // 2
+    assert 8 * (pinned + staged) <= config.limit_nbytes()

@@ -12,8 +12,8 @@ from _system import run_python
 
 from ptsave.background.saves import StagingBudget
 from ptsave.errors import StagingFullError
-from ptsave.support import config, memory_limits
-from ptsave.support.memory_limits import available_nbytes, dirty_nbytes, limit_nbytes, share_nbytes
+from ptsave.support import config
+from ptsave.support.config import available_nbytes, dirty_nbytes, limit_nbytes, share_nbytes
 from ptsave.writing import targets as writing
 
 MIB = 1 << 20
@@ -257,7 +257,7 @@ def test_own_limits(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
 def test_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without fsync a file larger than what a container may cache goes past the page cache."""
     _, plentiful = writing._dirty_limits()
-    monkeypatch.setattr(memory_limits, "available_nbytes", lambda: 10 * MIB)
+    monkeypatch.setattr(config, "available_nbytes", lambda: 10 * MIB)
     begin, limit = writing._dirty_limits()
     assert begin < limit <= min(plentiful, 10 * MIB)
 
@@ -265,7 +265,7 @@ def test_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_past_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writers go there before the kernel makes them wait, counting what is dirty already."""
     monkeypatch.setattr(writing, "_dirty_limits", lambda: (60 * MIB, 120 * MIB))
-    monkeypatch.setattr(memory_limits, "dirty_nbytes", lambda: 20 * MIB)
+    monkeypatch.setattr(config, "dirty_nbytes", lambda: 20 * MIB)
     assert writing.direct_nbytes(70 * MIB, fsync=False) == 0
     assert writing.direct_nbytes(71 * MIB, fsync=False) == MIB
     assert writing.direct_nbytes(60 * MIB, fsync=False, in_background=True) == 0
@@ -274,7 +274,7 @@ def test_past_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert writing.direct_nbytes(1, fsync=True) == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert writing.direct_nbytes(18 * MIB, fsync=False) == MIB // 2
-    monkeypatch.setattr(memory_limits, "dirty_nbytes", lambda: 200 * MIB)
+    monkeypatch.setattr(config, "dirty_nbytes", lambda: 200 * MIB)
     assert writing.direct_nbytes(18 * MIB, fsync=False) == 18 * MIB
 
 
@@ -308,7 +308,7 @@ def test_room() -> None:
 
 def test_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.current().max_pinned_nbytes == min(64 * MIB, share_nbytes(1) // 8)
-    monkeypatch.setattr(memory_limits, "share_nbytes", lambda _: 160 * MIB)
+    monkeypatch.setattr(config, "share_nbytes", lambda _: 160 * MIB)
     assert config.current().max_pinned_nbytes == 20 * MIB
     monkeypatch.setenv("PTSAVE_MAX_PINNED_BYTES", str(40 * MIB))
     assert config.current().max_pinned_nbytes == 40 * MIB
@@ -318,9 +318,9 @@ def test_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SAVES = """
 import sys, torch, ptsave
-from ptsave.support import memory_limits
+from ptsave.support import config
 torch.set_num_threads(1)
-print(memory_limits.limit_nbytes() >> 20)
+print(config.limit_nbytes() >> 20)
 tensor = torch.ones(64 << 20)  # 256 MiB
 futures = [ptsave.async_save(tensor, f"{sys.argv[1]}/{i % 2}.pt", fsync=True) for i in range(6)]
 for future in futures: future.result()

@@ -188,14 +188,3 @@ def test_workers() -> None:
         assert all(future.cancelled() for future in waiting)
     with pytest.raises(RuntimeError, match="shutdown"):
         workers.submit(abs, -1)
-
-
-@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_workers_without_threads(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Thread) -> None:
-        raise error("can't start new thread")
-
-    monkeypatch.setattr(Thread, "start", refuse)
-    with ThreadPool(4) as workers:
-        threads = list(workers.map(lambda _: threading.current_thread(), range(5)))
-    assert threads == [threading.current_thread()] * 5

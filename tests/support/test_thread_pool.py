@@ -23,11 +23,15 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", start)
 
 
-@pytest.mark.usefixtures("no_threads")
-def test_calls_run_here() -> None:
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_calls_run_here(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise error("can't start new thread")
+
     def fail() -> None:
         raise ValueError("no")
 
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     with ThreadPool(2) as pool:
         assert pool.submit(threading.get_ident).result() == threading.get_ident()
         assert list(pool.map(abs, range(-5, 0))) == [5, 4, 3, 2, 1]

@@ -31,7 +31,6 @@ from ptsave.contents import files as finding
 from ptsave.conversion.converting import convert
 from ptsave.inspection import verification
 from ptsave.inspection.verification import verify_file
-from ptsave.sources import opening as source_opening
 from ptsave.sources import ranges
 from ptsave.writing import targets as writing
 
@@ -67,8 +66,7 @@ def name_in(path: Path) -> str:
 
 # The modules that open what is read, and decide on its kind.
 _OPENERS = tuple(
-    str(module.__file__)
-    for module in (directories, finding, opening, verification, source_opening, ranges)
+    str(module.__file__) for module in (directories, finding, opening, verification, ranges)
 )
 
 
