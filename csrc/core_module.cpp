@@ -17,9 +17,6 @@
 #include "core/read/reader.h"
 #include "pickle/outline/outline.h"
 
-namespace py = pybind11;
-using namespace py::literals;
-
 namespace ptsave {
 namespace {
 
@@ -52,7 +49,6 @@ class PlacedRecords final : public StorageRecords {
   DataRecords data_;
 };
 
-// An archive that is only inspected.
 class Archive {
  public:
   explicit Archive(ByteSource source)
@@ -76,7 +72,6 @@ class Archive {
     return index().records()[i].nbytes;
   }
 
-  // Returns the verified payload of a record.
   py::bytes read(const py::str& name) const {
     const std::size_t i = index().find(encode(name));
     if (i == ArchiveIndex::kNotFound) throw py::key_error("no such record");

@@ -9,9 +9,6 @@
 #include "core/crc/crc32.h"
 #include "core/format/archive.h"
 
-namespace py = pybind11;
-using namespace py::literals;
-
 namespace ptsave {
 namespace {
 

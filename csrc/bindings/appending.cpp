@@ -17,9 +17,6 @@
 #include "tensors/append_batch.h"
 #include "tensors/storage.h"
 
-namespace py = pybind11;
-using namespace py::literals;
-
 namespace ptsave {
 namespace {
 
@@ -91,7 +88,6 @@ void bind_appending(py::module_& module) {
       .def(py::init<>())
       .def("pickle", &appended_pickle, "obj"_a)
       .def("number", &number_of, "storage"_a, "tensor"_a, "dtype"_a)
-      .def_property_readonly("fresh", &NumberedStorages::fresh)
       .def_property_readonly("fresh_nbytes", &NumberedStorages::fresh_nbytes)
       .def("commit", &NumberedStorages::commit)
       .def("rollback", &NumberedStorages::rollback)

@@ -18,35 +18,34 @@ struct Storage;
 namespace ptsave {
 
 // The C++ values of torch's objects; TypeError for other objects.
-const at::Tensor& unpack_tensor(const pybind11::handle& tensor);
-const c10::Storage& unpack_storage(const pybind11::handle& storage);
-c10::ScalarType unpack_dtype(const pybind11::handle& dtype);
-c10::Device unpack_device(const pybind11::handle& device);
-// A new Python object of a tensor.
-pybind11::object wrap_tensor(at::Tensor tensor);
+const at::Tensor& unpack_tensor(const py::handle& tensor);
+const c10::Storage& unpack_storage(const py::handle& storage);
+c10::ScalarType unpack_dtype(const py::handle& dtype);
+c10::Device unpack_device(const py::handle& device);
+py::object wrap_tensor(at::Tensor tensor);
 
 // A contiguous tensor in CPU memory or on an accelerator that can be staged; else TypeError.
-const at::Tensor& unpack_bytes_of(const pybind11::handle& tensor);
+const at::Tensor& unpack_bytes_of(const py::handle& tensor);
 
 // Taking the GIL back can take longer than reading this many bytes.
 inline constexpr std::size_t kNbytesWithGil = std::size_t{64} << 10;
 
 // A contiguous tensor in CPU memory; else TypeError, or RuntimeError if its storage was freed.
-at::Tensor unpack_measurable(const pybind11::handle& object);
+at::Tensor unpack_measurable(const py::handle& object);
 
 // The fields of capturing.schema.Statistics, in order.
-pybind11::tuple fields_of(const Statistics& found, c10::ScalarType type);
+py::tuple fields_of(const Statistics& found, c10::ScalarType type);
 
 // Whether a contiguous tensor's elements are all bytes of the storage, in CPU memory.
 bool is_storage(const at::Tensor& tensor, const c10::Storage& storage);
 
-void bind_writing(pybind11::module_& module);
-void bind_reading(pybind11::module_& module);
-void bind_pickling(pybind11::module_& module);
-void bind_staging(pybind11::module_& module);
-void bind_ranges(pybind11::module_& module);
-void bind_appending(pybind11::module_& module);
-void bind_statistics(pybind11::module_& module);
-void bind_columns(pybind11::module_& module);
+void bind_writing(py::module_& module);
+void bind_reading(py::module_& module);
+void bind_pickling(py::module_& module);
+void bind_staging(py::module_& module);
+void bind_ranges(py::module_& module);
+void bind_appending(py::module_& module);
+void bind_statistics(py::module_& module);
+void bind_columns(py::module_& module);
 
 }  // namespace ptsave

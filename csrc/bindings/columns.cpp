@@ -28,9 +28,6 @@
 #include "device/side_streams.h"
 #include "tensors/storage.h"
 
-namespace py = pybind11;
-using namespace py::literals;
-
 namespace ptsave {
 namespace {
 

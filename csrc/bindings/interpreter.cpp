@@ -6,9 +6,6 @@
 #include "core/base/error.h"
 #include "pickle/common/object.h"
 
-namespace py = pybind11;
-using namespace py::literals;
-
 namespace ptsave {
 
 py::str decode(const std::string& text) {

@@ -16,13 +16,16 @@
 
 namespace ptsave {
 
+namespace py = pybind11;
+using namespace py::literals;
+
 // Convert text without loss: bytes that are not valid UTF-8 become surrogates, and back.
-pybind11::str decode(const std::string& text);
-std::string encode(const pybind11::str& text);
+py::str decode(const std::string& text);
+std::string encode(const py::str& text);
 
 // Translates a module's C++ exceptions into CorruptCheckpointError or OSError, with the file's
 // name.
-void register_errors(pybind11::module_& module);
+void register_errors(py::module_& module);
 
 // Takes the GIL back.  In an exiting interpreter, a daemon thread that asks for the GIL would be
 // ended by unwinding its stack.  Instead it waits here for the end of the process.
@@ -71,9 +74,9 @@ void drop_result(PyObject* result);
 // Makes a Poll that is called on the waiting thread without the GIL, runs signal handlers, and
 // reports progress, or 0, to `callback`.
 Poll make_poll(const std::function<std::uint64_t()>& progress = {},
-               const pybind11::object& callback = pybind11::none());
+               const py::object& callback = py::none());
 
 // The payload of record i, which exists.  With `verify`, throws FormatError for a wrong CRC.
-pybind11::bytes read_record(const ArchiveReader& reader, std::size_t i, bool verify);
+py::bytes read_record(const ArchiveReader& reader, std::size_t i, bool verify);
 
 }  // namespace ptsave

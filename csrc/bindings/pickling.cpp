@@ -15,9 +15,6 @@
 #include "pickle/scan/scan.h"
 #include "tensors/storage.h"
 
-namespace py = pybind11;
-using namespace py::literals;
-
 namespace ptsave {
 namespace {
 

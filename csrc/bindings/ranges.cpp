@@ -24,9 +24,6 @@
 #include "tensors/dtypes.h"
 #include "tensors/storage.h"
 
-namespace py = pybind11;
-using namespace py::literals;
-
 namespace ptsave {
 
 const at::Tensor& unpack_tensor(const py::handle& tensor) {

@@ -24,9 +24,6 @@
 #include "tensors/archive_storages.h"
 #include "tensors/ranges.h"
 
-namespace py = pybind11;
-using namespace py::literals;
-
 namespace ptsave {
 namespace {
 
@@ -131,10 +128,10 @@ class Reader final : public StorageSource {
   }
   void read_ranges(const std::vector<std::pair<std::uint64_t, py::object>>& targets,
                    std::size_t n_threads, std::size_t max_pinned_nbytes) const {
-    std::vector<ArchiveRange> ranges;
+    std::vector<TensorRange> ranges;
     ranges.reserve(targets.size());
     for (const auto& [offset, target] : targets) {
-      ranges.push_back({offset, unpack_bytes_of(target)});
+      ranges.push_back({0, offset, unpack_bytes_of(target)});
     }
     const Poll poll = make_poll();
     without_gil([&] { ptsave::read_ranges(*reader_, ranges, n_threads, max_pinned_nbytes, poll); });

@@ -10,9 +10,6 @@
 #include "tensors/snapshot.h"
 #include "tensors/storage.h"
 
-namespace py = pybind11;
-using namespace py::literals;
-
 namespace ptsave {
 namespace {
 

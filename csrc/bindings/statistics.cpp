@@ -10,9 +10,6 @@
 #include "device/side_streams.h"
 #include "tensors/storage.h"
 
-namespace py = pybind11;
-using namespace py::literals;
-
 namespace ptsave {
 namespace {
 
@@ -37,7 +34,6 @@ py::object extreme_of(const Statistics& found, c10::ScalarType type, double valu
   return py::float_(value);
 }
 
-// Whether a tensor's elements are contiguous in CPU memory.
 bool has_bytes(const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
          !tensor.is_conj() && !tensor.is_neg();

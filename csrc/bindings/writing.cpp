@@ -27,13 +27,9 @@
 #include "tensors/ranges.h"
 #include "tensors/snapshot.h"
 
-namespace py = pybind11;
-using namespace py::literals;
-
 namespace ptsave {
 namespace {
 
-// ptsave._C.PayloadSources.
 struct PayloadSources {
   SharedSources sources;
 };
@@ -147,7 +143,6 @@ using Record = std::tuple<std::string, Payload, std::uint64_t>;
 // A list of storages, on the CPU or on accelerators, stands for the records data/0, data/1, ...
 using Records = std::vector<std::variant<Record, const StorageList*>>;
 
-// Calls a Python function that returns an address.
 const std::byte* call_maker(const py::function& make) {
   const std::byte* address = nullptr;
   with_gil([&] {

@@ -108,7 +108,6 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
       released_.wait(lock, [this] { return !free_.empty() || count_ < max_count_; });
     }
   }
-  // Returns null if all buffers are in use.
   std::unique_ptr<Buffer> try_acquire() {
     {
       const std::lock_guard lock(mutex_);
@@ -308,7 +307,6 @@ class AcceleratorStager final : public Stager {
   std::shared_ptr<PinnedPool> pool_;  // null without a bound
 };
 
-// Payloads in the memory of accelerators.
 class AcceleratorPayloads final : public PayloadStaging {
  public:
   explicit AcceleratorPayloads(AcceleratorSources sources) : sources_(std::move(sources)) {}

@@ -243,7 +243,6 @@ class SideStreams {
     std::optional<c10::Stream> stream;
     at::Tensor scratch;  // undefined if the device had no room for it
   };
-  // The streams of one device.
   struct Side {
     explicit Side(const Part& part) : device(part.device), scratch_nbytes(part.scratch_nbytes) {}
 
@@ -254,9 +253,7 @@ class SideStreams {
     std::atomic<std::size_t> n_chosen{0};
   };
   // The events of one `Copies` object, by side, kept for reuse.
-  struct Events {
-    std::vector<std::optional<c10::Event>> events;
-  };
+  using Events = std::vector<std::optional<c10::Event>>;
 
   void start(Side& side) {
     const c10::DeviceGuard guard(side.device);
@@ -282,7 +279,7 @@ class SideStreams {
       const c10::DeviceGuard guard(ending.device);
       ending.begin.reset();
       for (Stream& stream : ending.streams) stream.scratch.reset();
-      for (const std::unique_ptr<Events>& events : free_events_) events->events[side].reset();
+      for (const std::unique_ptr<Events>& events : free_events_) (*events)[side].reset();
     } catch (const std::exception&) {
       return;  // the device and its events are lost
     }
@@ -315,8 +312,7 @@ class SideStreams::Copies {
   explicit Copies(SideStreams& streams) : streams_(streams), places_(streams.sides_.size()) {
     const std::lock_guard lock(streams_.mutex_);
     if (streams_.free_events_.empty()) {
-      events_ = std::make_unique<Events>();
-      events_->events.resize(streams_.sides_.size());
+      events_ = std::make_unique<Events>(streams_.sides_.size());
       streams_.free_events_.reserve(++streams_.n_events_);  // the destructor must not throw
     } else {
       events_ = std::move(streams_.free_events_.back());
@@ -324,7 +320,6 @@ class SideStreams::Copies {
     }
   }
 
-  // Waits for all copies, even if some fail.
   ~Copies() {
     try {
       wait();
@@ -349,7 +344,7 @@ class SideStreams::Copies {
     const c10::DeviceGuard device_guard(device);
     const c10::Stream& stream = streams_.ready(side, *place.stream);
     const c10::StreamGuard stream_guard(stream);
-    std::optional<c10::Event>& event = events_->events[number];
+    std::optional<c10::Event>& event = (*events_)[number];
     if (!event) event.emplace(device.type());
     std::exception_ptr error;
     try {
@@ -385,7 +380,7 @@ class SideStreams::Copies {
 
   void wait_for(std::size_t side) {
     const c10::DeviceGuard guard(streams_.sides_[side].device);
-    wait_until_done(*events_->events[side]);
+    wait_until_done(*(*events_)[side]);
   }
 
   SideStreams& streams_;

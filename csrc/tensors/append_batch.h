@@ -125,7 +125,6 @@ class NumberedStorages {
     std::uint32_t number;
   };
 
-  // Removes storages that are dead except for their identity.
   void remove_dead() {
     nbytes_since_removal_ = 0;
     std::erase_if(known_, [](const auto& item) { return item.second.storage.use_count() == 0; });
@@ -363,13 +362,11 @@ class AppendBatch {
     const std::byte* source;
     std::size_t nbytes;
   };
-  // The counts at the end of a group.
   struct Group {
     std::size_t n_records;
     std::size_t pickle_nbytes;
   };
 
-  // Returns a place in a slab.
   std::byte* reserve(std::size_t nbytes) {
     const std::size_t at = align_up(slab_used_, copy_alignment(nbytes));
     if (slabs_.empty() || at > slabs_.back().nbytes || nbytes > slabs_.back().nbytes - at) {

@@ -47,17 +47,6 @@ struct TensorCopy {
         conj(from.is_conj()),
         neg(from.is_neg()) {}
 
-  // Copies all bytes of a record.
-  TensorCopy(at::Tensor to, std::size_t of_record)
-      : target(std::move(to)),
-        record(of_record),
-        dtype(c10::kByte),
-        offset(0),
-        sizes(target.sizes()),
-        strides(target.strides()),
-        conj(false),
-        neg(false) {}
-
   // The source, as a view of its record's storage.
   at::Tensor source_in(const c10::Storage& storage) const {
     at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
@@ -95,13 +84,11 @@ struct CopySteps {
   std::vector<std::size_t> others;
 };
 
-// A copy of a part of a record's bytes, without conversion.
 struct ByteCopy {
   std::size_t number = 0;
   Destination destination;
 };
 
-// The range of addresses of a tensor's elements.
 struct Span {
   std::size_t number = 0;
   c10::Device device;
@@ -140,7 +127,6 @@ inline Destination destination_of(const TensorCopy& copy, std::size_t number) {
   return destination;
 }
 
-// Whether two destinations on one device are the same.
 inline bool are_same(const Destination& a, const Destination& b) {
   return std::tie(a.record, a.offset, a.nbytes, a.place) ==
          std::tie(b.record, b.offset, b.nbytes, b.place);
@@ -330,7 +316,8 @@ class Restore {
   }
   // Plans a copy of a record's bytes into a storage of the same size.
   void add(const c10::Storage& target, std::size_t record) {
-    copies_.emplace_back(bytes_of(target, 0, target.nbytes()), record);
+    const at::Tensor bytes = bytes_of(target, 0, target.nbytes());
+    copies_.emplace_back(bytes, bytes, record);
   }
   // Makes the planned copies, and fills the storages of `records`, which stay filled.  Stops at
   // damaged records and returns them.  Throws IoError, and at::Error from a copy.

@@ -261,23 +261,17 @@ inline std::vector<DamagedRecord> read_records(const ArchiveReader& reader,
   return damaged;
 }
 
-// The part of an archive from `offset` on with all bytes of a target (see read_records()).
-struct ArchiveRange {
-  std::uint64_t offset = 0;
-  at::Tensor target;
-};
-
-// Reads parts of an archive unchecked.  Parts for accelerators must not overlap.  IoError,
-// at::Error.
-inline void read_ranges(const ArchiveReader& reader, const std::vector<ArchiveRange>& ranges,
+// Reads parts of an archive, which is file 0, unchecked.  Parts for accelerators must not overlap.
+// IoError, at::Error.
+inline void read_ranges(const ArchiveReader& reader, const std::vector<TensorRange>& ranges,
                         std::size_t n_threads, std::size_t max_pinned_nbytes, const Poll& poll) {
   std::vector<TensorRange> on_accelerators;
-  for (const auto& [offset, target] : ranges) {
-    if (target.is_cpu()) {
-      const std::span<std::byte> memory = memory_of(target);
-      reader.read_range(offset, memory.data(), memory.size(), n_threads, poll);
+  for (const TensorRange& range : ranges) {
+    if (range.target.is_cpu()) {
+      const std::span<std::byte> memory = memory_of(range.target);
+      reader.read_range(range.offset, memory.data(), memory.size(), n_threads, poll);
     } else {
-      on_accelerators.push_back({0, offset, target});
+      on_accelerators.push_back(range);
     }
   }
   if (on_accelerators.empty()) return;

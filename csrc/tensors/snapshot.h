@@ -117,9 +117,7 @@ class Snapshot {
   std::uint64_t nbytes_copied() const { return copying_->nbytes_copied(); }
   // The copies while they are being made.
   StagingCopy& payloads() { return *copying_; }
-  // Releases the sources.
   void release_sources() { sources_.clear(); }
-  // Releases the sources and the copies.
   void release() {
     release_sources();
     copies_.storages.clear();

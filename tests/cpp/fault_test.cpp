@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <ostream>
@@ -18,8 +19,6 @@
 #include <utility>
 #include <vector>
 
-#include "common/archive_fixture.h"
-#include "common/scratch.h"
 #include "common/written_archive.h"
 #include "core/base/error.h"
 #include "core/io/file.h"
@@ -36,18 +35,15 @@
 namespace ptsave {
 namespace {
 
-using scratch::Folder;
-using scratch::noise;
+using namespace common;
 using Names = std::set<std::string>;
-
-const Poll kNoPoll = [] {};
 
 // What happens to the n-th call, or to all from the n-th on.
 struct Fault {
   int errnum = 0;  // 0: the call transfers less
   std::size_t (*cut)(std::size_t) = nullptr;
   bool lasting = false;
-  std::string_view only;  // empty: any call counts
+  std::string_view only = {};  // empty: any call counts
 };
 
 // Injects one fault for as long as it lives.  Safe for concurrent use by the threads under test.
@@ -64,8 +60,7 @@ class Injection {
     active = nullptr;
   }
 
-  bool happened() const { return n_injected_ > 0; }
-  int n_injected() const { return n_injected_; }
+  bool happened() const { return happened_; }
   // The call that failed, and whether the new file had its name by then.
   std::string call() const { return call_; }
   bool after_rename() const { return after_rename_; }
@@ -79,7 +74,7 @@ class Injection {
                         (fault_.cut == nullptr || nbytes != nullptr);
     if (counts) --n_left_;
     if (counts && (fault_.lasting ? n_left_ <= 0 : n_left_ == 0)) {
-      if (n_injected_++ == 0) {
+      if (!std::exchange(happened_, true)) {
         call_ = call;
         after_rename_ = renamed_;
       }
@@ -96,7 +91,7 @@ class Injection {
   std::mutex mutex_;
   int n_left_;
   bool renamed_ = false;
-  int n_injected_ = 0;
+  bool happened_ = false;
   std::string call_;
   bool after_rename_ = false;
 };
@@ -137,20 +132,65 @@ class TensorTakingDevice {
   static inline std::atomic<bool> cuts{false};
 };
 
-std::vector<archive_fixture::Record> contents() {
-  std::vector<archive_fixture::Record> records;
-  for (const std::size_t nbytes : {100u, 9000u, 0u, 20000u, 3u}) {
-    records.push_back({"data/" + std::to_string(records.size()), noise(nbytes, nbytes)});
-  }
-  return records;
+std::vector<Record> contents() { return records_of({100, 9000, 0, 20000, 3}); }
+
+// What an undisturbed save writes.
+const std::string& whole_archive() {
+  static const std::string kBytes = reference(contents());
+  return kBytes;
 }
 
-ArchiveLayout layout_of(const std::vector<archive_fixture::Record>& records) {
-  std::vector<RecordSpec> specs;
-  specs.reserve(records.size() + 1);
-  for (const auto& record : records) specs.push_back({record.name, record.data.size()});
-  specs.push_back({".data/serialization_id", 40});
-  return plan("archive", specs, 64);
+// What a call under test came to.
+struct Outcome {
+  int n;  // the number of the call that was to fail
+  int errnum;
+  bool happened;
+  std::string call;
+};
+
+// Makes attempts with a fault in the first call, in the second, and so on.  The first attempt with
+// too few calls for a fault must succeed.
+void for_each_call(const std::function<Outcome(int n)>& attempt,
+                   const std::function<void(const Outcome&)>& check) {
+  for (int n = 1;; ++n) {
+    const Outcome outcome = attempt(n);
+    if (!outcome.happened) {
+      EXPECT_EQ(outcome.errnum, 0);
+      return;
+    }
+    check(outcome);
+  }
+}
+
+// Makes the file `name`, next to `others`, with each call failing once.  It must be whole, or not
+// there.
+void expect_nothing_or_whole(const Folder& folder, const std::string& name,
+                             const std::string& expected, const std::set<std::string>& others,
+                             const std::function<void(int n)>& make) {
+  for (const int errnum : {EIO, ENOSPC}) {
+    bool happened = true;
+    for (int n = 1; happened; ++n) {
+      ::unlink((folder / name).c_str());
+      const Injection injection({errnum}, n);
+      bool failed = false;
+      try {
+        make(n);
+      } catch (const IoError& error) {
+        failed = true;
+        EXPECT_EQ(error.errnum(), errnum) << injection.call();
+      }
+      happened = injection.happened();
+      const bool is_there = !failed || injection.after_rename();
+      std::set<std::string> names = others;
+      if (is_there) names.insert(name);
+      if (injection.call() != "unlinkat") {
+        EXPECT_EQ(folder.names(), names) << injection.call();
+      }
+      if (is_there) {
+        EXPECT_TRUE(read_file(folder / name) == expected) << injection.call();
+      }
+    }
+  }
 }
 
 // How a checkpoint is saved.
@@ -168,31 +208,18 @@ std::ostream& operator<<(std::ostream& out, const Variant& variant) {
 
 // One save, as the extension module does it.
 void save(const std::string& path, const Variant& variant) {
-  const std::vector<archive_fixture::Record> records = contents();
-  const ArchiveLayout layout = layout_of(records);
-  const Payloads payloads = [&](std::size_t i) {
-    return std::as_bytes(std::span(records[i].data)).data();
-  };
+  static const Scenario kScenario(contents());
+  const ArchiveLayout& layout = kScenario.layout();
   const WriteOptions options{true, variant.n_threads, 4096};
   Progress progress{0};
   AtomicFile target(path, path);
   target.file().preallocate(layout.nbytes());
   if (variant.direct) {
-    write_direct(layout, payloads, target.file(), options, progress, kNoPoll);
+    write_direct(layout, kScenario.payloads(), target.file(), options, progress, kNoPoll);
   } else {
-    write_buffered(layout, payloads, target.file(), 0, options, progress, kNoPoll);
+    write_buffered(layout, kScenario.payloads(), target.file(), 0, options, progress, kNoPoll);
   }
   target.commit(variant.durable);
-}
-
-// What an undisturbed save writes.
-const std::string& whole_archive() {
-  static const std::string kBytes = [] {
-    const Folder folder;
-    save(folder / "file", {false, false, false, 0});
-    return scratch::read_file(folder / "file");
-  }();
-  return kBytes;
 }
 
 // Calls whose failure a save survives: they make it better, not possible.
@@ -212,11 +239,10 @@ class SaveFaults : public testing::TestWithParam<Variant> {
  protected:
   SaveFaults() : path_(folder_ / "model.pt") {}
 
-  // Runs one save with a fault; returns the errno it failed with (0: it succeeded), and checks what
-  // must hold either way.  `happened` tells whether the save made as many calls.
-  int save_with(const Fault& fault, int n, bool* happened = nullptr) {
+  // Runs one save with a fault, and checks what must hold whether it fails or not.
+  Outcome save_with(const Fault& fault, int n) {
     prepare();
-    const std::size_t descriptors = scratch::n_descriptors();
+    const std::size_t descriptors = n_descriptors();
     const Injection injection(fault, n);
     int errnum = 0;
     try {
@@ -227,43 +253,38 @@ class SaveFaults : public testing::TestWithParam<Variant> {
       EXPECT_EQ(error.path(), path_);
     }
     const std::string context = "call " + std::to_string(n) + ": " + injection.call();
-    EXPECT_EQ(scratch::n_descriptors(), descriptors) << context;
+    EXPECT_EQ(n_descriptors(), descriptors) << context;
     check_file(errnum != 0 && !injection.after_rename(), context);
     if (injection.call() != "unlinkat") check_no_leftovers(context);
-    if (happened != nullptr) *happened = injection.happened();
-    call_ = injection.call();
-    return errnum;
+    return {n, errnum, injection.happened(), injection.call()};
+  }
+  void for_each_call(const Fault& fault, const std::function<void(const Outcome&)>& check) {
+    ptsave::for_each_call([&](int n) { return save_with(fault, n); }, check);
   }
 
   void check_all_calls(int errnum) {
-    for (int n = 1;; ++n) {
-      bool happened = false;
-      const int failed_with = save_with({errnum, nullptr, false, {}}, n, &happened);
-      if (!happened) break;
-      if (failed_with == 0) {
-        EXPECT_TRUE(is_optional(call_) || is_repeated(call_, errnum))
-            << call_ << " may not fail unnoticed";
+    for_each_call({errnum}, [&](const Outcome& outcome) {
+      if (outcome.errnum == 0) {
+        EXPECT_TRUE(is_optional(outcome.call) || is_repeated(outcome.call, errnum))
+            << outcome.call << " may not fail unnoticed";
       } else {
-        EXPECT_EQ(failed_with, errnum) << call_;
+        EXPECT_EQ(outcome.errnum, errnum) << outcome.call;
       }
-    }
-    EXPECT_TRUE(scratch::n_threads_becomes(threads_));
+    });
+    EXPECT_TRUE(n_threads_becomes(threads_));
   }
-
-  const std::string& call() const { return call_; }
 
  private:
   void prepare() {
-    static_cast<void>(whole_archive());  // made once, by the engine: before faults are injected
     for (const std::string& name : folder_.names()) ::unlink((folder_ / name).c_str());
-    if (GetParam().replaces) scratch::write_file(path_, "old");
+    if (GetParam().replaces) write_file(path_, "old");
   }
 
   void check_file(bool old, const std::string& context) const {
     if (!old) {
-      EXPECT_TRUE(scratch::read_file(path_) == whole_archive()) << context;
+      EXPECT_TRUE(read_file(path_) == whole_archive()) << context;
     } else if (GetParam().replaces) {
-      EXPECT_EQ(scratch::read_file(path_), "old") << context;
+      EXPECT_EQ(read_file(path_), "old") << context;
     } else {
       EXPECT_FALSE(folder_.names().contains("model.pt")) << context;
     }
@@ -275,8 +296,7 @@ class SaveFaults : public testing::TestWithParam<Variant> {
 
   Folder folder_;
   std::string path_;
-  std::string call_;
-  std::size_t threads_ = scratch::n_threads();
+  std::size_t threads_ = n_threads();
 };
 
 std::vector<Variant> variants() {
@@ -295,7 +315,11 @@ std::vector<Variant> variants() {
 
 INSTANTIATE_TEST_SUITE_P(Variants, SaveFaults, testing::ValuesIn(variants()));
 
-TEST_P(SaveFaults, WorksWithoutAny) { EXPECT_EQ(save_with({}, 1 << 30), 0); }
+// Checks of what a save with a fault came to.
+void expect_success(const Outcome& outcome) { EXPECT_EQ(outcome.errnum, 0) << outcome.call; }
+std::function<void(const Outcome&)> expect_errno(int errnum) {
+  return [errnum](const Outcome& outcome) { EXPECT_EQ(outcome.errnum, errnum) << outcome.call; };
+}
 
 TEST_P(SaveFaults, NoSpace) { check_all_calls(ENOSPC); }
 TEST_P(SaveFaults, InputOutputError) { check_all_calls(EIO); }
@@ -304,54 +328,29 @@ TEST_P(SaveFaults, Quota) { check_all_calls(EDQUOT); }
 TEST_P(SaveFaults, NoSpaceEvenWithoutReplacedFiles) {
   for (const int errnum : {ENOSPC, EDQUOT}) {
     for (const std::string_view call : {"fallocate", "pwrite"}) {
-      bool happened = true;
-      for (int n = 1; happened; ++n) {
-        const int failed_with = save_with({errnum, nullptr, true, call}, n, &happened);
-        EXPECT_EQ(failed_with, happened ? errnum : 0) << call;
-      }
+      for_each_call({errnum, nullptr, true, call}, expect_errno(errnum));
     }
   }
 }
 
-TEST_P(SaveFaults, InterruptedCallsAreRepeated) {
-  for (int n = 1;; ++n) {
-    bool happened = false;
-    EXPECT_EQ(save_with({EINTR, nullptr, false, {}}, n, &happened), 0) << call();
-    if (!happened) break;
-  }
-}
+TEST_P(SaveFaults, InterruptedCallsAreRepeated) { for_each_call({EINTR}, expect_success); }
 
+// From the n-th call on, so that cleaning up fails too: then leftovers are allowed, hanging is not.
 TEST_P(SaveFaults, NothingWorksAnyMore) {
-  // From the n-th call on, so that cleaning up fails too: then leftovers are allowed, hanging is
-  // not.
   for (const std::string_view only : {"pwrite", "fallocate", "fsync", "renameat", "fstat"}) {
-    for (int n = 1; n < 100; ++n) {
-      bool happened = false;
-      const int failed_with = save_with({EIO, nullptr, true, only}, n, &happened);
-      if (!happened) break;
-      EXPECT_EQ(failed_with, EIO) << call();
-    }
+    for_each_call({EIO, nullptr, true, only}, expect_errno(EIO));
   }
 }
 
 TEST_P(SaveFaults, ShortTransfersAreContinued) {
   for (const auto cut : {&one, &half}) {
-    for (int n = 1;; ++n) {
-      bool happened = false;
-      EXPECT_EQ(save_with({0, cut, false, {}}, n, &happened), 0);
-      if (!happened) break;
-    }
-    EXPECT_EQ(save_with({0, cut, true, {}}, 1), 0);
+    for_each_call({0, cut}, expect_success);
+    expect_success(save_with({0, cut, true}, 1));
   }
 }
 
 TEST_P(SaveFaults, ATransferOfNothingIsAnError) {
-  for (int n = 1;; ++n) {
-    bool happened = false;
-    const int failed_with = save_with({0, &none, true, "pwrite"}, n, &happened);
-    if (!happened) break;
-    EXPECT_EQ(failed_with, EIO);
-  }
+  for_each_call({0, &none, true, "pwrite"}, expect_errno(EIO));
 }
 
 // What file systems of limited talents answer.
@@ -362,24 +361,16 @@ TEST_P(SaveFaults, UnsupportedCallsAreDoneWithout) {
       {"flock", ENOLCK},         {"flock", EOPNOTSUPP},
   };
   for (const auto& [call, errnum] : kRefusals) {
-    bool happened = true;
-    for (int n = 1; happened; ++n) {
-      const int failed_with = save_with({errnum, nullptr, false, call}, n, &happened);
-      EXPECT_EQ(failed_with, 0) << call;
-    }
+    for_each_call({errnum, nullptr, false, call}, expect_success);
   }
 }
 
 TEST_P(SaveFaults, DirectWritesThatAreRefusedGoThroughTheCache) {
   if (!GetParam().direct) return;
-  for (int n = 1; n < 20; ++n) {
-    bool happened = false;
-    const int failed_with = save_with({EINVAL, nullptr, false, "pwrite"}, n, &happened);
-    if (!happened) break;
+  for_each_call({EINVAL, nullptr, false, "pwrite"}, [](const Outcome& outcome) {
     // The tail is written through the cache anyway; EINVAL is an error there.
-    EXPECT_TRUE(failed_with == 0 || failed_with == EINVAL);
-    EXPECT_TRUE(n > 1 || failed_with == 0);
-  }
+    EXPECT_TRUE(outcome.errnum == 0 || (outcome.errnum == EINVAL && outcome.n > 1));
+  });
 }
 
 // A page cache whose memory has to be fetched from a virtual machine's host.
@@ -403,15 +394,12 @@ TEST(MemoryGauge, OnePauseOfTheProcessorIsNoExpensiveCache) {
 }
 
 TEST(MemoryGauge, AnExpensiveCacheIsLeft) {
-  const std::string data = noise(3 << 20, 1);
+  const std::vector<Record> records = records_of({3 << 20});
+  const Scenario scenario(records);
+  const ArchiveLayout& layout = scenario.layout();
   constexpr std::size_t kChunkNbytes = std::size_t{64} << 10;
   for (const bool costs : {false, true}) {
     const Folder folder;
-    const std::vector<archive_fixture::Record> records{{"data/0", data}};
-    const ArchiveLayout layout = layout_of(records);
-    const Payloads payloads = [&](std::size_t /*i*/) {
-      return std::as_bytes(std::span(data)).data();
-    };
     for (const std::size_t n_threads : {std::size_t{0}, std::size_t{2}}) {
       const WriteOptions options{.n_threads = n_threads,
                                  .chunk_nbytes = kChunkNbytes,
@@ -421,7 +409,7 @@ TEST(MemoryGauge, AnExpensiveCacheIsLeft) {
       if (!file.file().direct_io_alignment().supported()) GTEST_SKIP() << "no direct I/O here";
       file.file().preallocate(layout.nbytes());
       Progress progress{0};
-      ArchiveBody body(layout, payloads, nullptr, true, kChunkNbytes);
+      ArchiveBody body(layout, scenario.payloads(), nullptr, true, kChunkNbytes);
       {
         std::optional<Injection> injection;
         if (costs) injection.emplace(Fault{0, &expensive, true, "pwrite"}, 1);
@@ -429,24 +417,21 @@ TEST(MemoryGauge, AnExpensiveCacheIsLeft) {
       }
       EXPECT_EQ(progress.load(), layout.nbytes());
       EXPECT_EQ(file.file().is_cached(0, layout.nbytes()), !costs) << n_threads;
-      std::string expected(layout.nbytes(), '\0');
-      write_to_memory(layout, payloads, std::as_writable_bytes(std::span(expected)).data(),
-                      {true, 0, kChunkNbytes}, progress, kNoPoll);
       file.commit(false);
-      EXPECT_TRUE(scratch::read_file(folder / "archive") == expected);
+      EXPECT_TRUE(read_file(folder / "archive") == reference(records));
     }
   }
 }
 
 TEST_P(SaveFaults, DirectoriesThatNeedNoSync) {
   if (!GetParam().durable) return;
-  EXPECT_EQ(save_with({EINVAL, nullptr, false, "fsync"}, 2), 0);
-  EXPECT_EQ(save_with({EINVAL, nullptr, false, "fsync"}, 1), EINVAL) << "the file does need it";
+  expect_success(save_with({EINVAL, nullptr, false, "fsync"}, 2));
+  EXPECT_EQ(save_with({EINVAL, nullptr, false, "fsync"}, 1).errnum, EINVAL) << "the file needs it";
 }
 
 TEST_P(SaveFaults, RefusedRenameLeavesTheOldFile) {
   for (const int errnum : {EXDEV, EBUSY, EPERM, EACCES, EROFS}) {
-    EXPECT_EQ(save_with({errnum, nullptr, false, "renameat"}, 1), errnum);
+    EXPECT_EQ(save_with({errnum, nullptr, false, "renameat"}, 1).errnum, errnum);
   }
 }
 
@@ -474,7 +459,7 @@ int full_until_released(const char* call, std::size_t* /*nbytes*/) {
   const std::string_view name = call;
   if (name != "pwrite" && name != "fallocate") return 0;
   if (++n_calls_on_full_disk % 2 != 0) return ENOSPC;
-  EXPECT_EQ(scratch::n_removed_files_open(), 0U);
+  EXPECT_EQ(n_removed_files_open(), 0U);
   return 0;
 }
 
@@ -482,7 +467,7 @@ TEST(FullDisk, IsAskedAgainWhenReplacedFilesAreGone) {
   const Folder folder;
   const std::string path = folder / "model.pt";
   const std::string bytes(std::size_t{16} << 20, 'x');
-  scratch::write_file(path, bytes);
+  write_file(path, bytes);
   const File other = File::open_for_writing(folder / "other.pt");
   for (int i = 0; i < 10; ++i) {
     AtomicFile replacement(path, path);
@@ -506,9 +491,9 @@ TEST(LeftoverFaults, AreHarmless) {
   const std::string path = folder / "model.pt";
   const std::string leftover = folder / ".model.pt.0123456789abcdef.ptsave";
   for (int n = 1; n < 10; ++n) {
-    scratch::write_file(leftover, "half");
+    write_file(leftover, "half");
     {
-      const Injection injection({EIO, nullptr, false, {}}, n);
+      const Injection injection({EIO}, n);
       try {
         save(path, {false, false, true, 0});
       } catch (const IoError& error) {
@@ -524,7 +509,7 @@ TEST(LeftoverFaults, StayWhereLocksDoNotWork) {
   // Without locks a leftover cannot be told from a file that is being written.
   const Folder folder;
   const std::string leftover = ".model.pt.0123456789abcdef.ptsave";
-  scratch::write_file(folder / leftover, "half");
+  write_file(folder / leftover, "half");
   const Injection injection({ENOLCK, nullptr, true, "flock"}, 1);
   save(folder / "model.pt", {false, false, false, 0});
   EXPECT_EQ(folder.names(), (Names{"model.pt", leftover}));
@@ -539,32 +524,29 @@ class LoadFaults : public testing::TestWithParam<std::tuple<bool, std::size_t>> 
   bool cold() const { return std::get<0>(GetParam()); }
 
   // One load with a fault: the errno it failed with, -1 for a FormatError, 0 if all payloads came.
-  int load_with(const Fault& fault, int n, bool* happened = nullptr) {
-    if (cold()) scratch::drop_from_page_cache(path_);
-    const std::size_t descriptors = scratch::n_descriptors();
+  Outcome load_with(const Fault& fault, int n) {
+    if (cold()) drop_from_page_cache(path_);
+    const std::size_t descriptors = n_descriptors();
     const Injection injection(fault, n);
     const int result = load();
-    EXPECT_EQ(scratch::n_descriptors(), descriptors);
-    if (happened != nullptr) *happened = injection.happened();
-    call_ = injection.call();
-    return result;
+    EXPECT_EQ(n_descriptors(), descriptors);
+    return {n, result, injection.happened(), injection.call()};
   }
-
-  const std::string& call() const { return call_; }
+  void for_each_call(const Fault& fault, const std::function<void(const Outcome&)>& check) {
+    ptsave::for_each_call([&](int n) { return load_with(fault, n); }, check);
+  }
 
  private:
   int load() const try {
     ArchiveReader reader({File::open_for_reading(path_), 0});
-    const std::vector<archive_fixture::Record> records = contents();
+    const std::vector<Record> records = contents();
     std::vector<std::size_t> wanted(records.size());
     for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] = i;
     reader.start(wanted, std::get<1>(GetParam()), true, cold());
     EXPECT_TRUE(reader.wait_all(kNoPoll).empty());
     for (const std::size_t i : wanted) {
       const LoadedPayload payload = reader.payload(i);
-      EXPECT_EQ(payload.nbytes, records[i].data.size());
-      EXPECT_TRUE(payload.nbytes == 0 ||
-                  std::memcmp(payload.data, records[i].data.data(), payload.nbytes) == 0);
+      EXPECT_TRUE(text_of(payload.data, payload.nbytes) == records[i].data);
     }
     return 0;
   } catch (const IoError& error) {
@@ -576,7 +558,6 @@ class LoadFaults : public testing::TestWithParam<std::tuple<bool, std::size_t>> 
 
   Folder folder_;
   std::string path_;
-  std::string call_;
 };
 
 INSTANTIATE_TEST_SUITE_P(Variants, LoadFaults,
@@ -584,54 +565,31 @@ INSTANTIATE_TEST_SUITE_P(Variants, LoadFaults,
 
 TEST_P(LoadFaults, AnyCallMayFail) {
   for (const int errnum : {EIO, ENOMEM, ESTALE, EINVAL}) {
-    for (int n = 1;; ++n) {
-      bool happened = false;
-      const int failed_with = load_with({errnum, nullptr, false, {}}, n, &happened);
-      if (!happened) break;
+    for_each_call({errnum}, [&](const Outcome& outcome) {
       // A fast path that fails gives way to the plain one.
-      EXPECT_TRUE(failed_with == errnum || failed_with == 0) << call() << " " << failed_with;
-      EXPECT_TRUE(call() != "fstat" || failed_with == errnum);
-    }
+      const bool may_succeed = outcome.call != "fstat";
+      EXPECT_TRUE(outcome.errnum == errnum || (may_succeed && outcome.errnum == 0))
+          << outcome.call << " " << outcome.errnum;
+    });
   }
 }
 
 TEST_P(LoadFaults, TheDiskIsGone) {
-  for (int n = 1;; ++n) {
-    bool happened = false;
-    const int failed_with = load_with({EIO, nullptr, true, "pread"}, n, &happened);
-    if (!happened) break;
-    EXPECT_TRUE(failed_with == EIO || failed_with == 0) << failed_with;
-    EXPECT_TRUE(n > 1 || failed_with == EIO);
-  }
+  for_each_call({EIO, nullptr, true, "pread"}, [](const Outcome& outcome) {
+    EXPECT_TRUE(outcome.errnum == EIO || (outcome.n > 1 && outcome.errnum == 0)) << outcome.errnum;
+  });
 }
 
-TEST_P(LoadFaults, InterruptedCallsAreRepeated) {
-  for (int n = 1;; ++n) {
-    bool happened = false;
-    EXPECT_EQ(load_with({EINTR, nullptr, false, {}}, n, &happened), 0) << call();
-    if (!happened) break;
-  }
-}
+TEST_P(LoadFaults, InterruptedCallsAreRepeated) { for_each_call({EINTR}, expect_success); }
 
 TEST_P(LoadFaults, ShortTransfersAreContinued) {
   for (const auto cut : {&one, &half}) {
-    for (int n = 1;; ++n) {
-      bool happened = false;
-      EXPECT_EQ(load_with({0, cut, false, {}}, n, &happened), 0) << call();
-      if (!happened) break;
-    }
-    EXPECT_EQ(load_with({0, cut, true, {}}, 1), 0);
+    for_each_call({0, cut}, expect_success);
+    expect_success(load_with({0, cut, true}, 1));
   }
 }
 
-TEST_P(LoadFaults, AFileThatEndsEarly) {
-  for (int n = 1;; ++n) {
-    bool happened = false;
-    const int failed_with = load_with({0, &none, true, {}}, n, &happened);
-    if (!happened) break;
-    EXPECT_EQ(failed_with, -1);
-  }
-}
+TEST_P(LoadFaults, AFileThatEndsEarly) { for_each_call({0, &none, true}, expect_errno(-1)); }
 
 // ------------------------------------------------------------------------------------- conversions
 
@@ -660,35 +618,12 @@ TEST_P(ConversionFaults, LeaveNothingOrAWholeFile) {
   const Folder folder;
   const std::string source = noise(30'000, 1);
   const std::string expected = "header" + source.substr(5000, 20'000) + source.substr(0, 3000);
-  scratch::write_file(folder / "source", source);
-  std::vector<ByteSource> sources;
-  sources.emplace_back(File::open_for_reading(folder / "source"), 0);
-  for (const int errnum : {EIO, ENOSPC}) {
-    bool happened = true;
-    for (int n = 1; happened; ++n) {
-      const std::string path = folder / "target";
-      ::unlink(path.c_str());
-      if (n % 2 == 0) scratch::drop_from_page_cache(folder / "source");
-      const Injection injection({errnum, nullptr, false, {}}, n);
-      bool failed = false;
-      try {
-        convert(sources, path, GetParam());
-      } catch (const IoError& error) {
-        failed = true;
-        EXPECT_EQ(error.errnum(), errnum) << injection.call();
-      }
-      happened = injection.happened();
-      const bool is_there = !failed || injection.after_rename();
-      std::set<std::string> names{"source"};
-      if (is_there) names.insert("target");
-      if (injection.call() != "unlinkat") {
-        EXPECT_EQ(folder.names(), names) << injection.call();
-      }
-      if (is_there) {
-        EXPECT_TRUE(scratch::read_file(path) == expected) << injection.call();
-      }
-    }
-  }
+  write_file(folder / "source", source);
+  const std::vector<ByteSource> sources = sources_of(file_source(folder / "source"));
+  expect_nothing_or_whole(folder, "target", expected, {"source"}, [&](int n) {
+    if (n % 2 == 0) drop_from_page_cache(folder / "source");
+    convert(sources, folder / "target", GetParam());
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, ConversionFaults, testing::Bool(),
@@ -698,16 +633,11 @@ INSTANTIATE_TEST_SUITE_P(Ways, ConversionFaults, testing::Bool(),
 
 // Two batches and the end; a batch that fails is appended again.  Returns how many calls failed.
 int grow(const std::string& path, bool direct) {
-  const std::vector<archive_fixture::Record> records = contents();
-  std::vector<RecordSpec> first;
-  std::vector<RecordSpec> second;
-  for (const auto& record : records) {
-    first.push_back({record.name, record.data.size()});
-    second.push_back({"again-" + record.name, record.data.size()});
-  }
-  const Payloads payloads = [&](std::size_t i) {
-    return std::as_bytes(std::span(records[i].data)).data();
-  };
+  const std::vector<Record> records = contents();
+  std::vector<RecordSpec> first = specs_of(records);
+  std::vector<RecordSpec> second = first;
+  for (RecordSpec& spec : second) spec.name = "again-" + spec.name;
+  const Payloads payloads = [&](std::size_t i) { return data_of(records[i].data); };
   const WriteOptions options{true, 2, 4096};
   AppendedArchive archive({path, path}, "archive", 64);
   int n_failed = 0;
@@ -729,46 +659,24 @@ class GrowingFaults : public testing::TestWithParam<bool> {};
 TEST_P(GrowingFaults, ABatchThatFailedCanBeRepeated) {
   const Folder folder;
   grow(folder / "expected", false);
-  const std::string expected = scratch::read_file(folder / "expected");
-  ::unlink((folder / "expected").c_str());
-  const std::string path = folder / "target";
-  for (const int errnum : {EIO, ENOSPC}) {
-    bool happened = true;
-    for (int n = 1; happened; ++n) {
-      ::unlink(path.c_str());
-      const Injection injection({errnum, nullptr, false, {}}, n);
-      bool failed = false;
-      try {
-        grow(path, GetParam());
-      } catch (const IoError& error) {
-        failed = true;
-        EXPECT_EQ(error.errnum(), errnum) << injection.call();
-      }
-      happened = injection.happened();
-      const bool is_there = !failed || injection.after_rename();
-      if (injection.call() != "unlinkat") {
-        EXPECT_EQ(folder.names(), is_there ? Names{"target"} : Names{}) << injection.call();
-      }
-      if (is_there) {
-        EXPECT_TRUE(scratch::read_file(path) == expected) << injection.call();
-      }
-    }
-  }
+  const std::string expected = read_file(folder / "expected");
+  expect_nothing_or_whole(folder, "target", expected, {"expected"},
+                          [&](int /*n*/) { grow(folder / "target", GetParam()); });
 }
 
 TEST_P(GrowingFaults, ShortTransfersAreContinued) {
   const Folder folder;
   grow(folder / "expected", false);
-  const std::string expected = scratch::read_file(folder / "expected");
+  const std::string expected = read_file(folder / "expected");
   for (const auto cut : {&one, &half}) {
     const Injection injection({0, cut, true, "pread"}, 1);
     grow(folder / "target", GetParam());
-    EXPECT_TRUE(scratch::read_file(folder / "target") == expected);
+    EXPECT_TRUE(read_file(folder / "target") == expected);
   }
   for (int n = 1;; ++n) {
-    const Injection injection({0, &half, false, {}}, n);
+    const Injection injection({0, &half}, n);
     grow(folder / "target", false);
-    EXPECT_TRUE(scratch::read_file(folder / "target") == expected);
+    EXPECT_TRUE(read_file(folder / "target") == expected);
     if (!injection.happened()) break;
   }
 }
@@ -781,12 +689,12 @@ INSTANTIATE_TEST_SUITE_P(Ways, GrowingFaults, testing::Bool(),
 // Payloads at addresses that are `shift` bytes behind ones as the real disk wants them.
 class PlacedPayloads {
  public:
-  PlacedPayloads(const std::vector<archive_fixture::Record>& records, const ArchiveLayout& layout,
+  PlacedPayloads(const std::vector<Record>& records, const ArchiveLayout& layout,
                  std::size_t shift) {
     for (std::size_t i = 0; i < records.size(); ++i) {
       constexpr std::size_t kPage = 4096;
       memory_.emplace_back(records[i].data.size() + 3 * kPage, '\0');
-      auto* const begin = reinterpret_cast<std::byte*>(memory_.back().data());
+      auto* const begin = data_of(memory_.back());
       const auto address = reinterpret_cast<std::uintptr_t>(begin);
       const std::size_t lead = align_up(address, kPage) - address;
       std::byte* const at = begin + lead + layout.record(i).payload_offset % kPage + shift;
@@ -805,19 +713,15 @@ using TakenFrom = testing::TestWithParam<std::tuple<std::size_t, bool, std::size
 
 TEST_P(TakenFrom, APlaceInMemory) {
   const auto [shift, transfers_less, n_threads] = GetParam();
-  std::vector<archive_fixture::Record> records;
-  for (const std::size_t nbytes : {100u, 300000u, 0u, 2u << 20, 3u, 70000u, 65536u}) {
-    records.push_back({"data/" + std::to_string(records.size()), noise(nbytes, nbytes)});
-  }
-  const ArchiveLayout layout = layout_of(records);
+  const std::vector<Record> records = records_of({100, 300000, 0, 2u << 20, 3, 70000, 65536});
+  const Scenario scenario(records);
+  const ArchiveLayout& layout = scenario.layout();
   const PlacedPayloads placed(records, layout, shift);
   const Payloads payloads = [&](std::size_t i) { return placed(i); };
   WriteOptions options{true, n_threads, std::size_t{256} << 10};
   const Folder folder;
   Progress progress{0};
-  std::string expected(layout.nbytes(), '\0');
-  write_to_memory(layout, payloads, std::as_writable_bytes(std::span(expected)).data(), options,
-                  progress, kNoPoll);
+  const std::string expected = reference(records);
   for (const bool are_still : {false, true}) {
     options.payloads_are_still = are_still;
     const TensorTakingDevice device(transfers_less);
@@ -827,7 +731,7 @@ TEST_P(TakenFrom, APlaceInMemory) {
     write_direct(layout, payloads, target.file(), options, progress, kNoPoll);
     target.commit(false);
     EXPECT_EQ(TensorTakingDevice::n_writes > 0, are_still) << "live tensors are copied";
-    EXPECT_TRUE(scratch::read_file(folder / "target") == expected);
+    EXPECT_TRUE(read_file(folder / "target") == expected);
   }
 }
 

@@ -71,7 +71,6 @@ class File {
  public:
   File(Descriptor fd, std::string path) : fd_(std::move(fd)), path_(std::move(path)) {}
 
-  // Opens an existing file for reading.
   static File open_for_reading(const std::string& path);
   // Opens the file behind `fd` again, or duplicates `fd`, which stays the caller's, if not
   // permitted.
@@ -103,7 +102,6 @@ class File {
   // Reads exactly `nbytes` bytes.  A file that ends earlier is an IoError with errno 0 and
   // operation "pread (unexpected end of file)".
   void read_at(std::uint64_t offset, void* data, std::size_t nbytes) const;
-  // Writes all bytes.
   void write_at(std::uint64_t offset, const void* data, std::size_t nbytes) const;
   // Writes all pieces one after another, from `offset` on.
   void write_pieces_at(std::uint64_t offset, std::vector<iovec> pieces) const;

@@ -49,7 +49,6 @@ Grid coarser(Grid a, Grid b) {
 
 // --------------------------------------------------------------------------- blocks of elements
 
-// Bytes of `n` numbers.
 std::size_t nbytes_of(Element element, std::size_t n) {
   return element == Element::kFloat4E2M1Pair ? n / 2 : n * nbytes_of(element);
 }
@@ -131,7 +130,6 @@ std::size_t count_nibbles(const std::byte* a, const std::byte* b, std::size_t nb
   return count;
 }
 
-// Counts the numbers that differ in their bits.
 std::size_t count_different(Element element, const std::byte* a, const std::byte* b,
                             std::size_t n) {
   if (std::memcmp(a, b, nbytes_of(element, n)) == 0) return 0;
@@ -276,7 +274,6 @@ void add_far(Difference& to, const Tolerance& tolerance, const double* a, const 
   }
 }
 
-// Adds pairs, except their ULPs.
 template <typename Number>
 void add_distances(Difference& to, const Tolerance& tolerance, const Number* a, const Number* b,
                    std::size_t n) {
@@ -308,7 +305,6 @@ void add_finite(Difference& to, const Rows& rows, const Number* a, const Number*
   distances_kernel().count_ulps(ulps.data(), n, to.ulps.data());
 }
 
-// Whether one side is NaN or infinite.
 struct Special {
   bool is_nan;
   bool is_inf;

@@ -14,7 +14,6 @@
 
 namespace ptsave::statistics_internal {
 
-// What the numbers of a format are.
 enum class Kind : std::uint8_t { kReal, kComplex, kInteger };
 
 struct Format {
@@ -73,7 +72,6 @@ ByteValues tabulate(const Function& function) {
   return values;
 }
 
-// The values of a format of one byte.
 const ByteValues& values_of(Element element);
 
 inline constexpr SmallFloat kFloat4E2M1{2, 1, 1, Specials::kNone};

@@ -56,7 +56,6 @@ template <typename Number>
 inline constexpr BitsOf<Number> kInfinityBits =
     static_cast<BitsOf<Number>>(sizeof(Number) == 4 ? 0x7F80'0000 : 0x7FF0'0000'0000'0000);
 
-// The maximum length of a block.
 inline constexpr std::size_t kBlockLength = 4096;
 
 struct Moments {
@@ -67,13 +66,11 @@ struct Moments {
   double max = 0;
 };
 
-// Counts of NaN and of infinities.
 struct NonFinite {
   std::size_t n_nan = 0;
   std::size_t n_inf = 0;
 };
 
-// The loops over a block of floats or doubles.
 template <typename Number>
 struct MomentsLoops {
   // Takes at least one number, all finite.
@@ -99,7 +96,6 @@ const MomentsLoops<Number>& moments_loops() {
   return loops_of<Number>(moments_kernel());
 }
 
-// The maximum length of a block of pairs.
 inline constexpr std::size_t kPairsLength = 2048;
 
 // The numbers of a floating-point format, as if its exponent had no upper bound.  Each number has a
@@ -126,7 +122,6 @@ struct PairKinds {
   std::size_t n_not_finite = 0;  // on one side or both
 };
 
-// The loops over a block of pairs of floats or doubles.
 template <typename Number>
 struct DistancesLoops {
   // Takes only finite numbers.  Checks for a pair whose distance exceeds `ratio` times its second

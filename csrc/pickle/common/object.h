@@ -3,6 +3,9 @@
 
 #include <Python.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -61,6 +64,39 @@ inline Object new_text(std::string_view utf8) {
 inline Object decoded_text(std::string_view utf8) {
   return Object::checked(
       PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "surrogatepass"));
+}
+
+// The text of a str; nothing for another object, or for one with lone surrogates.
+inline std::optional<std::string_view> text_of(PyObject* object) {
+  if (!PyUnicode_CheckExact(object)) return std::nullopt;
+  Py_ssize_t size = 0;
+  const char* const text = PyUnicode_AsUTF8AndSize(object, &size);
+  if (text == nullptr) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  return std::string_view(text, static_cast<std::size_t>(size));
+}
+
+// The value of an int; nothing for another object (also a bool), or for one beyond 64 bits.
+inline std::optional<std::int64_t> count_of(PyObject* object) {
+  if (!PyLong_CheckExact(object)) return std::nullopt;
+  int overflow = 0;
+  const long long n = PyLong_AsLongLongAndOverflow(object, &overflow);
+  if (overflow != 0) return std::nullopt;
+  return n;
+}
+
+inline std::optional<std::int64_t> natural_number(PyObject* object) {
+  const std::optional<std::int64_t> n = count_of(object);
+  return n && *n >= 0 ? n : std::nullopt;
+}
+
+// The value of a key; null if it is missing.
+inline PyObject* item_or_null(PyObject* dict, PyObject* key) {
+  PyObject* const item = PyDict_GetItemWithError(dict, key);
+  if (item == nullptr && PyErr_Occurred() != nullptr) throw PythonError{};
+  return item;
 }
 
 // Imports modules and looks up attributes.  Names are the interned str objects that Python's own

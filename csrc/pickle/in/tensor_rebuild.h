@@ -62,17 +62,6 @@ struct EmptyStorage {
 inline constexpr std::size_t kMaxGap = 1024;  // between the numbers of storages
 inline constexpr std::size_t kIdSize = 5;     // ("storage", storage type, key, location, numel)
 
-inline std::optional<std::string_view> text_of(PyObject* object) {
-  if (!PyUnicode_CheckExact(object)) return std::nullopt;
-  Py_ssize_t size = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(object, &size);
-  if (text == nullptr) {  // lone surrogates
-    PyErr_Clear();
-    return std::nullopt;
-  }
-  return std::string_view(text, static_cast<std::size_t>(size));
-}
-
 // The number in a key, if the key is written as torch writes it.
 inline std::optional<std::uint32_t> number_of(std::string_view key) {
   if (key.empty() || (key.front() == '0' && key.size() > 1)) return std::nullopt;
@@ -80,14 +69,6 @@ inline std::optional<std::uint32_t> number_of(std::string_view key) {
   const auto [end, error] = std::from_chars(key.begin(), key.end(), number);
   if (error != std::errc() || end != key.end()) return std::nullopt;
   return number;
-}
-
-inline std::optional<std::int64_t> count_of(PyObject* object) {
-  if (!PyLong_CheckExact(object)) return std::nullopt;  // torch accepts True only in some places
-  int overflow = 0;
-  const long long n = PyLong_AsLongLongAndOverflow(object, &overflow);
-  if (overflow != 0) return std::nullopt;
-  return n;
 }
 
 // The storages that a pickle refers to by persistent ids.  Needs the GIL.
@@ -283,11 +264,6 @@ struct PlainTensor {
   bool requires_grad = false;
   PyObject* hooks = nullptr;  // a collections.OrderedDict, or null for none
 };
-
-inline std::optional<std::int64_t> natural_number(PyObject* object) {
-  const std::optional<std::int64_t> n = count_of(object);
-  return n && *n >= 0 ? n : std::nullopt;
-}
 
 inline bool read_counts(PyObject* sequence, Dimensions& counts) {
   if (!PyTuple_Check(sequence) && !PyList_Check(sequence)) return false;
@@ -603,7 +579,10 @@ class Recognizer {
   // Reads an object from the memo.
   bool memoized(PyObject*& object) {
     std::uint64_t i = 0;
-    if (!memo_index(opcode::kBinGet, opcode::kLongBinGet, i)) return false;
+    const bool is_read = opcode(opcode::kBinGet)
+                             ? number<std::uint8_t>(i)
+                             : opcode(opcode::kLongBinGet) && number<std::uint32_t>(i);
+    if (!is_read) return false;
     const Value* const value = memo_.get(static_cast<std::uint32_t>(i));
     if (value == nullptr || value->is_storage()) return false;
     object = value->get();
@@ -611,12 +590,7 @@ class Recognizer {
   }
 
   // Whether the last object is not memoized, or only in an entry that is never read.
-  bool not_kept() {
-    std::uint64_t i = 0;
-    if (!next_is(opcode::kBinPut) && !next_is(opcode::kLongBinPut)) return true;
-    return memo_index(opcode::kBinPut, opcode::kLongBinPut, i) &&
-           !memo_.is_read(static_cast<std::uint32_t>(i));
-  }
+  bool not_kept() { return memo_.skip_put(cursor_); }
 
   bool count(std::int64_t& value) {
     std::uint64_t read = 0;
@@ -683,10 +657,6 @@ class Recognizer {
 
   bool next_is(unsigned char expected) const {
     return !cursor_.at_end() && cursor_.peek() == expected;
-  }
-  bool memo_index(unsigned char short_form, unsigned char long_form, std::uint64_t& i) {
-    return opcode(short_form) ? number<std::uint8_t>(i)
-                              : opcode(long_form) && number<std::uint32_t>(i);
   }
   template <class Unsigned>
   bool number(std::uint64_t& value) {

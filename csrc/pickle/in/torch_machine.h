@@ -76,9 +76,6 @@ class TorchMachine {
       const Object key = Object::checked(PyLong_FromLong(i++));
       checked(PyDict_SetItem(dict.get(), key.get(), value));
     }
-    return run(program, dict);
-  }
-  Object run(std::string_view program, const Object& memo) const {
     const CollectorResumed resumed(pause_);
     const Object bytes = Object::checked(
         PyBytes_FromStringAndSize(program.data(), static_cast<Py_ssize_t>(program.size())));
@@ -87,7 +84,7 @@ class TorchMachine {
     const Object keywords = Object::checked(Py_BuildValue("{sO}", "encoding", encoding_));
     const Object unpickler =
         Object::checked(PyObject_Call(unpickler_type_.get(), arguments.get(), keywords.get()));
-    checked(PyObject_SetAttrString(unpickler.get(), "memo", memo.get()));
+    checked(PyObject_SetAttrString(unpickler.get(), "memo", dict.get()));
     checked(PyObject_SetAttrString(unpickler.get(), "persistent_load", persistent_load_));
     return call_method(unpickler.get(), "load");
   }

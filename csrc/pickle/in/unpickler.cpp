@@ -395,15 +395,8 @@ class RestrictedMachine {
   // executes that opcode with the values on the stack.
   bool consume_tuple(std::size_t n) {
     PickleCursor ahead = cursor_;
-    const auto next = [&ahead] { return ahead.at_end() ? opcode::kStop : ahead.byte(); };
-    unsigned char op = next();
-    if (op == opcode::kBinPut || op == opcode::kLongBinPut) {
-      const std::size_t nbytes = op == opcode::kBinPut ? 1 : 4;
-      const std::string_view operand = ahead.take(nbytes);
-      if (operand.size() < nbytes) return false;
-      if (memo_.is_read(static_cast<std::uint32_t>(little_endian(operand)))) return false;
-      op = next();
-    }
+    if (!memo_.skip_put(ahead) || ahead.at_end()) return false;
+    const unsigned char op = ahead.byte();
     if (op == opcode::kBinPersId) {
       if (!refer_to_storage(stack_.last(n))) return false;
     } else if (op == opcode::kReduce && stack_.depth() > n) {

@@ -137,6 +137,17 @@ class Memo {
     return i < read_.size() ? static_cast<bool>(read_[i]) : i >= n_near_ && far_read_.contains(i);
   }
 
+  // Skips a PUT of an entry that is not read, if there is one; false for any other PUT.
+  bool skip_put(PickleCursor& cursor) const {
+    if (cursor.at_end()) return true;
+    const unsigned char op = cursor.peek();
+    if (op != opcode::kBinPut && op != opcode::kLongBinPut) return true;
+    cursor.skip(1);
+    const std::size_t nbytes = op == opcode::kBinPut ? 1 : 4;
+    const std::string_view operand = cursor.take(nbytes);
+    return operand.size() == nbytes && !is_read(static_cast<std::uint32_t>(little_endian(operand)));
+  }
+
   // Only for entries that are read.
   void put(std::uint32_t i, const Value& value) {
     if (i >= n_near_) {
@@ -179,7 +190,6 @@ class Memo {
 // reaches below the topmost mark, and a missing value raises a list's error.  Needs the GIL.
 class ValueStack {
  public:
-  // The number of values above the topmost mark.
   std::size_t depth() const { return values_.size() - base_; }
 
   void push(Value value) { values_.push_back(std::move(value)); }

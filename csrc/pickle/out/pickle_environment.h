@@ -84,11 +84,8 @@ class PickleEnvironment {
     };
     if (checked(PySequence_Contains(call("_new_dtypes").get(), dtype)) != 0) return std::nullopt;
     const Object names = call("_dtype_to_storage_type_map");
-    PyObject* const name = PyDict_GetItemWithError(names.get(), dtype);
-    if (name == nullptr) {
-      if (PyErr_Occurred() != nullptr) throw PythonError{};
-      throw HandOver{};
-    }
+    PyObject* const name = item_or_null(names.get(), dtype);
+    if (name == nullptr) throw HandOver{};
     return Object::checked(PyObject_GetAttr(torch_.get(), name));
   }
 

@@ -254,15 +254,7 @@ inline bool is_found(PyObject* object, PyObject* module_name, PyObject* name) {
     if (PyErr_Occurred() != nullptr) throw PythonError{};
     return false;
   }
-  PyObject* const found = PyDict_GetItemWithError(PyModule_GetDict(module.get()), name);
-  if (found == nullptr && PyErr_Occurred() != nullptr) throw PythonError{};
-  return found == object;
-}
-
-inline PyObject* item_or_null(PyObject* dict, PyObject* key) {
-  PyObject* const item = PyDict_GetItemWithError(dict, key);
-  if (item == nullptr && PyErr_Occurred() != nullptr) throw PythonError{};
-  return item;
+  return item_or_null(PyModule_GetDict(module.get()), name) == object;
 }
 
 // The pickle being written: opcodes, memo, globals and reduced objects, for objects of any kind.

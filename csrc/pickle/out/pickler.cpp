@@ -45,7 +45,6 @@ bool may_share_keys(PyObject* dict) {
   return reinterpret_cast<PyDictObject*>(dict)->ma_values != nullptr;
 }
 
-// The next item of an iterator, or nothing.
 Object next_of(PyObject* iterator) {
   Object item = Object::steal(PyIter_Next(iterator));
   if (!item && PyErr_Occurred() != nullptr) throw PythonError{};

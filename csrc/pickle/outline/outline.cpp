@@ -8,6 +8,7 @@
 #include <bit>
 #include <deque>
 #include <iterator>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -39,7 +40,6 @@ enum class Kind : std::uint8_t {
   kArguments,    // a tuple with any of these; index: into arguments_
 };
 
-// A value of the outline's machine.
 struct Part {
   Kind kind = Kind::kNothing;
   std::uint32_t index = 0;
@@ -65,19 +65,16 @@ bool is_plain_key(PyObject* key) {
 }
 
 std::string_view text_of(const Part& value) {
-  if (value.kind != Kind::kObject || !PyUnicode_CheckExact(value.object.get())) throw Declined{};
-  Py_ssize_t size = 0;
-  const char* const text = PyUnicode_AsUTF8AndSize(value.object.get(), &size);
-  if (text == nullptr) throw PythonError{};
-  return {text, static_cast<std::size_t>(size)};
+  if (value.kind != Kind::kObject) throw Declined{};
+  const std::optional<std::string_view> text = ptsave::text_of(value.object.get());
+  if (!text) throw Declined{};
+  return *text;
 }
 
 std::int64_t count_of(PyObject* object) {
-  if (!PyLong_CheckExact(object)) throw Declined{};
-  int overflow = 0;
-  const long long n = PyLong_AsLongLongAndOverflow(object, &overflow);
-  if (overflow != 0 || n < 0) throw Declined{};
-  return n;
+  const std::optional<std::int64_t> n = natural_number(object);
+  if (!n) throw Declined{};
+  return *n;
 }
 
 std::int64_t count_of(const Part& value) {
@@ -390,18 +387,8 @@ class Machine final : public StackMachine<Machine, Part> {
   // Whether the next steps make a tuple of all values down to a mark, after at most an unused PUT.
   bool makes_tuple_next() {
     PickleCursor ahead = cursor_;
-    if (ahead.at_end()) return false;
-    unsigned char code = ahead.byte();
-    if (code == opcode::kBinPut || code == opcode::kLongBinPut) {
-      const std::size_t n = code == opcode::kBinPut ? 1 : 4;
-      const std::string_view operand = ahead.take(n);
-      if (operand.size() < n || ahead.at_end() ||
-          reads_.is_read(static_cast<std::uint32_t>(little_endian(operand)))) {
-        return false;
-      }
-      code = ahead.byte();
-    }
-    return code == opcode::kTuple && depth() > 0;
+    return reads_.skip_put(ahead) && !ahead.at_end() && ahead.byte() == opcode::kTuple &&
+           depth() > 0;
   }
 
   // The parts of a tuple that is no object.  They are reused unless the memo has the tuple.

@@ -1,10 +1,13 @@
-// A folder that vanishes with its test, whole files, and counts of what the process holds.
+// Folders that vanish with their test, whole files, bytes, forked parts of tests, and what the
+// process holds.
 #pragma once
 
 #include <dirent.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,14 +17,22 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <set>
+#include <span>
 #include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
 
-namespace ptsave::scratch {
+#include "core/memory/pages.h"
+
+namespace ptsave::common {
+
+inline constexpr std::size_t kKiB = 1024;
+inline constexpr std::size_t kMiB = 1024 * kKiB;
+inline const std::function<void()> kNoPoll = [] {};
 
 // A fresh folder below `parent`.  Removed with everything in it.
 class Folder {
@@ -92,6 +103,17 @@ inline std::string noise(std::size_t nbytes, std::uint64_t seed) {
   return bytes;
 }
 
+inline std::span<std::byte> bytes_of(std::string& text) {
+  return std::as_writable_bytes(std::span(text));
+}
+inline std::byte* data_of(std::string& text) { return bytes_of(text).data(); }
+inline const std::byte* data_of(const std::string& text) {
+  return std::as_bytes(std::span(text)).data();
+}
+inline std::string text_of(const std::byte* data, std::size_t nbytes) {
+  return {reinterpret_cast<const char*>(data), nbytes};
+}
+
 inline std::size_t n_entries(const char* directory) {
   const auto begin = std::filesystem::directory_iterator(directory);
   return static_cast<std::size_t>(std::distance(begin, std::filesystem::directory_iterator()));
@@ -129,4 +151,31 @@ inline bool n_threads_becomes(std::size_t n) {
   return false;
 }
 
-}  // namespace ptsave::scratch
+// Runs `action` in a forked process that is killed when it takes too long; returns what wait says.
+inline int in_child(const std::function<void()>& action) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    constexpr unsigned kMaxSeconds = 120;
+    ::alarm(kMaxSeconds);
+    action();
+    std::_Exit(testing::Test::HasFailure() ? 1 : 0);
+  }
+  int status = -1;
+  ::waitpid(child, &status, 0);
+  return status;
+}
+
+inline bool query_page(const std::byte* address, unsigned char& residency) {
+  const auto page = align_down(reinterpret_cast<std::uintptr_t>(address), page_nbytes());
+  return ::mincore(reinterpret_cast<void*>(page), 1, &residency) == 0;
+}
+inline bool is_mapped(const std::byte* address) {
+  unsigned char residency = 0;
+  return query_page(address, residency);
+}
+inline bool is_resident(const std::byte* address) {
+  unsigned char residency = 0;
+  return query_page(address, residency) && (residency & 1u) != 0;
+}
+
+}  // namespace ptsave::common

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "common/archive_fixture.h"
+#include "common/archives.h"
 #include "core/base/error.h"
 #include "core/format/archive.h"
 #include "core/format/zip.h"
@@ -12,7 +12,8 @@
 namespace ptsave {
 namespace {
 
-using namespace archive_fixture;  // NOLINT(google-build-using-namespace)
+using namespace common;
+using std::string;
 
 CentralDirectory find(string file) {
   const auto bytes = std::span<const std::byte>(bytes_of(file));
@@ -176,14 +177,14 @@ struct Parts {
   using Store = std::byte* (*)(std::byte*, std::uint64_t);
   string with(std::size_t at, Store store, std::uint64_t value) const {
     string damaged = file;
-    store(bytes_of(damaged).data() + at, value);
+    store(data_of(damaged) + at, value);
     return damaged;
   }
   string with_counts(std::uint64_t n) const {
     string damaged = with(wide + 24, zip::store64, n);
-    zip::store64(bytes_of(damaged).data() + wide + 32, n);
-    zip::store16(bytes_of(damaged).data() + end + 8, std::min<std::uint64_t>(n, 0xFFFF));
-    zip::store16(bytes_of(damaged).data() + end + 10, std::min<std::uint64_t>(n, 0xFFFF));
+    zip::store64(data_of(damaged) + wide + 32, n);
+    zip::store16(data_of(damaged) + end + 8, std::min<std::uint64_t>(n, 0xFFFF));
+    zip::store16(data_of(damaged) + end + 10, std::min<std::uint64_t>(n, 0xFFFF));
     return damaged;
   }
   string with_text(std::size_t at, std::string_view text) const {
@@ -298,7 +299,7 @@ TEST(Fault, PlaceOfARecord) {
     EXPECT_EQ(fault(p.with(p.second + 42, zip::store32, offset)), kCorrupt) << offset;
   }
   string huge = p.with(p.second + 20, zip::store32, kM - 1);
-  zip::store32(bytes_of(huge).data() + p.second + 24, kM - 1);
+  zip::store32(data_of(huge) + p.second + 24, kM - 1);
   EXPECT_EQ(fault(huge), kCorrupt);
 }
 
@@ -363,8 +364,8 @@ TEST(Fault, UnsupportedRecords) {
     string damaged = p.file;
     for (const std::size_t at : {p.second + 8, p.second_local + 6}) {
       if (at == p.second_local + 6 && !in_both) break;
-      zip::store16(bytes_of(damaged).data() + at, 0x0808u | flags);
-      zip::store16(bytes_of(damaged).data() + at + 2, method);
+      zip::store16(data_of(damaged) + at, 0x0808u | flags);
+      zip::store16(data_of(damaged) + at + 2, method);
     }
     return damaged;
   };

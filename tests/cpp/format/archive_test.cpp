@@ -5,12 +5,13 @@
 
 #include <stdexcept>
 
-#include "common/archive_fixture.h"
+#include "common/archives.h"
 
 namespace ptsave {
 namespace {
 
-using namespace archive_fixture;  // NOLINT(google-build-using-namespace)
+using namespace common;
+using std::string;
 
 // PyTorchFileWriter of torch 2.13: records a = "hi", e = "", alignment 1.
 constexpr std::string_view kTorchFile =
@@ -70,7 +71,7 @@ TEST(Plan, PadsWithZInAnFbField) {
   const ArchiveLayout layout = plan("small", specs, 64);
   ASSERT_EQ(layout.record(0).payload_offset, 64u);
   string header(64, '?');
-  layout.local_header(0, bytes_of(header).data());
+  layout.local_header(0, data_of(header));
   EXPECT_EQ(header.substr(28, 2), string("\x14\0", 2));
   EXPECT_EQ(header.substr(30), "small/data.pkl" + string("FB\x10\0", 4) + string(16, 'Z'));
 }
@@ -113,7 +114,7 @@ TEST(Plan, PadsBehindZip64) {
   EXPECT_EQ(layout.record(2).payload_offset, 8589934912u);
   EXPECT_EQ(layout.record(2).descriptor_nbytes, 0u);
   string header(4294967488u - 4294967383u, '?');
-  layout.local_header(1, bytes_of(header).data());
+  layout.local_header(1, data_of(header));
   EXPECT_EQ(header,
             unhex("504b03040000080800000000000000000000000000000000000003004800722f3101001800"
                   "ffffffff0000000000000000000000005700000001000000464228005a5a5a5a5a5a5a5a"

@@ -15,7 +15,6 @@
 #include <thread>
 #include <vector>
 
-#include "common/forked.h"
 #include "common/scratch.h"
 #include "core/base/error.h"
 #include "core/io/file.h"
@@ -23,21 +22,20 @@
 namespace ptsave {
 namespace {
 
-using forked::in_child;
-using scratch::n_removed_files_open;
+using namespace common;
 
 constexpr std::size_t kLargeNbytes = std::size_t{16} << 20;
 
 class ReplacedFile : public testing::Test {
  protected:
   ReplacedFile() : path_(folder_ / "model.pt"), directory_(::open(folder_.path().c_str(), O_PATH)) {
-    scratch::write_file(path_, std::string(kLargeNbytes, 'x'));
+    write_file(path_, std::string(kLargeNbytes, 'x'));
   }
   ~ReplacedFile() override { finish_releases(); }
 
   Descriptor hold() const { return hold_blocks(directory_.get(), "model.pt"); }
 
-  scratch::Folder folder_;
+  Folder folder_;
   std::string path_;
   Descriptor directory_;
 };
@@ -84,7 +82,7 @@ TEST_F(ReplacedFile, IsHeldOnlyIfItIsTheBlocksLastName) {
 }
 
 TEST_F(ReplacedFile, IsHeldOnlyIfItHasManyBlocks) {
-  scratch::write_file(path_, "few");
+  write_file(path_, "few");
   EXPECT_FALSE(hold());
   std::filesystem::resize_file(path_, kLargeNbytes);  // a hole
   EXPECT_FALSE(hold());

@@ -20,6 +20,8 @@
 namespace ptsave {
 namespace {
 
+using namespace common;
+
 constexpr std::size_t kFileNbytes = (std::size_t{5} << 20) + 4321;
 
 // In any order: neighbours, gaps small and large, pieces of all sizes, the file's end.
@@ -44,10 +46,10 @@ class RangeReadFrom : public testing::TestWithParam<Source> {
  protected:
   RangeReadFrom() : folder_(GetParam().parent) {
     for (std::size_t i = 0; i < 2; ++i) {
-      contents_.push_back(scratch::noise(kFileNbytes, i));
+      contents_.push_back(noise(kFileNbytes, i));
       paths_.push_back(folder_ / std::to_string(i));
-      scratch::write_file(paths_[i], contents_[i]);
-      if (GetParam().cold) scratch::drop_from_page_cache(paths_[i]);
+      write_file(paths_[i], contents_[i]);
+      if (GetParam().cold) drop_from_page_cache(paths_[i]);
     }
   }
 
@@ -69,9 +71,10 @@ class RangeReadFrom : public testing::TestWithParam<Source> {
   }
 
   // Memory for each range, with a byte before and behind it that must not change.
-  static std::vector<std::string> fenced(const std::vector<FileRange>& ranges) {
+  static std::vector<std::string> make_places(std::vector<FileRange>& ranges) {
     std::vector<std::string> places;
     for (const FileRange& range : ranges) places.emplace_back(range.nbytes + 2, '#');
+    for (std::size_t i = 0; i < ranges.size(); ++i) ranges[i].place = data_of(places[i]) + 1;
     return places;
   }
 
@@ -83,7 +86,7 @@ class RangeReadFrom : public testing::TestWithParam<Source> {
     }
   }
 
-  scratch::Folder folder_;
+  Folder folder_;
   std::vector<std::string> contents_;
   std::vector<std::string> paths_;
 };
@@ -96,10 +99,7 @@ INSTANTIATE_TEST_SUITE_P(Places, RangeReadFrom,
 TEST_P(RangeReadFrom, PutsEveryByteInItsPlaceAndTouchesNoOther) {
   for (const std::size_t n_threads : {std::size_t{0}, std::size_t{1}, std::size_t{5}}) {
     std::vector<FileRange> ranges = ranges_of_all_files();
-    std::vector<std::string> places = fenced(ranges);
-    for (std::size_t i = 0; i < ranges.size(); ++i) {
-      ranges[i].place = reinterpret_cast<std::byte*>(places[i].data() + 1);
-    }
+    std::vector<std::string> places = make_places(ranges);
     RangeRead read(open(), ranges);
     read.run(n_threads, [] {});
     expect_filled(places, ranges);
@@ -114,10 +114,7 @@ TEST_P(RangeReadFrom, ReadsThousandsOfSmallNeighbours) {
     ranges.push_back({i % 2, offset, nbytes});
     offset += nbytes + (i % 50 == 0 ? 2000 : i % 7);
   }
-  std::vector<std::string> places = fenced(ranges);
-  for (std::size_t i = 0; i < ranges.size(); ++i) {
-    ranges[i].place = reinterpret_cast<std::byte*>(places[i].data() + 1);
-  }
+  std::vector<std::string> places = make_places(ranges);
   RangeRead(open(), ranges).run(2, [] {});
   expect_filled(places, ranges);
 }
@@ -157,13 +154,9 @@ class UnstagerDouble final : public Unstager {
 TEST_P(RangeReadFrom, SendsWhatGoesOnAndPutsTheRestInItsPlace) {
   for (const std::size_t n_threads : {std::size_t{0}, std::size_t{3}}) {
     std::vector<FileRange> ranges = ranges_of_all_files();
-    std::vector<std::string> places = fenced(ranges);
+    std::vector<std::string> places = make_places(ranges);
     for (std::size_t i = 0; i < ranges.size(); ++i) {
-      if (i % 3 == 0) {
-        ranges[i].place = reinterpret_cast<std::byte*>(places[i].data() + 1);
-      } else {
-        ranges[i].target = i;
-      }
+      if (i % 3 != 0) ranges[i].target = i;
     }
     UnstagerDouble unstager(places);
     RangeRead(open(), ranges).run(n_threads, [] {}, &unstager);
@@ -174,7 +167,7 @@ TEST_P(RangeReadFrom, SendsWhatGoesOnAndPutsTheRestInItsPlace) {
 
 TEST_P(RangeReadFrom, ReadsEachByteOnceAndLittleMore) {
   std::string place(3 << 20, '\0');
-  auto* const data = reinterpret_cast<std::byte*>(place.data());
+  auto* const data = data_of(place);
   // Two near each other, and one far away.
   RangeRead read(open(),
                  {{0, 100, 10, data}, {0, 200, 10, data + 10}, {0, 4 << 20, 10, data + 20}});
@@ -184,7 +177,7 @@ TEST_P(RangeReadFrom, ReadsEachByteOnceAndLittleMore) {
 
 TEST_P(RangeReadFrom, SkipsGapsThatAreLargerThanItIsTold) {
   std::string place(3 << 20, '\0');
-  auto* const data = reinterpret_cast<std::byte*>(place.data());
+  auto* const data = data_of(place);
   RangeRead read(open(), {{0, 100, 10, data}, {0, 150, 10, data + 10}, {0, 300, 10, data + 20}},
                  40);
   read.run(2, [] {});
@@ -201,14 +194,14 @@ TEST_P(RangeReadFrom, NothingIsNothing) {
 
 TEST_P(RangeReadFrom, RefusesRangesThatOverlapOrAreOfNoFile) {
   std::string place(100, '\0');
-  auto* const data = reinterpret_cast<std::byte*>(place.data());
+  auto* const data = data_of(place);
   EXPECT_THROW(RangeRead(open(), {{0, 0, 10, data}, {0, 9, 10, data + 10}}), std::invalid_argument);
   EXPECT_THROW(RangeRead(open(), {{2, 0, 10, data}}), std::invalid_argument);
 }
 
 TEST_P(RangeReadFrom, AFileThatIsTooShortIsAnError) {
   std::string place(100, '\0');
-  auto* const data = reinterpret_cast<std::byte*>(place.data());
+  auto* const data = data_of(place);
   EXPECT_THROW(RangeRead(open(), {{0, kFileNbytes - 9, 10, data}}), IoError);
   EXPECT_THROW(RangeRead(open(), {{0, kFileNbytes + 9, 10, data}}), IoError);
   RangeRead read(open(), {{1, kFileNbytes - 10, 10, data}});
@@ -218,7 +211,7 @@ TEST_P(RangeReadFrom, AFileThatIsTooShortIsAnError) {
 
 TEST_P(RangeReadFrom, WhatThePollThrowsEndsIt) {
   std::string place(kFileNbytes, '\0');
-  RangeRead read(open(), {{0, 0, kFileNbytes, reinterpret_cast<std::byte*>(place.data())}});
+  RangeRead read(open(), {{0, 0, kFileNbytes, data_of(place)}});
   EXPECT_THROW(read.run(0, [] { throw std::runtime_error("enough"); }), std::runtime_error);
 }
 

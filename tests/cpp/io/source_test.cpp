@@ -27,15 +27,17 @@
 namespace ptsave {
 namespace {
 
+using namespace common;
+
 constexpr std::uint64_t kStart = SharedStart::kNbytes;
 
 class CoReadersOfAFile : public testing::Test {
  protected:
-  CoReadersOfAFile() : path_(folder_ / "model.pt") { scratch::write_file(path_, "bytes"); }
+  CoReadersOfAFile() : path_(folder_ / "model.pt") { write_file(path_, "bytes"); }
 
   File open() const { return File::open_for_reading(path_); }
 
-  scratch::Folder folder_;
+  Folder folder_;
   std::string path_;
 };
 
@@ -70,7 +72,7 @@ TEST_F(CoReadersOfAFile, AreNoticedWhenTheyComeAndWhenTheyGo) {
 
 TEST_F(CoReadersOfAFile, AreNotThoseOfAnotherFileNorThoseThatOnlyHaveItOpen) {
   const std::string path = folder_ / "other.pt";
-  scratch::write_file(path, "bytes");
+  write_file(path, "bytes");
   Reader reader(open());
   const Reader other(File::open_for_reading(path));
   const File opened = open();
@@ -147,8 +149,8 @@ class ColdSource : public CoReadersOfAFile {
   static constexpr std::size_t kNbytes = kStart + kHugePageNbytes;
 
   ColdSource() {
-    scratch::write_file(path_, scratch::noise(kNbytes, 0));
-    scratch::drop_from_page_cache(path_);
+    write_file(path_, noise(kNbytes, 0));
+    drop_from_page_cache(path_);
   }
 
   static bool reads_direct(const ByteSource& source) {
@@ -168,7 +170,7 @@ TEST_F(ColdSource, OfALoadOfSeveralFilesHasOneStartWithThem) {
   const ByteSource first(open(), 0, DirectReads::kAlone, start);
   const Mapping memory(kNbytes);
   EXPECT_FALSE(first.read_direct(0, memory.data(), kStart));
-  scratch::write_file(folder_ / "other.pt", scratch::noise(kHugePageNbytes, 1));
+  write_file(folder_ / "other.pt", noise(kHugePageNbytes, 1));
   const ByteSource third(File::open_for_reading(folder_ / "other.pt"), 0, DirectReads::kAlone,
                          start);
   EXPECT_EQ(third.read_direct(0, memory.data(), kHugePageNbytes),
@@ -214,7 +216,7 @@ TEST_P(FetchedAhead, BytesAreInThePageCacheOnceTheyWereRead) {
     source.read_ahead(0, nbytes);
     std::string bytes(nbytes, '\0');
     source.read_at(0, bytes.data(), bytes.size());
-    ASSERT_EQ(bytes, scratch::noise(kNbytes, 0).substr(0, nbytes));
+    ASSERT_EQ(bytes, noise(kNbytes, 0).substr(0, nbytes));
     is_cached = open().is_cached(0, nbytes);
   }
   EXPECT_TRUE(is_cached);
@@ -235,7 +237,7 @@ void make_huge_pages(bool cheap) {
 TEST_F(ColdSource, IsFetchedBySmallPiecesWhereLargeBlocksOfMemoryAreSlow) {
   const ByteSource source(open(), 0, DirectReads::kNever);
   const auto is_mapped = [&] {
-    return scratch::read_file("/proc/self/maps").find(path_) != std::string::npos;
+    return read_file("/proc/self/maps").find(path_) != std::string::npos;
   };
   make_huge_pages(false);
   source.read_ahead(0, kHugePageNbytes);
@@ -264,8 +266,8 @@ TEST_F(ColdSource, EndsWhereTheFileHasBeenCut) {
 }
 
 TEST(PageCacheFillerOfAFile, CannotMapAnEmptyOne) {
-  const scratch::Folder folder;
-  scratch::write_file(folder / "empty.pt", "");
+  const Folder folder;
+  write_file(folder / "empty.pt", "");
   PageCacheFiller filler;
   EXPECT_FALSE(filler.fill(File::open_for_reading(folder / "empty.pt"), 0, 1));
 }

@@ -15,14 +15,12 @@
 #include <thread>
 #include <vector>
 
-#include "common/residency.h"
 #include "common/scratch.h"
 
 namespace ptsave {
 namespace {
 
-using residency::is_mapped;
-using residency::is_resident;
+using namespace common;
 
 bool all_zero(const std::byte* data, std::size_t nbytes) {
   for (std::size_t i = 0; i < nbytes; ++i) {
@@ -74,7 +72,7 @@ TEST(Mapping, MovesItsMemory) {
 
 TEST(Mapping, LeavesNoAddressSpaceBehind) {
   // Trimming to a huge page must give both ends back: else this needs 400 GiB of addresses.
-  const auto vm_pages = [] { return std::stoull(scratch::read_file("/proc/self/statm")); };
+  const auto vm_pages = [] { return std::stoull(read_file("/proc/self/statm")); };
   const auto before = vm_pages();
   for (int i = 0; i < 200; ++i) const Mapping mapping(std::size_t{1} << 31);
   EXPECT_LT(vm_pages(), before + (std::size_t{1} << 31) / page_nbytes());
@@ -190,8 +188,6 @@ TEST(BufferPool, NeverLendsMoreThanItHas) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_FALSE(exceeded);
 }
-
-constexpr std::size_t kKiB = 1024;
 
 TEST(StreamCopy, CopiesExactlyTheBytes) {
   std::mt19937 random(7);

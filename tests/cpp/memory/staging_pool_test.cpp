@@ -13,17 +13,12 @@
 #include <utility>
 #include <vector>
 
-#include "common/forked.h"
-#include "common/residency.h"
+#include "common/scratch.h"
 
 namespace ptsave {
 namespace {
 
-using forked::in_child;
-using residency::is_mapped;
-using residency::is_resident;
-
-constexpr std::size_t kMiB = std::size_t{1} << 20;
+using namespace common;
 
 void fill(const StagingBlock& block, int value) { std::memset(block.data, value, block.nbytes); }
 

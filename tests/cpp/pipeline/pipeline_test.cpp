@@ -42,10 +42,10 @@ thread_local int n_allocations_left = -1;
 namespace ptsave {
 namespace {
 
+using namespace common;
+
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
-
-const Poll kNoPoll = [] {};
 
 struct Interrupt {};
 
@@ -244,7 +244,7 @@ TEST_P(Pipeline, AnErrorEndsAWaitForSomethingElse) {
 }
 
 TEST_P(Pipeline, DestructionCancelsAndJoins) {
-  const std::size_t before = scratch::n_threads();
+  const std::size_t before = common::n_threads();
   std::atomic<std::size_t> n_done{0};
   for (int round = 0; round < 20; ++round) {
     const ChunkPipeline pipeline(100000, n_threads(), [&](ChunkPipeline&, std::size_t) {
@@ -253,16 +253,16 @@ TEST_P(Pipeline, DestructionCancelsAndJoins) {
     });
   }
   EXPECT_LT(n_done, 20 * 100000u);
-  EXPECT_TRUE(scratch::n_threads_becomes(before));
+  EXPECT_TRUE(n_threads_becomes(before));
 }
 
 TEST_P(Pipeline, HasNoMoreThreadsThanChunks) {
-  const std::size_t before = scratch::n_threads();
+  const std::size_t before = common::n_threads();
   std::atomic<bool> release{false};
   ChunkPipeline pipeline(2, n_threads(), [&](ChunkPipeline& self, std::size_t) {
     if (n_threads() > 0) self.wait_in_worker([&] { return release.load(); });
   });
-  EXPECT_LE(scratch::n_threads(), before + 2);
+  EXPECT_LE(common::n_threads(), before + 2);
   release = true;
   pipeline.notify();
   pipeline.finish(kNoPoll);

@@ -22,10 +22,9 @@
 namespace ptsave {
 namespace {
 
-constexpr std::uint64_t kBlock = kCheckedBlockNbytes;
-const Poll kNoPoll = [] {};
+using namespace common;
 
-const std::byte* data_of(const std::string& text) { return std::as_bytes(std::span(text)).data(); }
+constexpr std::uint64_t kBlock = kCheckedBlockNbytes;
 
 class Checked : public testing::TestWithParam<bool> {
  protected:
@@ -34,7 +33,7 @@ class Checked : public testing::TestWithParam<bool> {
     std::uint64_t offset = 0;
     pieces_.reserve(16);  // short strings move with the vector
     for (const std::uint64_t nbytes : {10ULL, 0ULL, 100ULL, 4096ULL, 5000ULL, 9'000'000ULL, 3ULL}) {
-      pieces_.push_back(scratch::noise(nbytes, static_cast<unsigned>(pieces_.size())));
+      pieces_.push_back(noise(nbytes, static_cast<unsigned>(pieces_.size())));
       placed_.push_back({offset, nbytes, data_of(pieces_.back())});
       offset += nbytes + (pieces_.size() % 2) * 777;
     }
@@ -63,17 +62,16 @@ class Checked : public testing::TestWithParam<bool> {
   std::vector<DamagedBlock> read(std::string& out,
                                  const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges,
                                  std::uint64_t max_gap) const {
-    if (GetParam()) scratch::drop_from_page_cache(path_);
+    if (GetParam()) drop_from_page_cache(path_);
     out.assign(expected_.size(), '\0');
     std::vector<FileRange> wanted;
     for (const auto& [offset, nbytes] : ranges) {
-      wanted.push_back(
-          {0, offset, nbytes, reinterpret_cast<std::byte*>(out.data()) + offset, std::nullopt});
+      wanted.push_back({0, offset, nbytes, data_of(out) + offset, std::nullopt});
     }
     return CheckedRead(open(), wanted, {crcs_}, max_gap).run(3, kNoPoll);
   }
 
-  const scratch::Folder folder_;
+  const Folder folder_;
   const std::string path_;
   std::vector<std::string> pieces_;
   std::vector<PlacedPiece> placed_;
@@ -84,7 +82,7 @@ class Checked : public testing::TestWithParam<bool> {
 
 TEST_P(Checked, TheTableFollowsTheBlocks) {
   write();
-  const std::string file = scratch::read_file(path_);
+  const std::string file = read_file(path_);
   EXPECT_EQ(file.size(), nbytes_);
   EXPECT_TRUE(file.starts_with(expected_));
   ASSERT_EQ(crcs_.size() * kBlock, expected_.size());
@@ -100,7 +98,7 @@ TEST_P(Checked, PartsAreReadFromWhereTheyAre) {
   for (std::uint64_t at = 100'000; at < 9'000'000; at += 131'072) ranges.emplace_back(at, 16'384);
   ranges.emplace_back(3'000'000, 5'000'000);  // over some of those
   for (const std::uint64_t max_gap : {0ULL, 8192ULL, 65'536ULL, 10'000'000ULL}) {
-    if (GetParam()) scratch::drop_from_page_cache(path_);
+    if (GetParam()) drop_from_page_cache(path_);
     std::deque<std::string> parts;  // a place for each: two threads may read what two ranges share
     std::vector<FileRange> wanted;
     for (const auto& [offset, nbytes] : ranges) {
@@ -118,13 +116,13 @@ TEST_P(Checked, PartsAreReadFromWhereTheyAre) {
 TEST_P(Checked, TheBeginningIsInThePageCache) {
   write();
   for (const std::uint64_t n_cached : {1ULL, 262'144ULL, 300'000ULL, 3'000'000ULL}) {
-    scratch::drop_from_page_cache(path_);
+    drop_from_page_cache(path_);
     std::string cached(n_cached, '\0');
     File::open_for_reading(path_).read_at(0, cached.data(), n_cached);
     std::vector<ByteSource> files;
     files.emplace_back(File::open_for_reading(path_), 0);
     std::string out(expected_.size(), '\0');
-    auto* const place = reinterpret_cast<std::byte*>(out.data());
+    auto* const place = data_of(out);
     CheckedRead all(std::make_shared<RangeFiles>(std::move(files), 3),
                     {{0, 0, expected_.size(), place, std::nullopt}}, {crcs_}, 0);
     EXPECT_TRUE(all.run(3, kNoPoll).empty());
@@ -135,9 +133,9 @@ TEST_P(Checked, TheBeginningIsInThePageCache) {
 
 TEST_P(Checked, OneFlippedBitIsFound) {
   write();
-  std::string file = scratch::read_file(path_);
+  std::string file = read_file(path_);
   file[5'000'000] ^= 4;
-  scratch::write_file(path_, file);
+  write_file(path_, file);
   std::string out;
   const std::uint64_t block = 5'000'000 / kBlock * kBlock;
   const std::vector<DamagedBlock> expected{{0, block}};

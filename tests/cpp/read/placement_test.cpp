@@ -11,8 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/archive_file.h"
-#include "common/archive_fixture.h"
+#include "common/archives.h"
 #include "core/base/error.h"
 #include "core/memory/pages.h"
 #include "core/read/reader.h"
@@ -20,10 +19,7 @@
 namespace ptsave {
 namespace {
 
-using namespace archive_fixture;  // NOLINT(google-build-using-namespace)
-
-constexpr std::size_t kKiB = 1024;
-constexpr std::size_t kMiB = 1024 * kKiB;
+using namespace common;
 
 // Large and small, neighbours that share a page of any size, and enough small ones for two
 // segments.
@@ -103,7 +99,6 @@ TEST_P(PlanByPages, GivesALargeRecordSegmentsOfItsOwn) {
 
 INSTANTIATE_TEST_SUITE_P(Sizes, PlanByPages, testing::Values(4 * kKiB, 16 * kKiB, 64 * kKiB));
 
-const Poll kNoPoll = [] {};
 constexpr char kUntouched = '\x5A';
 
 // Memory for parts of records, one behind the other, with bytes between that nobody may touch.
@@ -129,7 +124,7 @@ class Targets {
   std::vector<Destination> destinations() {
     std::vector<Destination> placed = destinations_;
     for (std::size_t i = 0; i < placed.size(); ++i) {
-      placed[i].place = reinterpret_cast<std::byte*>(memory_.data()) + begins_[i];
+      placed[i].place = data_of(memory_) + begins_[i];
     }
     std::ranges::shuffle(placed, random_);
     return placed;
@@ -269,7 +264,7 @@ TEST(Scatter, DestinationsAreChecked) {
   const std::string bytes = archive(records_of({100, 200}));
   ArchiveReader reader(memory_source(bytes));
   std::string memory(300, kUntouched);
-  auto* const place = reinterpret_cast<std::byte*>(memory.data());
+  auto* const place = data_of(memory);
   const auto fill = [&](const std::vector<Destination>& destinations) {
     reader.fill(destinations, 0, true, kNoPoll);
   };

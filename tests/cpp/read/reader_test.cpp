@@ -17,10 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/archive_file.h"
-#include "common/archive_fixture.h"
-#include "common/residency.h"
-#include "common/scratch.h"
+#include "common/archives.h"
 #include "core/base/error.h"
 #include "core/format/zip.h"
 #include "core/memory/buffer.h"
@@ -28,14 +25,9 @@
 namespace ptsave {
 namespace {
 
-using namespace archive_fixture;  // NOLINT(google-build-using-namespace)
-using residency::is_resident;
-using scratch::Folder;
-using scratch::noise;
-using Indices = std::vector<std::size_t>;
+using namespace common;
 
-const Poll kNoPoll = [] {};
-constexpr std::size_t kMiB = std::size_t{1} << 20;
+using Indices = std::vector<std::size_t>;
 
 std::string read(const ArchiveReader& reader, std::size_t i, bool verify) {
   std::string payload(reader.index().records()[i].nbytes, '\0');
@@ -44,7 +36,7 @@ std::string read(const ArchiveReader& reader, std::size_t i, bool verify) {
 }
 
 std::string text_of(const LoadedPayload& payload) {
-  return {reinterpret_cast<const char*>(payload.data), payload.nbytes};
+  return common::text_of(payload.data, payload.nbytes);
 }
 
 Indices all_of(const ArchiveReader& reader) {
@@ -98,7 +90,11 @@ std::vector<std::size_t> mixed_sizes() {
   return sizes;
 }
 
-class RoundTrip : public testing::TestWithParam<Layout> {};
+class RoundTrip : public testing::TestWithParam<Layout> {
+ protected:
+  const std::vector<Record> records_ = records_of(GetParam().sizes);
+  const std::string bytes_ = archive(records_, GetParam().alignment);
+};
 
 INSTANTIATE_TEST_SUITE_P(
     Layouts, RoundTrip,
@@ -110,74 +106,63 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& layout) { return layout.param.name; });
 
 TEST_P(RoundTrip, FromMemory) {
-  const std::vector<Record> records = records_of(GetParam().sizes);
-  const std::string bytes = archive(records, GetParam().alignment);
   for (const std::size_t n_threads : {0u, 1u, 4u}) {
     for (const bool exact : {false, true}) {
-      expect_loads(memory_source(bytes), records, {}, n_threads, exact);
+      expect_loads(memory_source(bytes_), records_, {}, n_threads, exact);
     }
   }
 }
 
 TEST_P(RoundTrip, FromAFile) {
-  const std::vector<Record> records = records_of(GetParam().sizes);
-  const std::string bytes = archive(records, GetParam().alignment);
   for (const std::uint64_t offset : {0u, 4096u, 777u}) {
-    const ArchiveFile file(bytes, offset);
+    const ArchiveFile file(bytes_, offset);
     for (const std::size_t n_threads : {0u, 1u, 4u}) {
-      expect_loads(file.source(), records, {}, n_threads);
+      expect_loads(file.source(), records_, {}, n_threads);
       for (const DirectReads direct : {DirectReads::kNever, DirectReads::kAlways}) {
         file.drop_from_page_cache();
-        expect_loads(file.source(direct), records, {}, n_threads);
+        expect_loads(file.source(direct), records_, {}, n_threads);
       }
     }
   }
 }
 
 TEST_P(RoundTrip, FromAPartlyCachedFile) {
-  const std::vector<Record> records = records_of(GetParam().sizes);
-  const std::string bytes = archive(records, GetParam().alignment);
-  const ArchiveFile file(bytes);
+  const ArchiveFile file(bytes_);
   file.drop_from_page_cache();
   const File reading = File::open_for_reading(file.path());
   ::posix_fadvise(reading.fd(), 0, 0, POSIX_FADV_RANDOM);
   std::string page(4096, '\0');
-  for (std::size_t at = 123456; at + 4096 < bytes.size(); at += 777777) {
+  for (std::size_t at = 123456; at + 4096 < bytes_.size(); at += 777777) {
     reading.read_at(at, page.data(), page.size());
   }
-  expect_loads(file.source(), records, {}, 3);
+  expect_loads(file.source(), records_, {}, 3);
 }
 
 TEST_P(RoundTrip, FromTmpfs) {
-  const std::vector<Record> records = records_of(GetParam().sizes);
-  const ArchiveFile file(archive(records, GetParam().alignment), 0, "/dev/shm");
-  expect_loads(file.source(), records, {}, 3);
+  const ArchiveFile file(bytes_, 0, "/dev/shm");
+  expect_loads(file.source(), records_, {}, 3);
 }
 
 TEST_P(RoundTrip, WithoutChecksums) {
-  const std::vector<Record> records = records_of(GetParam().sizes);
-  const std::string bytes = archive(records, GetParam().alignment, "archive", false);
-  expect_loads(memory_source(bytes), records, {}, 2);
+  const std::string bytes = archive(records_, GetParam().alignment, "archive", false);
+  expect_loads(memory_source(bytes), records_, {}, 2);
 }
 
 TEST_P(RoundTrip, OneByOne) {
-  const std::vector<Record> records = records_of(GetParam().sizes);
-  const std::string bytes = archive(records, GetParam().alignment);
-  const ArchiveReader reader(memory_source(bytes));
-  for (std::size_t i = 0; i < records.size(); ++i) {
-    ASSERT_TRUE(read(reader, i, true) == records[i].data) << i;
+  const ArchiveReader reader(memory_source(bytes_));
+  for (std::size_t i = 0; i < records_.size(); ++i) {
+    ASSERT_TRUE(read(reader, i, true) == records_[i].data) << i;
   }
 }
 
 TEST_P(RoundTrip, WaitingForEachRecord) {
-  const std::vector<Record> records = records_of(GetParam().sizes);
-  const ArchiveFile file(archive(records, GetParam().alignment));
+  const ArchiveFile file(bytes_);
   for (const std::size_t n_threads : {0u, 3u}) {
     ArchiveReader reader(file.source());
     reader.start(all_of(reader), n_threads, true, false);
-    for (std::size_t i = records.size(); i-- > 0;) {
+    for (std::size_t i = records_.size(); i-- > 0;) {
       reader.wait(i, kNoPoll);
-      ASSERT_TRUE(text_of(reader.payload(i)) == records[i].data) << i;
+      ASSERT_TRUE(text_of(reader.payload(i)) == records_[i].data) << i;
     }
     EXPECT_TRUE(reader.wait_all(kNoPoll).empty());
     EXPECT_GE(reader.nbytes_read(), reader.nbytes_to_read());
@@ -258,9 +243,8 @@ TEST(Reader, ReadsRecordsBesideATransfer) {
     reader.start(all_of(reader), n_threads, true, false);
     std::string large(3 * kMiB, '\0');
     std::string small(70000, '\0');
-    const std::vector<Destination> destinations = {
-        {3, 0, small.size(), reinterpret_cast<std::byte*>(small.data())},
-        {1, 0, large.size(), reinterpret_cast<std::byte*>(large.data())}};
+    const std::vector<Destination> destinations = {{3, 0, small.size(), data_of(small)},
+                                                   {1, 0, large.size(), data_of(large)}};
     EXPECT_TRUE(reader.read_records({3, 1, 3}, destinations, n_threads, true, kNoPoll).empty());
     EXPECT_TRUE(small == records[3].data);
     EXPECT_TRUE(large == records[1].data);
@@ -298,17 +282,15 @@ TEST(Reader, ReadsRanges) {
   const ArchiveReader reader(file.source());
   for (const std::size_t n : {std::size_t{0}, std::size_t{7}, 2 * kMiB, 5 * kMiB + 1}) {
     std::string found(n, '\0');
-    reader.read_range(1001, reinterpret_cast<std::byte*>(found.data()), n, 3, kNoPoll);
+    reader.read_range(1001, data_of(found), n, 3, kNoPoll);
     EXPECT_TRUE(found == bytes.substr(1001, n)) << n;
   }
   std::string beyond(10, '\0');
-  EXPECT_THROW(reader.read_range(bytes.size() - 5, reinterpret_cast<std::byte*>(beyond.data()), 10,
-                                 3, kNoPoll),
-               IoError);
+  EXPECT_THROW(reader.read_range(bytes.size() - 5, data_of(beyond), 10, 3, kNoPoll), IoError);
 }
 
 TEST(Reader, ReadsAFileThatIsClosedInBetween) {
-  const std::size_t descriptors = scratch::n_descriptors();
+  const std::size_t descriptors = n_descriptors();
   const std::vector<Record> records = records_of({1000, 5 * kMiB});
   const ArchiveFile file(archive(records), 4096);
   ArchiveReader reader(file.source());
@@ -316,7 +298,7 @@ TEST(Reader, ReadsAFileThatIsClosedInBetween) {
   for (int i = 0; i < 3; ++i) {
     const std::string name = reader.source().name();
     reader.exchange(ByteSource::closed(reader.source().nbytes(), name));
-    EXPECT_EQ(scratch::n_descriptors(), descriptors);
+    EXPECT_EQ(n_descriptors(), descriptors);
     try {
       read(reader, 1, true);
       FAIL();
@@ -518,7 +500,7 @@ struct Interrupt {};
 TEST(Reader, CanBeCancelledAtAnyTime) {
   const std::vector<Record> records = records_of(std::vector<std::size_t>(24, kMiB));
   const ArchiveFile file(archive(records));
-  const std::size_t threads = scratch::n_threads();
+  const std::size_t threads = n_threads();
   for (int round = 0; round < 12; ++round) {
     file.drop_from_page_cache();
     ArchiveReader reader(file.source());
@@ -530,7 +512,7 @@ TEST(Reader, CanBeCancelledAtAnyTime) {
     payload.data[0] = std::byte{1};  // stays what it is
     if (round % 4 == 0) reader.cancel();
   }
-  EXPECT_TRUE(scratch::n_threads_becomes(threads));
+  EXPECT_TRUE(n_threads_becomes(threads));
 }
 
 TEST(Reader, APollCancels) {
@@ -544,12 +526,12 @@ TEST(Reader, APollCancels) {
 }
 
 TEST(Reader, LeavesNoDescriptorsBehind) {
-  const std::size_t descriptors = scratch::n_descriptors();
+  const std::size_t descriptors = n_descriptors();
   const std::vector<Record> records = records_of({100, 3 * kMiB});
   const ArchiveFile file(archive(records));
   for (int i = 0; i < 10; ++i) expect_loads(file.source(), records, {}, 2);
   EXPECT_THROW(ArchiveReader(ArchiveFile("no archive").source()), FormatError);
-  EXPECT_EQ(scratch::n_descriptors(), descriptors);
+  EXPECT_EQ(n_descriptors(), descriptors);
 }
 
 // ------------------------------------------------------------------------------ memory of payloads
@@ -660,8 +642,7 @@ TEST_F(Data, WholePayloadsHaveTheSizesOfTheirRecords) {
   std::string zero(4, '?');
   std::string one(3, '?');
   const std::vector<std::size_t> records{2, 6, 1};
-  const std::vector<std::span<std::byte>> memory{
-      archive_fixture::bytes_of(zero), {}, archive_fixture::bytes_of(one)};
+  const std::vector<std::span<std::byte>> memory{bytes_of(zero), {}, bytes_of(one)};
   EXPECT_TRUE(whole_payloads(reader_.index(), records, {}).empty());
   const std::vector<Destination> places = whole_payloads(reader_.index(), records, memory);
   ASSERT_EQ(places.size(), 2u) << "none for an empty one";

@@ -151,6 +151,23 @@ Difference difference(const Format& of_a, const std::vector<std::byte>& a, const
                        a.size() / nbytes_of(of_a.element), tolerance, n_threads, [] {});
 }
 
+// `a` and `b` are numbers of the format, one or several for an element.
+template <typename Number>
+Difference difference(Element element, const std::vector<Number>& a, const std::vector<Number>& b,
+                      const Tolerance& tolerance = {}, std::size_t n_threads = 1) {
+  const std::size_t n = a.size() * sizeof(Number) / nbytes_of(element);
+  return difference_of(element, a.data(), element, b.data(), n, tolerance, n_threads);
+}
+
+std::vector<const statistics_internal::DistancesKernel*> supported_kernels() {
+  std::vector<const statistics_internal::DistancesKernel*> kernels;
+  for (std::size_t i = 0; i < statistics_internal::kNDistancesKernels; ++i) {
+    const auto& kernel = statistics_internal::kDistancesKernels[i];
+    if (kernel.supported()) kernels.push_back(&kernel);
+  }
+  return kernels;
+}
+
 float flipped(float x, std::uint64_t bits) {
   return std::bit_cast<float>(std::bit_cast<std::uint32_t>(x) ^ static_cast<std::uint32_t>(bits));
 }
@@ -187,12 +204,9 @@ TEST(Difference, OfManySizes) {
     std::vector<float> a(n);
     for (float& each : a) each = normal(generator);
     std::vector<float> b = a;
-    for (std::size_t i = n / 2; i < n; i += 3) {
-      b[i] = flipped(a[i], generator() & 0xFF);
-    }
+    for (std::size_t i = n / 2; i < n; i += 3) b[i] = flipped(a[i], generator() & 0xFF);
     const Tolerance tolerance{1e-6, 0};
-    const Difference found = difference_of(Element::kFloat32, a.data(), Element::kFloat32, b.data(),
-                                           n, tolerance, 3, [] {});
+    const Difference found = difference(Element::kFloat32, a, b, tolerance, 3);
     const std::vector<double> x(a.begin(), a.end());
     const std::vector<double> y(b.begin(), b.end());
     const Difference expected = expected_of(x, y, kFloat32, tolerance);
@@ -218,8 +232,7 @@ TEST(Difference, OfTheSameBytes) {
   std::vector<float> a(10'000, 2);
   a[5'000] = std::numeric_limits<float>::quiet_NaN();
   a[6'000] = std::numeric_limits<float>::infinity();
-  const Difference found =
-      difference_of(Element::kFloat32, a.data(), Element::kFloat32, a.data(), a.size());
+  const Difference found = difference(Element::kFloat32, a, a);
   EXPECT_EQ(found.n_different, 0U);
   EXPECT_EQ(found.first_different, a.size());
   EXPECT_EQ(found.ulps[0], a.size());
@@ -232,8 +245,7 @@ TEST(Difference, OfTheSameBytes) {
 TEST(Difference, OfBitsAlone) {
   const std::vector<float> a = {0.0F, std::bit_cast<float>(0x7FC0'0000U), 1};
   const std::vector<float> b = {-0.0F, std::bit_cast<float>(0xFFC0'1234U), 1};
-  const Difference found =
-      difference_of(Element::kFloat32, a.data(), Element::kFloat32, b.data(), a.size());
+  const Difference found = difference(Element::kFloat32, a, b);
   EXPECT_EQ(found.n_different, 2U);
   EXPECT_EQ(found.first_different, 0U);
   EXPECT_EQ(found.n_outside, 0U);
@@ -245,7 +257,7 @@ TEST(Difference, OfWholeNumbersIsExact) {
   const std::int64_t high = std::numeric_limits<std::int64_t>::max();
   const std::vector<std::int64_t> a = {low, 5, (std::int64_t{1} << 62) + 1, -3};
   const std::vector<std::int64_t> b = {high, 5, std::int64_t{1} << 62, -5};
-  const Difference found = difference_of(Element::kInt64, a.data(), Element::kInt64, b.data(), 4);
+  const Difference found = difference(Element::kInt64, a, b);
   EXPECT_EQ(found.max_abs_integer,
             (WholeDistance{false, std::numeric_limits<std::uint64_t>::max()}));
   EXPECT_EQ(found.n_different, 3U);
@@ -268,8 +280,7 @@ TEST(Difference, OfWholeNumbersIsExact) {
 TEST(Difference, OfComplexNumbers) {
   const std::vector<float> a = {1, 2, 3, 4};
   const std::vector<float> b = {1, 2, 0, 8};
-  const Difference found =
-      difference_of(Element::kComplex64, a.data(), Element::kComplex64, b.data(), 2);
+  const Difference found = difference(Element::kComplex64, a, b);
   EXPECT_EQ(found.n, 2U);
   EXPECT_EQ(found.n_different, 1U);
   EXPECT_EQ(found.first_different, 1U);
@@ -281,16 +292,14 @@ TEST(Difference, OfComplexNumbers) {
 TEST(Difference, OfPairsOfNibbles) {
   const std::vector<std::uint8_t> a = {0x71, 0x22};
   const std::vector<std::uint8_t> b = {0x71, 0x32};
-  const auto of = [&](Element other) {
-    return difference_of(Element::kFloat4E2M1Pair, a.data(), other, b.data(), 2);
-  };
-  const Difference found = of(Element::kFloat4E2M1Pair);
+  const Difference found = difference(Element::kFloat4E2M1Pair, a, b);
   EXPECT_EQ(found.n, 4U);
   EXPECT_EQ(found.n_different, 1U);
   EXPECT_EQ(found.first_different, 3U);
   EXPECT_EQ(found.max_abs, 0.5);
   EXPECT_EQ(found.ulps[1], 1U);
-  EXPECT_THROW(of(Element::kUInt8), std::invalid_argument);
+  EXPECT_THROW(difference_of(Element::kFloat4E2M1Pair, a.data(), Element::kUInt8, b.data(), 2),
+               std::invalid_argument);
 }
 
 TEST(Difference, OfUnalignedMemory) {
@@ -326,16 +335,14 @@ TEST(Difference, KernelsAgree) {
   const std::vector<double> x(a.begin(), a.end());
   const std::vector<double> y(b.begin(), b.end());
   const DistancesKernel& plain = kDistancesKernels[0];
-  for (std::size_t i = 0; i < kNDistancesKernels; ++i) {
-    const DistancesKernel& kernel = kDistancesKernels[i];
-    if (!kernel.supported()) continue;
-    SCOPED_TRACE(kernel.name);
+  for (const DistancesKernel* kernel : supported_kernels()) {
+    SCOPED_TRACE(kernel->name);
     const Tolerance tolerance{1e-4, 1e-6};
     const Distances expected =
         plain.doubles.distances(x.data(), y.data(), x.size(), tolerance, 1e-5);
     for (const Distances& found :
-         {kernel.floats.distances(a.data(), b.data(), a.size(), tolerance, 1e-5),
-          kernel.doubles.distances(x.data(), y.data(), x.size(), tolerance, 1e-5)}) {
+         {kernel->floats.distances(a.data(), b.data(), a.size(), tolerance, 1e-5),
+          kernel->doubles.distances(x.data(), y.data(), x.size(), tolerance, 1e-5)}) {
       EXPECT_EQ(found.max_abs, expected.max_abs);
       EXPECT_EQ(found.n_outside, expected.n_outside);
       EXPECT_EQ(found.has_larger_ratio, expected.has_larger_ratio);
@@ -343,16 +350,16 @@ TEST(Difference, KernelsAgree) {
       expect_near(found.squares_a, expected.squares_a);
       expect_near(found.squares_b, expected.squares_b);
     }
-    EXPECT_EQ(kernel.floats.largest_ratio(a.data(), b.data(), a.size()),
+    EXPECT_EQ(kernel->floats.largest_ratio(a.data(), b.data(), a.size()),
               plain.doubles.largest_ratio(x.data(), y.data(), x.size()));
-    expect_near(kernel.floats.squares(a.data(), a.size()), expected.squares_a);
+    expect_near(kernel->floats.squares(a.data(), a.size()), expected.squares_a);
     for (const Grid grid : {Grid{23, -126}, Grid{10, -14}, Grid{7, -126}, Grid{0, -126}}) {
       std::vector<std::uint8_t> ulps(a.size());
       std::vector<std::uint8_t> others(a.size());
       plain.doubles.ulps(x.data(), y.data(), x.size(), grid, ulps.data());
-      kernel.floats.ulps(a.data(), b.data(), a.size(), grid, others.data());
+      kernel->floats.ulps(a.data(), b.data(), a.size(), grid, others.data());
       EXPECT_EQ(others, ulps);
-      kernel.doubles.ulps(x.data(), y.data(), x.size(), grid, others.data());
+      kernel->doubles.ulps(x.data(), y.data(), x.size(), grid, others.data());
       EXPECT_EQ(others, ulps);
     }
   }
@@ -372,14 +379,12 @@ TEST(Difference, KernelsAgreeOnWholeNumbers) {
   }
   const std::vector<double> x(a.begin(), a.end());
   const std::vector<double> y(b.begin(), b.end());
-  for (std::size_t i = 0; i < kNDistancesKernels; ++i) {
-    const DistancesKernel& kernel = kDistancesKernels[i];
-    if (!kernel.supported()) continue;
-    SCOPED_TRACE(kernel.name);
+  for (const DistancesKernel* kernel : supported_kernels()) {
+    SCOPED_TRACE(kernel->name);
     std::vector<std::uint8_t> ulps(a.size());
-    kernel.floats.ulps_of_integers(a.data(), b.data(), a.size(), ulps.data());
+    kernel->floats.ulps_of_integers(a.data(), b.data(), a.size(), ulps.data());
     EXPECT_EQ(ulps, expected);
-    kernel.doubles.ulps_of_integers(y.data(), x.data(), x.size(), ulps.data());
+    kernel->doubles.ulps_of_integers(y.data(), x.data(), x.size(), ulps.data());
     EXPECT_EQ(ulps, expected);
   }
 }
@@ -397,11 +402,10 @@ TEST(Difference, KernelsCountUlps) {
         if (generator() % 20 == 0) each = kNoUlps;
         ++expected[each];
       }
-      for (std::size_t i = 0; i < kNDistancesKernels; ++i) {
-        if (!kDistancesKernels[i].supported()) continue;
+      for (const DistancesKernel* kernel : supported_kernels()) {
         std::vector<std::uint64_t> counts(kNUlpBuckets, 5);
-        kDistancesKernels[i].count_ulps(ulps.data(), n, counts.data());
-        EXPECT_EQ(counts, expected) << kDistancesKernels[i].name << " " << n << " " << n_buckets;
+        kernel->count_ulps(ulps.data(), n, counts.data());
+        EXPECT_EQ(counts, expected) << kernel->name << " " << n << " " << n_buckets;
       }
     }
   }
@@ -411,10 +415,8 @@ TEST(Difference, KernelsAgreeOnKinds) {
   using namespace statistics_internal;
   const std::vector<float> a = {0, -0.0F, 1, 1e-45F, 0, -1, 5, 5};
   const std::vector<float> b = {-0.0F, 0, 1, 0, -1e-45F, 1, 5, 6};
-  for (std::size_t i = 0; i < kNDistancesKernels; ++i) {
-    const DistancesKernel& kernel = kDistancesKernels[i];
-    if (!kernel.supported()) continue;
-    SCOPED_TRACE(kernel.name);
+  for (const DistancesKernel* kernel : supported_kernels()) {
+    SCOPED_TRACE(kernel->name);
     for (std::size_t n = 0; n <= 40; ++n) {
       std::vector<float> x(n, 3);
       std::vector<float> y(n, 3);
@@ -424,14 +426,14 @@ TEST(Difference, KernelsAgreeOnKinds) {
       for (std::size_t k = 0; k < n; ++k) n_different += x[k] != y[k] ? 1U : 0U;
       const std::vector<double> wide_x(x.begin(), x.end());
       const std::vector<double> wide_y(y.begin(), y.end());
-      EXPECT_EQ(kernel.floats.kinds(x.data(), y.data(), n).n_different, n_different);
-      EXPECT_EQ(kernel.doubles.kinds(wide_x.data(), wide_y.data(), n).n_different, n_different);
-      EXPECT_EQ(kernel.floats.kinds(x.data(), y.data(), n).n_not_finite, 0U);
+      EXPECT_EQ(kernel->floats.kinds(x.data(), y.data(), n).n_different, n_different);
+      EXPECT_EQ(kernel->doubles.kinds(wide_x.data(), wide_y.data(), n).n_different, n_different);
+      EXPECT_EQ(kernel->floats.kinds(x.data(), y.data(), n).n_not_finite, 0U);
       if (n == 0) continue;
       x[n - 1] = std::numeric_limits<float>::quiet_NaN();
       y[n / 2] = -std::numeric_limits<float>::infinity();
       const std::size_t n_not_finite = n - 1 == n / 2 ? 1 : 2;
-      EXPECT_EQ(kernel.floats.kinds(x.data(), y.data(), n).n_not_finite, n_not_finite);
+      EXPECT_EQ(kernel->floats.kinds(x.data(), y.data(), n).n_not_finite, n_not_finite);
     }
   }
 }
@@ -445,11 +447,8 @@ TEST(Difference, OfTheWholeRangeOfDoubles) {
     std::vector<double> b;
     for (const double each : ones) a.push_back(each * scale_a);
     for (const double each : others) b.push_back(each * scale_b);
-    const Products plain =
-        difference_of(Element::kFloat64, ones.data(), Element::kFloat64, others.data(), ones.size())
-            .products;
-    const Products found =
-        difference_of(Element::kFloat64, a.data(), Element::kFloat64, b.data(), a.size()).products;
+    const Products plain = difference(Element::kFloat64, ones, others).products;
+    const Products found = difference(Element::kFloat64, a, b).products;
     const double norms = std::sqrt(found.squares_a) * std::sqrt(found.squares_b);
     const double plain_norms = std::sqrt(plain.squares_a) * std::sqrt(plain.squares_b);
     EXPECT_NEAR(found.product / norms, plain.product / plain_norms, 1e-15);
@@ -474,12 +473,8 @@ TEST(Difference, OfBlocksOfSeveralSizes) {
     for (std::size_t i = 0; i < n; ++i) data.insert(data.end(), 2048, sizes[i]);
     const double largest = *std::max_element(data.begin(), data.end());
     const std::vector<double> other(data.size(), 1);
-    const Products found =
-        difference_of(Element::kFloat64, data.data(), Element::kFloat64, other.data(), data.size())
-            .products;
-    const Products same =
-        difference_of(Element::kFloat64, data.data(), Element::kFloat64, data.data(), data.size())
-            .products;
+    const Products found = difference(Element::kFloat64, data, other).products;
+    const Products same = difference(Element::kFloat64, data, data).products;
     const auto of_largest = static_cast<double>(std::ranges::count(data, largest));
     const double norm = largest * std::sqrt(largest == 0 ? 0 : of_largest);
     EXPECT_NEAR(std::ldexp(std::sqrt(found.squares_a), found.scale_a), norm, 1e-12 * norm);
@@ -491,9 +486,7 @@ TEST(Difference, OfBlocksOfSeveralSizes) {
 TEST(Difference, OfDistancesThatNoDoubleHolds) {
   const std::vector<double> a = {-1.5e308, 1, 2};
   const std::vector<double> b = {1.5e308, 1, 2.5};
-  const Tolerance tolerance{1.5, 0};
-  const Difference found =
-      difference_of(Element::kFloat64, a.data(), Element::kFloat64, b.data(), 3, tolerance);
+  const Difference found = difference(Element::kFloat64, a, b, Tolerance{1.5, 0});
   EXPECT_EQ(found.max_abs, kInfinity);
   EXPECT_EQ(found.max_rel, 2);
   EXPECT_EQ(found.n_outside, 1U);
@@ -503,8 +496,7 @@ TEST(Difference, OfSubnormalNumbers) {
   constexpr double kTiny = std::numeric_limits<double>::denorm_min();
   const std::vector<double> a = {7 * kTiny, 3 * kTiny};
   const std::vector<double> b = {5 * kTiny, 2 * kTiny};
-  const Difference found =
-      difference_of(Element::kFloat64, a.data(), Element::kFloat64, b.data(), 2);
+  const Difference found = difference(Element::kFloat64, a, b);
   EXPECT_EQ(found.max_rel, 0.5);
   EXPECT_EQ(found.max_abs, 2 * kTiny);
 }
@@ -512,8 +504,7 @@ TEST(Difference, OfSubnormalNumbers) {
 TEST(Difference, OfComplexNumbersOfAnySize) {
   const std::vector<double> a = {1e300, -1e300, 3e300, 0};
   const std::vector<double> b = {1e-300, -1e-300, 3e-300, 1e-300};
-  const Products found =
-      difference_of(Element::kComplex128, a.data(), Element::kComplex128, b.data(), 2).products;
+  const Products found = difference(Element::kComplex128, a, b).products;
   const double norms = std::sqrt(found.squares_a) * std::sqrt(found.squares_b);
   EXPECT_NEAR(found.product / norms, 11 / std::sqrt(11.0 * 12.0), 1e-15);
 }

@@ -29,6 +29,12 @@ std::vector<T> numbers(std::size_t n, double mean, double deviation) {
   return result;
 }
 
+// Of a format with one number, or several, in each element.
+template <typename T>
+Statistics statistics(Element element, const std::vector<T>& data) {
+  return statistics_of(element, data.data(), data.size() * sizeof(T));
+}
+
 template <typename T>
 void expect_same(const std::vector<T>& data, const Statistics& found) {
   long double sum = 0;
@@ -52,16 +58,16 @@ void expect_same(const std::vector<T>& data, const Statistics& found) {
 TEST(Statistics, OfManySizes) {
   for (const std::size_t n : {2U, 3U, 17U, 4095U, 4096U, 4097U, 8192U, 100'000U, 3'000'000U}) {
     const auto floats = numbers<float>(n, 3, 2);
-    expect_same(floats, statistics_of(Element::kFloat32, floats.data(), 4 * n));
+    expect_same(floats, statistics(Element::kFloat32, floats));
     const auto doubles = numbers<double>(n, -3, 2);
-    expect_same(doubles, statistics_of(Element::kFloat64, doubles.data(), 8 * n));
+    expect_same(doubles, statistics(Element::kFloat64, doubles));
   }
 }
 
 // Sums of squares in a naive way would have no digit left.
 TEST(Statistics, OfADeviationThatIsSmallBesideTheMean) {
   const auto data = numbers<double>(1'000'000, 1e6, 1e-3);
-  expect_same(data, statistics_of(Element::kFloat64, data.data(), 8 * data.size()));
+  expect_same(data, statistics(Element::kFloat64, data));
 }
 
 // Numbers whose squares, or sums, are infinite or zero, beside those times a power of two.
@@ -72,13 +78,12 @@ TEST(Statistics, OfTheWholeRangeOfDoubles) {
     SCOPED_TRACE(unit);
     std::vector<double> data(plain);
     for (double& each : data) each *= unit;
-    const std::size_t nbytes = 8 * data.size();
     const auto expect_near = [&](double found, double expected) {
       EXPECT_NEAR(found / unit, expected, 1e-12 * expected);
     };
     for (const Element element : {Element::kFloat64, Element::kComplex128}) {
-      const Statistics expected = statistics_of(element, plain.data(), nbytes);
-      const Statistics found = statistics_of(element, data.data(), nbytes);
+      const Statistics expected = statistics(element, plain);
+      const Statistics found = statistics(element, data);
       EXPECT_EQ(found.n_nan + found.n_inf, 0U);
       expect_near(found.mean, expected.mean);
       expect_near(found.imaginary_mean, expected.imaginary_mean);
@@ -97,7 +102,7 @@ TEST(Statistics, OfBlocksOfSeveralSizes) {
     const double largest = *std::max_element(data.begin(), data.end());
     const auto share = static_cast<double>(std::count(data.begin(), data.end(), largest)) /
                        static_cast<double>(data.size());
-    const Statistics found = statistics_of(Element::kFloat64, data.data(), 8 * data.size());
+    const Statistics found = statistics(Element::kFloat64, data);
     const double deviation = largest * std::sqrt(share * (1 - share));
     const double size = static_cast<double>(data.size());
     EXPECT_NEAR(found.mean, largest * share, 1e-12 * largest);
@@ -109,17 +114,15 @@ TEST(Statistics, OfBlocksOfSeveralSizes) {
 
 TEST(Statistics, OfTheLargestDoubles) {
   constexpr double kLargest = std::numeric_limits<double>::max();
-  const std::vector<double> same(10'001, kLargest);
-  const Statistics found = statistics_of(Element::kFloat64, same.data(), 8 * same.size());
+  const Statistics found = statistics(Element::kFloat64, std::vector<double>(10'001, kLargest));
   EXPECT_EQ(found.mean, kLargest);
   EXPECT_EQ(found.standard_deviation(), 0);
   const std::vector<double> apart = {kLargest, -kLargest, 0, 0, 0, 0, 0, 0, 0};
-  const Statistics other = statistics_of(Element::kFloat64, apart.data(), 8 * apart.size());
+  const Statistics other = statistics(Element::kFloat64, apart);
   EXPECT_EQ(other.mean, 0);
   EXPECT_NEAR(other.standard_deviation() / kLargest, 0.5, 1e-15);
   constexpr double kTiny = std::numeric_limits<double>::denorm_min();
-  const std::vector<double> tiny = {4 * kTiny, 0};
-  const Statistics smallest = statistics_of(Element::kFloat64, tiny.data(), 16);
+  const Statistics smallest = statistics(Element::kFloat64, std::vector<double>{4 * kTiny, 0});
   EXPECT_EQ(smallest.mean, 2 * kTiny);
   EXPECT_EQ(smallest.standard_deviation(), 3 * kTiny);  // 2 * sqrt(2)
   EXPECT_EQ(smallest.norm(), 4 * kTiny);
@@ -181,7 +184,7 @@ TEST(Statistics, CountWhatIsNotFinite) {
   data[1] = -kInfinity;
   data[5'000] = std::numeric_limits<float>::quiet_NaN();
   data[9'999] = -0.0F;
-  const Statistics found = statistics_of(Element::kFloat32, data.data(), 4 * data.size());
+  const Statistics found = statistics(Element::kFloat32, data);
   EXPECT_EQ(found.n_inf, 2U);
   EXPECT_EQ(found.n_nan, 1U);
   EXPECT_EQ(found.n_zero, 1U);
@@ -220,7 +223,7 @@ TEST(Statistics, KernelsAgree) {
 
 TEST(Statistics, ExtremesOfWideIntegersAreExact) {
   const std::vector<std::int64_t> data = {(std::int64_t{1} << 62) + 1, -5, 3};
-  const Statistics found = statistics_of(Element::kInt64, data.data(), 8 * data.size());
+  const Statistics found = statistics(Element::kInt64, data);
   EXPECT_EQ(found.max_integer, data[0]);
   EXPECT_EQ(found.min_integer, -5);
 }

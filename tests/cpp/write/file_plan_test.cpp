@@ -27,27 +27,14 @@
 namespace ptsave {
 namespace {
 
-using archive_fixture::crc_of;
-using scratch::Folder;
-using scratch::read_file;
-using scratch::write_file;
-using written_archive::bytes_of;
-using written_archive::entries_of;
-using written_archive::Entry;
-using written_archive::kChunk;
-using written_archive::kIdNbytes;
-using written_archive::kNoPoll;
-using written_archive::reference;
-using written_archive::with_direct;
+using namespace common;
 
 constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
 const std::string kId = ".data/serialization_id";  // whose bytes are computed
 
-const std::byte* data_of(const std::string& text) { return std::as_bytes(std::span(text)).data(); }
-
-PlannedRecords records_of(const std::vector<Entry>& entries) {
+PlannedRecords planned(const std::vector<Record>& entries) {
   PlannedRecords records;
-  for (const Entry& entry : entries) {
+  for (const Record& entry : entries) {
     records.add(std::string(entry.name), entry.data.size(),
                 entry.hole ? nullptr : data_of(entry.data));
   }
@@ -58,15 +45,14 @@ PlannedRecords records_of(const std::vector<Entry>& entries) {
 std::string stream_of(FilePlan& plan, const WriteOptions& options) {
   std::string stream;
   const StreamSink sink = [&](const std::byte* data, std::uint64_t nbytes) {
-    if (data == nullptr) return static_cast<void>(stream.append(nbytes, '\0'));
-    stream.append(reinterpret_cast<const char*>(data), nbytes);
+    stream += data == nullptr ? std::string(nbytes, '\0') : text_of(data, nbytes);
   };
   plan.write_stream(sink, options);
   return stream;
 }
 
 // Writes `entries` to each target of a plan.
-void expect_written(ArchivePlan& plan, const std::vector<Entry>& entries,
+void expect_written(ArchivePlan& plan, const std::vector<Record>& entries,
                     const WriteOptions& options) {
   const std::string expected = reference(entries, 64, options.compute_crcs);
   ASSERT_EQ(plan.nbytes(), expected.size());
@@ -93,10 +79,10 @@ void expect_written(ArchivePlan& plan, const std::vector<Entry>& entries,
 }
 
 TEST(ArchivePlan, WritesTheSameToEveryTarget) {
-  std::vector<Entry> entries = entries_of({0, 1, 5000, 100'000, 63, 64});
+  std::vector<Record> entries = records_of({0, 1, 5000, 100'000, 63, 64});
   for (const bool with_hole : {false, true}) {
     if (with_hole) entries.push_back({"hole", std::string(30'000, '\0'), true});
-    ArchivePlan plan("archive", records_of(entries), 64);
+    ArchivePlan plan("archive", planned(entries), 64);
     EXPECT_EQ(plan.has_holes(), with_hole);
     EXPECT_FALSE(plan.is_sequential());
     EXPECT_FALSE(plan.is_pinned());
@@ -118,14 +104,14 @@ TEST(ArchivePlan, KnowsItsHoles) {
 }
 
 TEST(ArchivePlan, RefusesMemoryOfAnotherSize) {
-  const std::vector<Entry> entries = entries_of({100});
-  ArchivePlan plan("archive", records_of(entries), 64);
+  const std::vector<Record> entries = records_of({100});
+  ArchivePlan plan("archive", planned(entries), 64);
   std::string memory(plan.nbytes() - 1, 'x');
   EXPECT_THROW(plan.write_memory(bytes_of(memory), {}, kNoPoll), std::invalid_argument);
 }
 
 TEST(ArchivePlan, MakesOnePayloadAtATimeOnThisThread) {
-  const std::vector<Entry> entries = entries_of({10, 9'000, 0, 20'000, 77});
+  const std::vector<Record> entries = records_of({10, 9'000, 0, 20'000, 77});
   std::string made;
   std::vector<std::size_t> order;
   std::set<std::thread::id> threads;
@@ -151,7 +137,7 @@ TEST(ArchivePlan, MakesOnePayloadAtATimeOnThisThread) {
 }
 
 TEST(ArchivePlan, WritesAgainAfterAMakerHasThrown) {
-  const std::vector<Entry> entries = entries_of({10, 9'000});
+  const std::vector<Record> entries = records_of({10, 9'000});
   bool fails = true;
   PlannedRecords records;
   records.add(std::string(entries[0].name), 10, data_of(entries[0].data));
@@ -168,9 +154,9 @@ TEST(ArchivePlan, WritesAgainAfterAMakerHasThrown) {
 }
 
 TEST(ArchivePlan, KeepsWhatItWritesUntilItIsReleased) {
-  const std::vector<Entry> entries = entries_of({100});
+  const std::vector<Record> entries = records_of({100});
   const auto owner = std::make_shared<int>(1);
-  PlannedRecords records = records_of(entries);
+  PlannedRecords records = planned(entries);
   records.keep(owner);
   ArchivePlan plan("archive", std::move(records), 64);
   EXPECT_EQ(owner.use_count(), 2);
@@ -233,7 +219,7 @@ class StagedPlan : public testing::Test {
  protected:
   StagedPlan() {
     PlannedRecords records;
-    for (const Entry& entry : entries_) {
+    for (const Record& entry : entries_) {
       records.add_staged(std::string(entry.name), entry.data.size());
       payloads_.push_back(entry.data);
     }
@@ -242,7 +228,7 @@ class StagedPlan : public testing::Test {
                                           std::make_unique<Accelerator>(payloads_, abandoned_));
   }
 
-  const std::vector<Entry> entries_ = entries_of({10, 20'000, 5000});
+  const std::vector<Record> entries_ = records_of({10, 20'000, 5000});
   const WriteOptions options_{true, 2, kChunk};
   std::vector<std::string> payloads_;
   bool abandoned_ = false;
@@ -286,15 +272,13 @@ TEST_F(StagedPlan, HasOneOriginOfPayloads) {
 // ------------------------------------------------------------------------------ payloads of files
 
 SharedSources memory_sources(const std::string& bytes) {
-  std::vector<ByteSource> sources;
-  sources.emplace_back(data_of(bytes), bytes.size(), "memory");
-  return std::make_shared<const std::vector<ByteSource>>(std::move(sources));
+  return std::make_shared<const std::vector<ByteSource>>(sources_of(memory_source(bytes)));
 }
 
 class PlanOfSources : public testing::Test {
  protected:
   PlanOfSources() {
-    for (const Entry& entry : entries_) {
+    for (const Record& entry : entries_) {
       sourced_.push_back({entry.name, {0, source_.size(), crc_of(entry.data)}});
       source_ += entry.data + "gap";
       records_.add(std::string(entry.name), entry.data.size(), nullptr);
@@ -302,7 +286,7 @@ class PlanOfSources : public testing::Test {
     records_.add(std::string(kId), kIdNbytes, data_of(kId));
   }
 
-  const std::vector<Entry> entries_ = entries_of({10, 20'000, 5000});
+  const std::vector<Record> entries_ = records_of({10, 20'000, 5000});
   const WriteOptions options_{true, 2, kChunk};
   std::vector<ArchivePlan::NamedSource> sourced_;
   std::string source_;
@@ -361,7 +345,7 @@ class Packed : public testing::Test {
   }
 
   const std::string header_ = "a header\n";
-  const std::vector<std::string> payloads_{scratch::noise(10, 1), "", scratch::noise(50'000, 2)};
+  const std::vector<std::string> payloads_{noise(10, 1), "", noise(50'000, 2)};
   const std::string file_ = header_ + payloads_[0] + payloads_[2];
   const WriteOptions options_{true, 2, kChunk};
   const Folder folder_;
@@ -385,9 +369,8 @@ TEST_F(Packed, WritesHeaderAndPayloads) {
 TEST_F(Packed, OverwritesTheFileThatItReadsByWayOfAnother) {
   const std::string path = folder_ / "file";
   write_file(path, file_);
-  std::vector<ByteSource> sources;
-  sources.emplace_back(File::open_for_reading(path), 0, DirectReads::kNever);
-  const auto packed = plan(std::make_shared<const std::vector<ByteSource>>(std::move(sources)));
+  const auto packed = plan(std::make_shared<const std::vector<ByteSource>>(
+      sources_of(file_source(path, DirectReads::kNever))));
   const File scratch = File::open_for_writing(folder_ / "scratch");
   packed->write_in_place(path, scratch.fd(), false, options_, kNoPoll);
   EXPECT_TRUE(read_file(path) == file_);

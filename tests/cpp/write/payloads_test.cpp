@@ -21,29 +21,21 @@
 namespace ptsave {
 namespace {
 
-using archive_fixture::crc_of;
-using written_archive::bytes_of;
-using written_archive::entries_of;
-using written_archive::Entry;
-using written_archive::kChunk;
-using written_archive::kNoPoll;
-using written_archive::reference;
-using written_archive::Scenario;
-using written_archive::Target;
+using namespace common;
 
 // Smaller than a chunk, across many, empty, and one that looks like a descriptor.
-std::vector<Entry> all_entries() {
-  std::vector<Entry> entries =
-      entries_of({0, 1, 5, 4096, 70'000, 63, 64, 65, 3 << 20, 0, 20'000, 9});
-  entries.push_back({"lookalike", "PK\7\b" + scratch::noise(100, 5)});
-  entries.push_back({"memory", scratch::noise(10'000, 6)});
+std::vector<Record> all_entries() {
+  std::vector<Record> entries =
+      records_of({0, 1, 5, 4096, 70'000, 63, 64, 65, 3 << 20, 0, 20'000, 9});
+  entries.push_back({"lookalike", "PK\7\b" + noise(100, 5)});
+  entries.push_back({"memory", noise(10'000, 6)});
   return entries;
 }
 
 // Payloads in two files, in another order and with gaps between them, and in memory.
 class Sources {
  public:
-  Sources(const std::vector<Entry>& entries, const std::string& parent) : folder_(parent) {
+  Sources(const std::vector<Record>& entries, const std::string& parent) : folder_(parent) {
     payloads_.resize(entries.size());
     for (std::size_t i = entries.size(); i-- > 0;) {
       if (entries[i].data.empty()) continue;
@@ -57,31 +49,26 @@ class Sources {
       payloads_[i] = {i % 2, file.size(), crc_of(entries[i].data)};
       file += entries[i].data;
     }
-    for (std::size_t i = 0; i < 2; ++i) scratch::write_file(path(i), contents_[i]);
+    for (std::size_t i = 0; i < 2; ++i) write_file(path(i), contents_[i]);
   }
 
   std::string path(std::size_t i) const { return folder_ / std::to_string(i); }
   void make_cold() const {
-    for (std::size_t i = 0; i < 2; ++i) scratch::drop_from_page_cache(path(i));
+    for (std::size_t i = 0; i < 2; ++i) drop_from_page_cache(path(i));
   }
   void flip(std::size_t record, std::uint64_t at) {
     const SourcePayload& payload = payloads_[record];
     contents_[payload.source][payload.offset + at] ^= 1;
-    scratch::write_file(path(payload.source), contents_[payload.source]);
+    write_file(path(payload.source), contents_[payload.source]);
   }
   std::vector<ByteSource> open() const {
-    std::vector<ByteSource> sources;
-    for (std::size_t i = 0; i < 2; ++i) {
-      sources.emplace_back(File::open_for_reading(path(i)), 0, DirectReads::kAlways);
-    }
-    sources.emplace_back(reinterpret_cast<const std::byte*>(memory_.data()), memory_.size(),
-                         "memory");
-    return sources;
+    return sources_of(file_source(path(0), DirectReads::kAlways),
+                      file_source(path(1), DirectReads::kAlways), memory_source(memory_));
   }
   const std::vector<SourcePayload>& payloads() const { return payloads_; }
 
  private:
-  scratch::Folder folder_;
+  Folder folder_;
   std::string contents_[2];
   std::string memory_;
   std::vector<SourcePayload> payloads_;
@@ -110,7 +97,7 @@ TEST_P(StagedFrom, AnArchiveIsWhatItIsFromMemory) {
   const Scenario scenario(all_entries());
   const std::string expected = reference(all_entries());
   const std::vector<ByteSource> opened = sources_.open();
-  for (const Target target : written_archive::kTargets) {
+  for (const Target target : kTargets) {
     for (const std::size_t n_threads : {0u, 3u}) {
       for (const std::size_t chunk : {kChunk, std::size_t{1} << 20}) {
         SourceStager stager(opened, sources_.payloads(), buffers_for(chunk, n_threads));
@@ -122,21 +109,16 @@ TEST_P(StagedFrom, AnArchiveIsWhatItIsFromMemory) {
   }
 }
 
-std::vector<std::uint64_t> sizes_of(const std::vector<Entry>& entries) {
-  std::vector<std::uint64_t> sizes;
-  for (const Entry& entry : entries) sizes.push_back(entry.data.size());
-  return sizes;
-}
-
 TEST_P(StagedFrom, PackedPayloadsAreOneBehindTheOther) {
-  const std::vector<Entry> entries = all_entries();
-  const std::vector<std::uint64_t> sizes = sizes_of(entries);
-  const scratch::Folder folder;
+  const std::vector<Record> entries = all_entries();
+  std::vector<std::uint64_t> sizes;
+  for (const Record& entry : entries) sizes.push_back(entry.data.size());
+  const Folder folder;
   const std::vector<ByteSource> opened = sources_.open();
   for (const std::size_t header_nbytes : {1u, 8u, 5000u}) {
-    const std::string header = scratch::noise(header_nbytes, 9);
+    const std::string header = noise(header_nbytes, 9);
     std::string expected = header;
-    for (const Entry& entry : entries) expected += entry.data;
+    for (const Record& entry : entries) expected += entry.data;
     for (const std::size_t chunk : {kChunk, std::size_t{1} << 20}) {
       for (const bool direct : {false, true}) {
         SourceStager stager(opened, sources_.payloads(), buffers_for(chunk, 3));
@@ -155,7 +137,7 @@ TEST_P(StagedFrom, PackedPayloadsAreOneBehindTheOther) {
           write_to_file(body, file.file(), 0, options, progress, kNoPoll);
         }
         file.commit(false);
-        ASSERT_TRUE(scratch::read_file(folder / "file") == expected);
+        ASSERT_TRUE(read_file(folder / "file") == expected);
         EXPECT_EQ(progress, expected.size());
         for (std::size_t i = 0; i < entries.size(); ++i)
           EXPECT_EQ(crcs[i], crc_of(entries[i].data));
@@ -179,7 +161,7 @@ TEST_P(StagedFrom, DamageIsSeenBeforeTheFileIsThere) {
         }
         throw FormatError("damaged", "it is");
       }};
-  for (const Target target : written_archive::kTargets) {
+  for (const Target target : kTargets) {
     damaged.clear();
     EXPECT_THROW(static_cast<void>(scenario.write(target, options)), FormatError);
     EXPECT_EQ(damaged, (std::vector<std::size_t>{2, 8}));
@@ -188,7 +170,7 @@ TEST_P(StagedFrom, DamageIsSeenBeforeTheFileIsThere) {
 
 TEST_P(StagedFrom, SourcesMayOverlap) {
   const std::vector<ByteSource> opened = sources_.open();
-  const std::string file = scratch::read_file(sources_.path(0));
+  const std::string file = read_file(sources_.path(0));
   const std::vector<SourcePayload> payloads{
       {0, 0, {}}, {0, 10, {}}, {0, 10, {}}, {0, 100, {}}, {0, 1000, {}}};
   const std::vector<std::uint64_t> sizes{3'000'000, 500, 500, 50'000, 10};
@@ -198,11 +180,11 @@ TEST_P(StagedFrom, SourcesMayOverlap) {
   SourceStager stager(opened, payloads, buffers_for(std::size_t{1} << 20, 0));
   const std::string no_header;
   PackedBody body(no_header, sizes, stager, true, std::size_t{1} << 20);
-  const scratch::Folder folder;
+  const Folder folder;
   Progress progress{0};
   File written = File::open_for_writing(folder / "file");
   write_to_file(body, written, 0, {}, progress, kNoPoll);
-  EXPECT_TRUE(scratch::read_file(folder / "file") == expected);
+  EXPECT_TRUE(read_file(folder / "file") == expected);
 }
 
 INSTANTIATE_TEST_SUITE_P(Disks, StagedFrom,
@@ -214,46 +196,40 @@ INSTANTIATE_TEST_SUITE_P(Disks, StagedFrom,
                                                                   : "Cached";
                          });
 
+std::unique_ptr<StagedPieces> stage(SourceStager& stager, const std::vector<PayloadPiece>& pieces) {
+  return stager.stage(0, pieces);
+}
+
 TEST(SourceStager, RefusesWhatIsNotThere) {
-  const scratch::Folder folder;
-  scratch::write_file(folder / "source", "0123456789");
-  std::vector<ByteSource> sources;
-  sources.emplace_back(File::open_for_reading(folder / "source"), 0);
+  const Folder folder;
+  write_file(folder / "source", "0123456789");
+  const std::vector<ByteSource> sources = sources_of(file_source(folder / "source"));
   const std::vector<SourcePayload> payloads{{0, 5, {}}, {1, 0, {}}, {}};
   SourceStager stager(sources, payloads, {100, 1});
   EXPECT_TRUE(stager.stages(1));
   EXPECT_FALSE(stager.stages(2));
   EXPECT_FALSE(stager.stages(3));
-  const std::vector<PayloadPiece> too_long{{0, 0, 6}};
-  EXPECT_THROW(static_cast<void>(stager.stage(0, too_long)), IoError);
-  const std::vector<PayloadPiece> nowhere{{1, 0, 1}};
-  EXPECT_THROW(static_cast<void>(stager.stage(0, nowhere)), std::invalid_argument);
-  const std::vector<PayloadPiece> fits{{0, 2, 3}};  // and the buffer is free again
-  EXPECT_EQ(std::string(reinterpret_cast<const char*>(stager.stage(0, fits)->data()), 3), "789");
+  EXPECT_THROW(stage(stager, {{0, 0, 6}}), IoError) << "too long";
+  EXPECT_THROW(stage(stager, {{1, 0, 1}}), std::invalid_argument) << "no such source";
+  EXPECT_EQ(text_of(stage(stager, {{0, 2, 3}})->data(), 3), "789") << "the buffer is free again";
 }
 
 TEST(SourceStager, ASinglePieceOfMemoryStaysWhereItIs) {
   const std::string memory = "0123456789";
-  const auto* const begin = reinterpret_cast<const std::byte*>(memory.data());
-  std::vector<ByteSource> sources;
-  sources.emplace_back(begin, memory.size(), "memory");
+  const std::vector<ByteSource> sources = sources_of(memory_source(memory));
   const std::vector<SourcePayload> payloads{{0, 5, {}}, {0, 0, {}}};
   SourceStager stager(sources, payloads, {100, 1});
-  const std::vector<PayloadPiece> one{{0, 2, 3}};
-  EXPECT_EQ(stager.stage(0, one)->data(), begin + 7);
-  const std::vector<PayloadPiece> two{{0, 2, 3}, {1, 0, 2}};
-  EXPECT_EQ(std::string(reinterpret_cast<const char*>(stager.stage(0, two)->data()), 5), "78901");
-  const std::vector<PayloadPiece> too_long{{0, 2, 4}};
-  EXPECT_THROW(static_cast<void>(stager.stage(0, too_long)), IoError);
+  EXPECT_EQ(stage(stager, {{0, 2, 3}})->data(), data_of(memory) + 7);
+  EXPECT_EQ(text_of(stage(stager, {{0, 2, 3}, {1, 0, 2}})->data(), 5), "78901");
+  EXPECT_THROW(stage(stager, {{0, 2, 4}}), IoError) << "too long";
 }
 
 TEST(SourceStager, APayloadMayHaveParts) {
-  const scratch::Folder folder;
-  scratch::write_file(folder / "file", "0123456789");
+  const Folder folder;
+  write_file(folder / "file", "0123456789");
   const std::string memory = "abcdefghij";
-  std::vector<ByteSource> sources;
-  sources.emplace_back(File::open_for_reading(folder / "file"), 0);
-  sources.emplace_back(reinterpret_cast<const std::byte*>(memory.data()), memory.size(), "memory");
+  const std::vector<ByteSource> sources =
+      sources_of(file_source(folder / "file"), memory_source(memory));
   // 456 cdef 01 b
   const std::vector<SourcePart> parts{{0, 0, 4}, {3, 1, 2}, {7, 0, 0}, {9, 1, 1}};
   const std::string whole = "456cdef01b";
@@ -261,27 +237,21 @@ TEST(SourceStager, APayloadMayHaveParts) {
   SourceStager stager(sources, payloads, {100, 1});
   for (std::uint64_t begin = 0; begin < whole.size(); ++begin) {
     for (std::uint64_t n = 1; begin + n <= whole.size(); ++n) {
-      const std::vector<PayloadPiece> pieces{{0, begin, n}, {1, 3, 2}};
-      const std::unique_ptr<StagedPieces> staged = stager.stage(0, pieces);
-      EXPECT_EQ(std::string(reinterpret_cast<const char*>(staged->data()), n + 2),
+      EXPECT_EQ(text_of(stage(stager, {{0, begin, n}, {1, 3, 2}})->data(), n + 2),
                 whole.substr(begin, n) + "de");
     }
   }
-  const std::vector<PayloadPiece> in_memory{{0, 4, 2}};
-  EXPECT_EQ(std::string(reinterpret_cast<const char*>(stager.stage(0, in_memory)->data()), 2),
-            "de");
+  EXPECT_EQ(text_of(stage(stager, {{0, 4, 2}})->data(), 2), "de") << "in memory";
 }
 
 TEST(SourceStager, ASourceThatBecameShorterIsAnError) {
-  const scratch::Folder folder;
-  scratch::write_file(folder / "source", scratch::noise(100'000, 1));
-  std::vector<ByteSource> sources;
-  sources.emplace_back(File::open_for_reading(folder / "source"), 0);
+  const Folder folder;
+  write_file(folder / "source", noise(100'000, 1));
+  const std::vector<ByteSource> sources = sources_of(file_source(folder / "source"));
   File::open_for_writing(folder / "source").truncate(50'000);
   const std::vector<SourcePayload> payloads{{0, 0, {}}};
   SourceStager stager(sources, payloads, {std::size_t{1} << 20, 1});
-  const std::vector<PayloadPiece> pieces{{0, 0, 100'000}};
-  EXPECT_THROW(static_cast<void>(stager.stage(0, pieces)), IoError);
+  EXPECT_THROW(stage(stager, {{0, 0, 100'000}}), IoError);
 }
 
 }  // namespace

@@ -14,13 +14,14 @@
 #include <thread>
 #include <vector>
 
+#include "common/scratch.h"
 #include "core/memory/pages.h"
 
 namespace ptsave {
 namespace {
 
-constexpr std::size_t kMib = std::size_t{1} << 20;
-const Poll kNoPoll = [] {};
+using namespace common;
+
 const StagingCopy::WhenSlow kWriterThatNeverComes = [] { return true; };
 
 class Copying : public testing::Test {
@@ -39,29 +40,28 @@ class Copying : public testing::Test {
 
   std::string read(std::size_t part) {
     std::string bytes;
-    for (std::size_t at = 0; at < kSizes[part]; at += kMib) {
-      copying_.read(places_[part] + at, std::min(kMib, kSizes[part] - at),
-                    [&](std::span<const std::byte> piece) {
-                      bytes.append(reinterpret_cast<const char*>(piece.data()), piece.size());
-                    });
+    for (std::size_t at = 0; at < kSizes[part]; at += kMiB) {
+      copying_.read(
+          places_[part] + at, std::min(kMiB, kSizes[part] - at),
+          [&](std::span<const std::byte> piece) { bytes += text_of(piece.data(), piece.size()); });
     }
     return bytes;
   }
 
-  const std::vector<std::size_t> kSizes{5, 9 * kMib + 1, 100, 20 * kMib, 3};
-  Mapping memory_{30 * kMib};
+  const std::vector<std::size_t> kSizes{5, 9 * kMiB + 1, 100, 20 * kMiB, 3};
+  Mapping memory_{30 * kMiB};
   std::vector<std::string> originals_;
   std::vector<std::byte*> places_;
   std::function<void(std::size_t part)> before_use_ = [](std::size_t /*part*/) {};
   StagingCopy copying_{[this](std::size_t part) {
     before_use_(part);
-    return reinterpret_cast<const std::byte*>(originals_[part].data());
+    return data_of(originals_[part]);
   }};
 };
 
 TEST_F(Copying, CopiesAllWithoutAWriter) {
   copying_.run(2, kNoPoll, kWriterThatNeverComes);
-  EXPECT_EQ(copying_.nbytes_copied(), 29 * kMib + 109);
+  EXPECT_EQ(copying_.nbytes_copied(), 29 * kMiB + 109);
   for (std::size_t i = 0; i < kSizes.size(); ++i) {
     EXPECT_EQ(std::memcmp(places_[i], originals_[i].data(), kSizes[i]), 0) << i;
   }
@@ -71,9 +71,7 @@ TEST_F(Copying, MeetsAWriterAndNeedsNoOriginalAfter) {
   const std::vector<std::string> expected = originals_;
   for (const std::size_t n_threads : {std::size_t{0}, std::size_t{1}, std::size_t{3}}) {
     std::vector<std::string> written(kSizes.size());
-    StagingCopy copying([&](std::size_t part) {
-      return reinterpret_cast<const std::byte*>(originals_[part].data());
-    });
+    StagingCopy copying([&](std::size_t part) { return data_of(originals_[part]); });
     for (std::size_t i = 0; i < kSizes.size(); ++i) copying.add(places_[i], kSizes[i], memory_);
     std::thread writer([&] {
       for (std::size_t i = 0; i < kSizes.size(); ++i) {
@@ -81,7 +79,7 @@ TEST_F(Copying, MeetsAWriterAndNeedsNoOriginalAfter) {
         copying.peek(places_[i], std::as_writable_bytes(std::span(&front, 1)));
         EXPECT_EQ(front, expected[i].front());
         copying.read(places_[i], kSizes[i], [&](std::span<const std::byte> piece) {
-          written[i].append(reinterpret_cast<const char*>(piece.data()), piece.size());
+          written[i] += text_of(piece.data(), piece.size());
         });
       }
       copying.close();
@@ -110,7 +108,7 @@ TEST_F(Copying, TheWriterTakesOriginalsThatAreNotCopied) {
   is_read = true;
   for (std::size_t i = 2; i < kSizes.size(); ++i) EXPECT_EQ(read(i), originals_[i]);
   copier.join();
-  EXPECT_LE(copying_.nbytes_copied(), 20 * kMib + 103);
+  EXPECT_LE(copying_.nbytes_copied(), 20 * kMiB + 103);
 }
 
 TEST_F(Copying, AFailedCopyFailsTheWriter) {
@@ -141,7 +139,7 @@ TEST_F(Copying, OriginalsAreNotReadAfterIt) {
   writer.join();
   EXPECT_NO_THROW(read(4));
   const std::string other = "other memory";
-  copying_.read(std::as_bytes(std::span(other)).data(), other.size(),
+  copying_.read(data_of(other), other.size(),
                 [&](std::span<const std::byte> piece) { EXPECT_EQ(piece.size(), other.size()); });
 }
 
@@ -167,7 +165,7 @@ class SlowCopying : public Copying {
     while (thread_cpu_time() - begin < time) continue;
   }
 
-  static constexpr std::uint64_t kUnderWay = 4 * kMib;  // by two threads
+  static constexpr std::uint64_t kUnderWay = 4 * kMiB;  // by two threads
   // A thread that waits until the copy is worthwhile waits 16 times as long as two pieces cost.
   static constexpr std::chrono::milliseconds kCost{200};
   static constexpr std::chrono::milliseconds kNoWait = 15 * (kCost + kCost / 2);
@@ -199,7 +197,7 @@ TEST_F(SlowCopying, GivesWayToAFasterWriter) {
 TEST_F(SlowCopying, GoesOnWhereTheWriterIsSlower) {
   cost_ = std::chrono::milliseconds{8};
   copying_.run(2, kNoPoll, kWriterThatNeverComes);
-  EXPECT_EQ(copying_.nbytes_copied(), 29 * kMib + 109);
+  EXPECT_EQ(copying_.nbytes_copied(), 29 * kMiB + 109);
 }
 
 TEST_F(SlowCopying, WaitsForNobodyWithoutAWriter) {
@@ -211,7 +209,7 @@ TEST_F(SlowCopying, WaitsForNobodyWithoutAWriter) {
     return false;
   });
   EXPECT_LT(Clock::now() - asked, kNoWait);
-  EXPECT_EQ(copying_.nbytes_copied(), 29 * kMib + 109);
+  EXPECT_EQ(copying_.nbytes_copied(), 29 * kMiB + 109);
 }
 
 TEST_F(SlowCopying, NoErrorWaitsForTheWriter) {
@@ -219,7 +217,7 @@ TEST_F(SlowCopying, NoErrorWaitsForTheWriter) {
   for (const char* const from : {"poll", "when_slow", "copy"}) {
     StagingCopy copying([&](std::size_t part) {
       before_use_(part);
-      return reinterpret_cast<const std::byte*>(originals_[part].data());
+      return data_of(originals_[part]);
     });
     for (std::size_t i = 0; i < kSizes.size(); ++i) copying.add(places_[i], kSizes[i], memory_);
     const auto fails = [from](const char* here) { return std::string(from) == here; };

@@ -21,7 +21,6 @@
 #include <utility>
 #include <vector>
 
-#include "common/archive_file.h"
 #include "common/written_archive.h"
 #include "core/pipeline/stager.h"
 #include "core/read/reader.h"
@@ -30,16 +29,7 @@
 namespace ptsave {
 namespace {
 
-using namespace archive_fixture;  // NOLINT(google-build-using-namespace)
-using written_archive::bytes_of;
-using written_archive::entries_of;
-using written_archive::Entry;
-using written_archive::kChunk;
-using written_archive::kNoPoll;
-using written_archive::kTargets;
-using written_archive::reference;
-using written_archive::Scenario;
-using written_archive::Target;
+using namespace common;
 
 struct CopyFailed : std::runtime_error {
   CopyFailed() : std::runtime_error("the copy has failed") {}
@@ -168,7 +158,7 @@ class StagerDouble final : public Stager {
       std::ranges::fill(bytes, 'Y');
       --count->now;
     }
-    const std::byte* data() const override { return std::as_bytes(std::span(bytes)).data(); }
+    const std::byte* data() const override { return data_of(bytes); }
 
     std::shared_ptr<Count> count;
     std::string bytes;
@@ -187,10 +177,10 @@ class StagerDouble final : public Stager {
   Engines engines_;
 };
 
-std::vector<std::string> payloads_of(const std::vector<Entry>& entries) {
+std::vector<std::string> payloads_of(const std::vector<Record>& entries) {
   std::vector<std::string> payloads;
   payloads.reserve(entries.size());
-  for (const Entry& entry : entries) payloads.push_back(entry.data);
+  for (const Record& entry : entries) payloads.push_back(entry.data);
   return payloads;
 }
 
@@ -202,11 +192,11 @@ std::set<std::size_t> every_second(std::size_t n) {
 }
 
 // Nobody may ask for a staged record's address: there is nothing in host memory.
-void forget(std::vector<Entry>& entries, const std::set<std::size_t>& staged) {
+void forget(std::vector<Record>& entries, const std::set<std::size_t>& staged) {
   for (const std::size_t i : staged) entries[i].hole = !entries[i].data.empty();
 }
 
-void expect_same_file(std::vector<Entry> entries, std::uint64_t alignment = 64) {
+void expect_same_file(std::vector<Record> entries, std::uint64_t alignment = 64) {
   const std::set<std::size_t> staged = every_second(entries.size());
   const std::vector<std::string> payloads = payloads_of(entries);
   const std::string expected = reference(entries, alignment);
@@ -223,23 +213,23 @@ void expect_same_file(std::vector<Entry> entries, std::uint64_t alignment = 64) 
 }
 
 TEST(Stager, PayloadsOfEverySize) {
-  expect_same_file(entries_of({1, 40 * kChunk + 5, 1, 0, 7, kChunk, 3 * kChunk, 100, 0, 5000}));
-  expect_same_file(entries_of(std::vector<std::size_t>(500, 40)));
-  expect_same_file(entries_of({0, 0, 0}));
-  expect_same_file(entries_of({1, 5000, 3, 0, 70000, 9}), 1);
+  expect_same_file(records_of({1, 40 * kChunk + 5, 1, 0, 7, kChunk, 3 * kChunk, 100, 0, 5000}));
+  expect_same_file(records_of(std::vector<std::size_t>(500, 40)));
+  expect_same_file(records_of({0, 0, 0}));
+  expect_same_file(records_of({1, 5000, 3, 0, 70000, 9}), 1);
 }
 
 TEST(Stager, PayloadsThatLookLikeDescriptorsAreCutByChunks) {
-  std::vector<Entry> entries = entries_of({0, 3950, 100, 5000});
+  std::vector<Record> entries = records_of({0, 3950, 100, 5000});
   for (std::size_t nbytes = 3880; nbytes < 3960; nbytes += 2) {
-    entries[1].data = scratch::noise(nbytes, nbytes);
+    entries[1].data = noise(nbytes, nbytes);
     entries[2].data.replace(0, 4, "PK\7\10");
     expect_same_file(entries, 1);
   }
 }
 
 TEST(Stager, ErrorsComeOut) {
-  std::vector<Entry> entries = entries_of({10, 50 * kChunk, 50 * kChunk, 3});
+  std::vector<Record> entries = records_of({10, 50 * kChunk, 50 * kChunk, 3});
   const std::vector<std::string> payloads = payloads_of(entries);
   const std::set<std::size_t> staged = {1, 2};
   forget(entries, staged);
@@ -254,7 +244,7 @@ TEST(Stager, ErrorsComeOut) {
 }
 
 TEST(StagedAhead, WritesWhatWasThere) {
-  std::vector<Entry> entries = entries_of({1, 40 * kChunk + 5, 1, 0, 7, kChunk, 3 * kChunk, 100});
+  std::vector<Record> entries = records_of({1, 40 * kChunk + 5, 1, 0, 7, kChunk, 3 * kChunk, 100});
   const std::set<std::size_t> staged = every_second(entries.size());
   const std::vector<std::string> payloads = payloads_of(entries);
   const std::string expected = reference(entries);
@@ -273,7 +263,7 @@ TEST(StagedAhead, WritesWhatWasThere) {
 }
 
 TEST(StagedAhead, ErrorsComeOut) {
-  std::vector<Entry> entries = entries_of({10, 50 * kChunk});
+  std::vector<Record> entries = records_of({10, 50 * kChunk});
   auto stager = std::make_unique<StagerDouble>(payloads_of(entries), std::set<std::size_t>{1});
   stager->failing_chunk = 7;
   const Scenario scenario(std::move(entries));
@@ -344,7 +334,7 @@ class UnstagerDouble final : public Unstager {
       std::ranges::fill(bytes, 'Y');
       --owner.n_leases_;
     }
-    std::byte* data() override { return reinterpret_cast<std::byte*>(bytes.data()); }
+    std::byte* data() override { return data_of(bytes); }
 
     UnstagerDouble& owner;
     std::string bytes;
@@ -391,7 +381,7 @@ Load parts_of(const std::vector<Record>& records, std::size_t part_nbytes,
       Destination to{i, at, part.size(), nullptr};
       if ((at / part_nbytes + i) % 3 == 0) {
         in_memory.emplace_back(part.size(), 'A');
-        to.place = reinterpret_cast<std::byte*>(in_memory.back().data());
+        to.place = data_of(in_memory.back());
       } else {
         to.target = load.targets.size();
         load.targets.emplace_back(part.size(), 'A');

@@ -14,34 +14,30 @@
 #include <utility>
 #include <vector>
 
-#include "common/archive_fixture.h"
-#include "common/scratch.h"
 #include "common/written_archive.h"
 #include "core/base/error.h"
 
 namespace ptsave {
 namespace {
 
-using namespace written_archive;  // NOLINT(google-build-using-namespace)
-using scratch::Folder;
-using scratch::noise;
+using namespace common;
 
 // ----------------------------------------------------------------------------------------- layouts
 
-TEST(Writer, OneRecord) { Scenario(entries_of({100})).check(); }
+TEST(Writer, OneRecord) { Scenario(records_of({100})).check(); }
 TEST(Writer, OnlyTheSerializationId) { Scenario({}).check(); }
-TEST(Writer, EmptyRecordsOnly) { Scenario(entries_of({0, 0, 0})).check(); }
-TEST(Writer, ManyChunksOfOneRecord) { Scenario(entries_of({1, 40 * kChunk + 5, 1})).check(); }
-TEST(Writer, WholeChunks) { Scenario(entries_of({kChunk, 2 * kChunk, 3 * kChunk})).check(); }
-TEST(Writer, AlignedToAPage) { Scenario(entries_of({1, kChunk, 0, 5, kChunk - 1}), 4096).check(); }
-TEST(Writer, PaddingLongerThanAChunk) { Scenario(entries_of({1, 2, 3}), 32768).check(); }
-TEST(Writer, Unaligned) { Scenario(entries_of({1, 5000, 3, 0, 70000}), 1).check(); }
+TEST(Writer, EmptyRecordsOnly) { Scenario(records_of({0, 0, 0})).check(); }
+TEST(Writer, ManyChunksOfOneRecord) { Scenario(records_of({1, 40 * kChunk + 5, 1})).check(); }
+TEST(Writer, WholeChunks) { Scenario(records_of({kChunk, 2 * kChunk, 3 * kChunk})).check(); }
+TEST(Writer, AlignedToAPage) { Scenario(records_of({1, kChunk, 0, 5, kChunk - 1}), 4096).check(); }
+TEST(Writer, PaddingLongerThanAChunk) { Scenario(records_of({1, 2, 3}), 32768).check(); }
+TEST(Writer, Unaligned) { Scenario(records_of({1, 5000, 3, 0, 70000}), 1).check(); }
 
 TEST(Writer, ThousandsOfTinyRecords) {
   std::vector<std::size_t> sizes;
   sizes.reserve(3000);
   for (std::size_t i = 0; i < 3000; ++i) sizes.push_back(i % 41);
-  const Scenario scenario(entries_of(sizes));
+  const Scenario scenario(records_of(sizes));
   scenario.check();
   scenario.check(std::size_t{4} << 20);
 }
@@ -49,31 +45,31 @@ TEST(Writer, ThousandsOfTinyRecords) {
 TEST(Writer, LargePiecesAreWrittenFromWhereTheyAre) {
   // On both sides of the sizes at which pieces are gathered and cut.
   for (const std::size_t edge : {std::size_t{64} << 10, std::size_t{256} << 10}) {
-    Scenario(entries_of({edge - 1, edge, edge + 1, 10, 2 * edge + 1, 0, 7})).check(1 << 20);
+    Scenario(records_of({edge - 1, edge, edge + 1, 10, 2 * edge + 1, 0, 7})).check(1 << 20);
   }
 }
 
 TEST(Writer, Holes) {
-  std::vector<Entry> entries = entries_of({10, 5 * kChunk, 0, 3, kChunk, 100, 2 * kChunk});
+  std::vector<Record> entries = records_of({10, 5 * kChunk, 0, 3, kChunk, 100, 2 * kChunk});
   for (const std::size_t i : {std::size_t{1}, std::size_t{2}, std::size_t{5}}) {
     entries[i].hole = true;
   }
   const Scenario scenario(entries);
   scenario.check();
-  for (Entry& entry : entries) entry.hole = true;
+  for (Record& entry : entries) entry.hole = true;
   Scenario(entries).check();
 }
 
 TEST(Writer, PayloadsThatLookLikeDescriptors) {
   // torch's writer takes them for descriptors when it collects the CRCs for the serialization id.
-  std::vector<Entry> entries = entries_of({100, 8, 5000});
-  for (Entry& entry : entries) entry.data.replace(0, 4, "PK\7\10");
+  std::vector<Record> entries = records_of({100, 8, 5000});
+  for (Record& entry : entries) entry.data.replace(0, 4, "PK\7\10");
   entries.push_back({"short", "PK\7\10abc"});
   Scenario(entries).check();
 }
 
 TEST(Writer, PayloadsThatLookLikeDescriptorsAreCutByChunks) {
-  std::vector<Entry> entries = entries_of({3950, 100, 5000});
+  std::vector<Record> entries = records_of({3950, 100, 5000});
   for (std::size_t nbytes = 3800; nbytes < 4100; nbytes += 4) {
     entries[0].data = noise(nbytes, nbytes);
     entries[1].data.replace(0, 4, "PK\7\10");
@@ -85,7 +81,7 @@ TEST(Writer, PayloadsThatLookLikeDescriptorsAreCutByChunks) {
 // Moves a sequence of every kind of part over a chunk boundary, byte by byte.
 TEST(Writer, BoundariesCutEverything) {
   for (std::size_t nbytes = 3600; nbytes < kChunk + 100; ++nbytes) {
-    const std::vector<Entry> entries = entries_of({nbytes, 0, 1, kChunk, 17});
+    const std::vector<Record> entries = records_of({nbytes, 0, 1, kChunk, 17});
     const Scenario scenario(entries, 1);
     const std::size_t n_threads = nbytes % 4 == 0 ? 2 : 0;
     ASSERT_TRUE(scenario.write(Target::kMemory, {true, n_threads, kChunk}) == reference(entries, 1))
@@ -96,11 +92,11 @@ TEST(Writer, BoundariesCutEverything) {
 
 TEST(Writer, ChunksMuchSmallerThanAnything) {
   for (const std::size_t chunk : {1u, 3u, 16u, 24u, 63u, 64u, 65u, 100u}) {
-    const Scenario scenario(entries_of({0, 1, 200, 3, 64, 129}));
+    const Scenario scenario(records_of({0, 1, 200, 3, 64, 129}));
     for (const Target target : {Target::kMemory, Target::kStream, Target::kBuffered}) {
       for (const std::size_t n_threads : {0u, 4u}) {
         ASSERT_TRUE(scenario.write(target, {true, n_threads, chunk}) ==
-                    reference(entries_of({0, 1, 200, 3, 64, 129})))
+                    reference(records_of({0, 1, 200, 3, 64, 129})))
             << chunk;
       }
     }
@@ -110,8 +106,8 @@ TEST(Writer, ChunksMuchSmallerThanAnything) {
 TEST(Writer, DirectWritesTakeAnyChunkSize) {
   const std::vector<std::size_t> sizes{0, 1, 20000, 3, 9000, 129};
   for (const std::size_t chunk : {100u, 512u, 1000u, 4095u, 4097u, 6000u, 8192u, 12288u}) {
-    ASSERT_TRUE(Scenario(entries_of(sizes)).write(Target::kDirect, {true, 2, chunk}) ==
-                reference(entries_of(sizes)))
+    ASSERT_TRUE(Scenario(records_of(sizes)).write(Target::kDirect, {true, 2, chunk}) ==
+                reference(records_of(sizes)))
         << chunk;
   }
 }
@@ -120,26 +116,23 @@ TEST(Writer, ManyThreads) {
   std::vector<std::size_t> sizes;
   sizes.reserve(300);
   for (std::size_t i = 0; i < 300; ++i) sizes.push_back(i % 7 == 0 ? 3 * kChunk + i : i);
-  const std::string expected = reference(entries_of(sizes));
-  const Scenario scenario(entries_of(sizes));
+  const std::string expected = reference(records_of(sizes));
+  const Scenario scenario(records_of(sizes));
   for (const Target target : kTargets) {
     ASSERT_TRUE(scenario.write(target, {true, 16, kChunk}) == expected);
   }
 }
 
 TEST(Writer, WorksOnTmpfs) {
-  const Folder folder("/dev/shm");
-  const Scenario scenario(entries_of({100, 5 * kChunk, 3}));
-  Progress progress{0};
-  const std::string bytes = write_to_file(Target::kDirect, folder.path(), scenario.layout(),
-                                          scenario.payloads(), {true, 2, kChunk}, progress);
-  EXPECT_TRUE(bytes == reference(entries_of({100, 5 * kChunk, 3})));
+  const std::vector<Record> records = records_of({100, 5 * kChunk, 3});
+  const Scenario scenario(records, 64, "/dev/shm");
+  EXPECT_TRUE(scenario.write(Target::kDirect, {true, 2, kChunk}) == reference(records));
 }
 
 // -------------------------------------------------------------------------------- what is promised
 
 TEST(Writer, AsksForPayloadsInOrderWithoutWorkers) {
-  const std::vector<Entry> entries = entries_of({10, 5 * kChunk, 0, 3, kChunk, 100});
+  const std::vector<Record> entries = records_of({10, 5 * kChunk, 0, 3, kChunk, 100});
   const Scenario scenario(entries);
   for (const Target target : kTargets) {
     std::vector<std::size_t> asked;
@@ -149,16 +142,7 @@ TEST(Writer, AsksForPayloadsInOrderWithoutWorkers) {
       asked.push_back(i);
       return scenario.payloads()(i);
     };
-    Progress progress{0};
-    const WriteOptions options{true, 0, kChunk};
-    const Folder folder;
-    if (target == Target::kMemory) {
-      write_to_string(scenario.layout(), payloads, options, progress);
-    } else if (target == Target::kStream) {
-      collect_stream(scenario.layout(), payloads, options, progress);
-    } else {
-      write_to_file(target, folder.path(), scenario.layout(), payloads, options, progress);
-    }
+    scenario.write(target, {true, 0, kChunk}, payloads);
     EXPECT_TRUE(std::ranges::is_sorted(asked));
     EXPECT_EQ(asked.back(), entries.size() - 1);
   }
@@ -166,7 +150,7 @@ TEST(Writer, AsksForPayloadsInOrderWithoutWorkers) {
 
 TEST(Writer, MakesOnePayloadAtATime) {
   // The one before is gone when the next is made: nothing may be kept beyond that.
-  const std::vector<Entry> entries = entries_of({10, 5 * kChunk, 3, 70000, kChunk, 100});
+  const std::vector<Record> entries = records_of({10, 5 * kChunk, 3, 70000, kChunk, 100});
   const Scenario scenario(entries);
   for (const std::size_t chunk : {kChunk, std::size_t{1} << 20}) {
     std::string made;
@@ -177,23 +161,17 @@ TEST(Writer, MakesOnePayloadAtATime) {
         made = entries[i].data;
         made_index = i;
       }
-      return std::as_bytes(std::span(made)).data();
+      return data_of(made);
     };
-    Progress progress{0};
-    const Folder folder;
-    for (const Target target : {Target::kBuffered, Target::kDirect}) {
+    for (const Target target : {Target::kBuffered, Target::kDirect, Target::kStream}) {
       made_index = ~std::size_t{0};
-      EXPECT_TRUE(write_to_file(target, folder.path(), scenario.layout(), payloads,
-                                {true, 0, chunk}, progress) == reference(entries));
+      EXPECT_TRUE(scenario.write(target, {true, 0, chunk}, payloads) == reference(entries));
     }
-    made_index = ~std::size_t{0};
-    EXPECT_TRUE(collect_stream(scenario.layout(), payloads, {true, 0, chunk}, progress) ==
-                reference(entries));
   }
 }
 
 TEST(Writer, ProgressNeverExceedsTheFile) {
-  const Scenario scenario(entries_of(std::vector<std::size_t>(200, 3 * kChunk)));
+  const Scenario scenario(records_of(std::vector<std::size_t>(200, 3 * kChunk)));
   Progress progress{0};
   std::uint64_t last = 0;
   const Poll poll = [&] {
@@ -203,15 +181,15 @@ TEST(Writer, ProgressNeverExceedsTheFile) {
     last = now;
   };
   std::string out(scenario.layout().nbytes(), '\0');
-  write_to_memory(scenario.layout(), scenario.payloads(), bytes_of(out).data(), {true, 0, kChunk},
-                  progress, poll);
+  write_to_memory(scenario.layout(), scenario.payloads(), data_of(out), {true, 0, kChunk}, progress,
+                  poll);
   EXPECT_GT(last, 0u);
 }
 
 struct Interrupt {};
 
 TEST(Writer, APollCanCancelEveryTarget) {
-  const Scenario scenario(entries_of(std::vector<std::size_t>(100, 3 * kChunk)));
+  const Scenario scenario(records_of(std::vector<std::size_t>(100, 3 * kChunk)));
   const Folder folder;
   for (const std::size_t n_threads : {0u, 3u}) {
     const WriteOptions options{true, n_threads, kChunk};
@@ -223,9 +201,9 @@ TEST(Writer, APollCanCancelEveryTarget) {
     const Poll interrupt = [] { throw Interrupt(); };
     Progress progress{0};
     std::string out(scenario.layout().nbytes(), '\0');
-    EXPECT_THROW(write_to_memory(scenario.layout(), slow, bytes_of(out).data(), options, progress,
-                                 interrupt),
-                 Interrupt);
+    EXPECT_THROW(
+        write_to_memory(scenario.layout(), slow, data_of(out), options, progress, interrupt),
+        Interrupt);
     AtomicFile file(folder / "file", "file");
     EXPECT_THROW(
         write_buffered(scenario.layout(), slow, file.file(), 0, options, progress, interrupt),
@@ -237,7 +215,7 @@ TEST(Writer, APollCanCancelEveryTarget) {
 }
 
 TEST(Writer, ErrorsOfThePayloadsComeOut) {
-  const Scenario scenario(entries_of({10, 5 * kChunk, 3, kChunk}));
+  const Scenario scenario(records_of({10, 5 * kChunk, 3, kChunk}));
   const Payloads failing = [&](std::size_t i) {
     if (i == 2) throw Interrupt();
     return scenario.payloads()(i);
@@ -245,14 +223,14 @@ TEST(Writer, ErrorsOfThePayloadsComeOut) {
   std::string out(scenario.layout().nbytes(), '\0');
   for (const std::size_t n_threads : {0u, 1u, 4u}) {
     Progress progress{0};
-    EXPECT_THROW(write_to_memory(scenario.layout(), failing, bytes_of(out).data(),
+    EXPECT_THROW(write_to_memory(scenario.layout(), failing, data_of(out),
                                  {true, n_threads, kChunk}, progress, kNoPoll),
                  Interrupt);
   }
 }
 
 TEST(Writer, ErrorsOfTheSinkComeOut) {
-  const Scenario scenario(entries_of({10, 5 * kChunk, 3, kChunk}));
+  const Scenario scenario(records_of({10, 5 * kChunk, 3, kChunk}));
   for (int failing = 0; failing < 8; ++failing) {
     int n_calls = 0;
     Progress progress{0};
@@ -267,12 +245,12 @@ TEST(Writer, ErrorsOfTheSinkComeOut) {
 }
 
 TEST(Writer, ChecksumsAreThoseOfTheBytesWrittenIfAPayloadIsChangedMeanwhile) {
-  const Scenario scenario(entries_of({10, 50 * kChunk, 3, kChunk}));
+  const Scenario scenario(records_of({10, 50 * kChunk, 3, kChunk}));
   std::vector<std::string> live;
   for (std::size_t i = 0; i + 1 < scenario.layout().size(); ++i) {
     live.emplace_back(scenario.layout().record(i).nbytes, 'a');
   }
-  const Payloads payloads = [&](std::size_t i) { return bytes_of(live[i]).data(); };
+  const Payloads payloads = [&](std::size_t i) { return data_of(live[i]); };
   std::string file;
   char value = 'b';
   const StreamSink sink = [&](const std::byte* data, std::uint64_t nbytes) {
@@ -294,7 +272,7 @@ TEST(Writer, ChecksumsAreThoseOfTheBytesWrittenIfAPayloadIsChangedMeanwhile) {
 }
 
 TEST(Writer, AFullDeviceIsEnospc) {
-  const Scenario scenario(entries_of({10, 50 * kChunk, 3, kChunk}));
+  const Scenario scenario(records_of({10, 50 * kChunk, 3, kChunk}));
   for (const std::size_t n_threads : {0u, 1u, 4u}) {
     File full = File::open_for_writing("/dev/full");
     Progress progress{0};
@@ -310,7 +288,7 @@ TEST(Writer, AFullDeviceIsEnospc) {
 }
 
 TEST(Writer, HolesTakeNoSpace) {
-  std::vector<Entry> entries = entries_of({10, 0, 5});
+  std::vector<Record> entries = records_of({10, 0, 5});
   entries[1] = {"hole", std::string(std::size_t{8} << 20, 'x'), true};
   const Scenario scenario(entries);
   const Folder folder;
