@@ -7,11 +7,13 @@ plan of the first one of its kind.  Torch plans everything else.
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -510,3 +512,37 @@ def flattened(state_dict: Mapping[str, Any]) -> _Flattened:
     result = _Flattened()
     result.add("", (), state_dict)
     return result
+
+
+_Item = TypeVar("_Item")
+_Plan = TypeVar("_Plan", SavePlan, LoadPlan)
+
+
+class ItemList(list[_Item]):
+    """A list of a plan's items, or of results, that ranks exchange quickly.
+
+    DCP pickles all items for every exchange.  Unpickling makes thousands of objects, which start
+    Python's garbage collector again and again.  Its runs take eight times as long as the rest.  So
+    it pauses while the list is pickled and unpickled.
+
+    >>> items = pickle.loads(pickle.dumps(ItemList([1, "two"])))
+    >>> items, type(items) is ItemList
+    ([1, 'two'], True)
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the function and the bytes that make the list again."""
+        with pausing_garbage_collection():
+            return _unpickled, (pickle.dumps([*self]),)
+
+
+def _unpickled(data: bytes) -> ItemList[Any]:
+    with pausing_garbage_collection():
+        return ItemList(pickle.loads(data))
+
+
+def with_item_list(plan: _Plan) -> _Plan:
+    """Return a plan whose items are in an `ItemList`."""
+    if isinstance(plan.items, ItemList):
+        return plan
+    return dataclasses.replace(plan, items=ItemList(plan.items))

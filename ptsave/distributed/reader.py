@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from ptsave import _C
-from ptsave.dcp.fetched_files import FetchedFiles
 from ptsave.dcp.metadata import (
     CheckedFile,
     ReadMetadata,
@@ -35,10 +34,10 @@ from ptsave.dcp.metadata import (
     metadata_name,
     replaced,
 )
-from ptsave.dcp.rank_files import RankFiles
+from ptsave.dcp.rank_files import FetchedFiles, RankFiles
 from ptsave.dcp.read_plan import ReadPlan, takes_bytes
 from ptsave.distributed.directory import accepts, directory_name, remote_metadata
-from ptsave.distributed.item_lists import with_item_list
+from ptsave.distributed.planners import with_item_list
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.locations import is_url_source
 from ptsave.sources.ranges import FsspecFile

@@ -28,11 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
-from ptsave.dcp.metadata import load_metadata
-from ptsave.dcp.metadata_pickle import pickled_metadata
+from ptsave.dcp.metadata import load_metadata, pickled_metadata
 from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from ptsave.distributed.item_lists import ItemList, with_item_list
-from ptsave.distributed.planners import flattened
+from ptsave.distributed.planners import ItemList, flattened, with_item_list
 from ptsave.support import torch_dcp
 
 dcp: Any = _dcp  # a package that does not export its names to type checkers

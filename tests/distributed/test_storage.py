@@ -24,8 +24,8 @@ import ptsave
 from ptsave import _C
 from ptsave.dcp import metadata as dcp_metadata
 from ptsave.dcp.metadata import load_metadata
-from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter, staging
-from ptsave.distributed.rank_file import head_of
+from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from ptsave.distributed.directory import head_of
 
 dcp: Any = _dcp  # a package that does not export its names to type checkers
 
@@ -355,8 +355,8 @@ def test_a_save_takes_the_memory_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that begins as soon as that has ended."""
-    monkeypatch.setattr(staging, "_MAX_WAIT_SECONDS", 60.0)
-    monkeypatch.setattr(staging, "_FRESH_NBYTES_A_SECOND", 1.0)
+    monkeypatch.setattr("ptsave.distributed.writer._MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr("ptsave.distributed.writer._FRESH_NBYTES_A_SECOND", 1.0)
     writer, values = StorageWriter(tmp_path), {"x": torch.ones(3 << 20)}
     n_mappings = []
     for _ in range(4):

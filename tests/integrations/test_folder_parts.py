@@ -9,8 +9,7 @@ import pytest
 from _system import Child, in_child
 
 import ptsave
-from ptsave.integrations.folder_saves import FolderParts
-from ptsave.integrations.staged_folders import StagedFolder
+from ptsave.integrations.staged_folders import FolderParts, StagedFolder
 
 
 @pytest.fixture

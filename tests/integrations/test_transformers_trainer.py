@@ -29,8 +29,7 @@ from tiny_trainers import (
 
 import ptsave
 from ptsave.integrations import staged_folders
-from ptsave.integrations.folder_saves import FolderSaves, writes_in_background
-from ptsave.integrations.staged_folders import StagedFolder
+from ptsave.integrations.staged_folders import FolderSaves, StagedFolder, writes_in_background
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -195,7 +194,7 @@ def test_leftovers_of_others_are_removed(tmp_path: Path) -> None:
 def test_killed_save(tmp_path: Path) -> None:
     script = """
 import os, signal, sys, torch
-from ptsave.integrations.folder_saves import *
+from ptsave.integrations.staged_folders import *
 from ptsave.integrations.staged_folders import *
 folder = StagedFolder(sys.argv[1], fsync=False)
 saves = FolderSaves()
