@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from typing_extensions import Buffer
 from ptsave import _C
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import regular_only
-from ptsave.sources.local import Identity, identity_of
+from ptsave.sources.local import identity_of
 from ptsave.support import torch_dcp
 from ptsave.support.calls import pausing_garbage_collection
 from ptsave.support.torch_serialization import user_allowed_globals
@@ -299,23 +300,18 @@ def replaced(directory: str) -> OSError:
     )
 
 
-@dataclass(frozen=True)
 class ReadMetadata:
-    """A metadata file, as it was when it was read."""
+    """A metadata file that is about to be read, so that a replacement during the read counts."""
 
-    path: str
-    identity: Identity  # taken before the read, so that a replacement during it counts
-
-    @classmethod
-    def of(cls, path: str) -> ReadMetadata:
-        """Return the identity of a file that is about to be read."""
-        return cls(path, identity_of(path))
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._identity = identity_of(path)
 
     @property
     def has_changed(self) -> bool:
         """Whether the name now belongs to another file, or to none."""
         try:
-            return identity_of(self.path) != self.identity
+            return identity_of(self._path) != self._identity
         except FileNotFoundError:  # torch's writer removes it before it renames the next one
             return True
 
@@ -362,6 +358,21 @@ class _Pickle:
         self._names: dict[str, int] = {}  # memo numbers of names, which are made at first use
         self._tensors: dict[Any, bytes] = {}
         self._files: dict[str, bytes] = {}
+        self._by_type: dict[type, Callable[[Any], bytes]] = {
+            str: self._name,
+            int: _number,
+            tuple: lambda values: b"(" + self._all(values) + b"t",
+            type(None): lambda _: b"N",
+            bool: _flag,
+            dict: lambda values: b"}(" + self._all(chain.from_iterable(values.items())) + b"u",
+            list: lambda values: b"](" + self._all(values) + b"e",
+            bytes: lambda data: b"B" + _pack_number(len(data)) + data,
+            torch.Size: self._size,
+            torch.dtype: self._dtype,
+            StorageMeta: lambda meta: (
+                self._class(StorageMeta) + _NEW + self._value(vars(meta)) + b"b"
+            ),
+        }
 
     def dump(self, metadata: Metadata) -> bytes:
         """Return the pickle of metadata."""
@@ -571,34 +582,13 @@ class _Pickle:
     # ------------------------------------------------------------------------------ plain values
 
     def _value(self, value: Any) -> bytes:
-        kind = type(value)
-        if kind is str:
-            return self._name(value)
-        if kind is int:
-            return _number(value)
-        if kind is tuple:
-            return b"(" + b"".join(map(self._value, value)) + b"t"
-        if value is None:
-            return b"N"
-        if kind is bool:
-            return _flag(value)
-        return self._rarer(value, kind)
+        pickled = self._by_type.get(type(value))
+        if pickled is None:
+            raise _UnusualError
+        return pickled(value)
 
-    def _rarer(self, value: Any, kind: type) -> bytes:
-        if kind is dict:
-            items = [self._value(key) + self._value(each) for key, each in value.items()]
-            return b"}(" + b"".join(items) + b"u"
-        if kind is list:
-            return b"](" + b"".join(map(self._value, value)) + b"e"
-        if kind is bytes:
-            return b"B" + _pack_number(len(value)) + bytes(value)
-        if kind is torch.Size:
-            return self._size(value)
-        if kind is torch.dtype:
-            return self._dtype(value)
-        if kind is StorageMeta:
-            return self._class(kind) + _NEW + self._value(vars(value)) + b"b"
-        raise _UnusualError
+    def _all(self, values: Iterable[Any]) -> bytes:
+        return b"".join(map(self._value, values))
 
 
 def _require(value: Any, kind: type) -> None:

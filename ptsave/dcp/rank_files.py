@@ -35,7 +35,14 @@ from ptsave.dcp.metadata import (
     replaced,
     section_crcs,
 )
-from ptsave.dcp.read_plan import MAX_GAP_OF_COLUMNS, Box, StoredTensor, batches, packed_strides
+from ptsave.dcp.read_plan import (
+    MAX_GAP_OF_COLUMNS,
+    Box,
+    StoredTensor,
+    batches,
+    is_strided,
+    packed_strides,
+)
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import ZIP_MAGIC, is_legacy, regular_only
 from ptsave.sources.ranges import FsspecFile, RangeSource, SparseFile
@@ -82,6 +89,10 @@ class RankFiles:
         self._stack.close()
 
     # ------------------------------------------------------------------------- their contents
+
+    def fail(self, what: str, name: str) -> NoReturn:
+        """Raise an error of the metadata that concerns a tensor or object."""
+        raise CorruptCheckpointError(f"{self.path}: {what}", path=self.path, entries=[name])
 
     def is_checked(self, info: Any) -> bool:
         """Return whether an item is in a file that has checksums."""
@@ -166,11 +177,7 @@ class RankFiles:
         state = vars(info) if type(info) is torch_dcp.StorageInfo else {}
         file, offset, length = map(state.get, ("relative_path", "offset", "length"))
         if type(file) is not str or type(offset) is not int or type(length) is not int:
-            raise CorruptCheckpointError(
-                f"{self.path}: the metadata does not say where {name} is",
-                path=self.path,
-                entries=[name],
-            )
+            self.fail(f"the metadata does not say where {name} is", name)
         if state.get("transform_descriptors"):
             raise NotImplementedError(
                 f"{name} was transformed by extensions {info.transform_descriptors}: read it with "
@@ -195,18 +202,24 @@ class RankFiles:
     ) -> StoredTensor | None:
         """Return the tensor that an item holds, or None if only torch can read the item.
 
-        `kind` returns the dtype and shape by the metadata, for the tensor at the end of an item of
+        `kind` returns the dtype and shape by the plan, for the tensor at the end of an item of
         ptsave.  A damaged archive of torch's writer is a CorruptCheckpointError.
         """
         if not self.is_checked(info):
             return self._tensor_in_archive(info, name)
         if getattr(info, "ptsave_whole", False):
             return None
-        dtype, shape = kind()
+        match getattr(info, "ptsave_tensor", None):
+            case None:
+                dtype, shape = kind()
+            case (torch.dtype() as dtype, sizes) if are_sizes(sizes):  # unlike the plan
+                shape = torch.Size(sizes)
+            case _:
+                self.fail(f"the metadata does not say what kind of tensor {name} is", name)
         offset, length = self.place_of(info, name)
         nbytes = shape.numel() * dtype.itemsize
         if not 0 <= nbytes <= length:
-            self._refuse_length(name, nbytes, length)
+            self.fail(f"{name} has {nbytes} bytes, and its item only {length}", name)
         steps, begin = packed_strides(shape, dtype.itemsize), offset + length - nbytes
         return StoredTensor(info.relative_path, name, dtype, shape, steps, begin)
 
@@ -264,7 +277,7 @@ class RankFiles:
                 offset, length = self.place_of(info, name)
                 limits[info.relative_path] = self._checked[info.relative_path].nbytes
             if nbytes > length:
-                self._refuse_length(name, nbytes, length)
+                self.fail(f"{name} has {nbytes} bytes, and its item only {length}", name)
             offsets.append(offset + length - nbytes)
             sizes.append(nbytes)
             strides.append(steps)
@@ -278,13 +291,6 @@ class RankFiles:
             "packed_nbytes": sizes,
         }
         return _C.instances(Box, box)
-
-    def _refuse_length(self, name: str, nbytes: int, length: int) -> NoReturn:
-        raise CorruptCheckpointError(
-            f"{self.path}: {name} has {nbytes} bytes, and its item only {length}",
-            path=self.path,
-            entries=[name],
-        )
 
     def bytes_of(self, info: Any, name: str) -> StoredTensor:
         """Return all bytes of an item, as a tensor."""
@@ -348,15 +354,13 @@ class RankFiles:
         table = torch.empty(file.table_nbytes, dtype=torch.uint8)
         spans = {(box.offset // SECTION_NBYTES, -(-box.end // SECTION_NBYTES)) for box in boxes}
         section = SECTION_BLOCKS * CRC_NBYTES
-        merged = joined(spans)
-        parts = [(begin, table[begin * section : end * section]) for begin, end in merged]
-        at = [(file.nbytes + begin * section, part.numel()) for begin, part in parts]
-        self._fetch(name, ((begin, begin + nbytes) for begin, nbytes in at))
-        self._read_bytes(
-            self._range_files([name], config.current().n_readers),
-            [(file.nbytes + begin * section, part) for begin, part in parts],
-        )
-        for begin, part in parts:
+        parts = {
+            begin: table[begin * section : end * section] for begin, end in joined(spans)
+        }  # by the numbers of their first sections
+        at = [(file.nbytes + begin * section, part) for begin, part in parts.items()]
+        self._fetch(name, ((begin, begin + part.numel()) for begin, part in at))
+        self._read_bytes(self._range_files([name], config.current().n_readers), at)
+        for begin, part in parts.items():
             found = section_crcs(part.numpy().data)
             if found != file.crcs[begin * CRC_NBYTES : begin * CRC_NBYTES + len(found)]:
                 self._raise_damaged(name, file.nbytes + begin * section, boxes)
@@ -475,23 +479,19 @@ def _describe(
     tensor: Any, reader: RecordReader, file: str, name: str, offset: int
 ) -> StoredTensor | None:
     engine = reader.engine
-    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+    if not is_strided(tensor):
         return None
-    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        return None
-    strides = tuple(step * tensor.itemsize for step in tensor.stride())
     if tensor.numel() == 0:
-        return StoredTensor(file, name, tensor.dtype, tensor.shape, strides, offset)
+        return StoredTensor.of(tensor, file, name, offset)
     number = engine.record_of(tensor)
     if number is None:
         return None
     record = engine.record(number)
     is_remote = isinstance(reader, RemoteReader)  # its header has to be fetched
     at = reader.get_record_offset(record.name) if is_remote else engine.payload_offset(number)
-    begin = at + int(tensor.storage_offset()) * tensor.itemsize
     is_all = tensor.is_contiguous() and record.nbytes == tensor.nbytes
     crc = record.crc if is_all and engine.has_crcs else None
-    return StoredTensor(file, name, tensor.dtype, tensor.shape, strides, offset + begin, crc)
+    return StoredTensor.of(tensor, file, name, offset + at, crc)
 
 
 def _crc_at(crcs: bytes, number: int) -> bytes:
@@ -520,6 +520,11 @@ def joined(spans: Iterable[tuple[int, int]], max_gap: int = 0) -> list[tuple[int
         else:
             found.append((begin, end))
     return found
+
+
+def are_sizes(value: Any) -> bool:
+    """Return whether a value of the metadata can be a shape or an index."""
+    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
 def refuse_outside(name: str, directory: str) -> None:
@@ -585,7 +590,12 @@ class FetchedFiles(RankFiles):
 
     def _fetch_boxes(self, name: str, boxes: Sequence[Box]) -> None:
         # The engine reads and checks the bytes in short gaps, too.
-        self._fetch(name, joined((span for box in boxes for span in _runs(box)), MAX_GAP))
+        runs = (
+            run
+            for box in boxes
+            for run in _runs(box.offset, box.target.shape, box.strides, box.target.itemsize)
+        )
+        self._fetch(name, joined(runs, MAX_GAP))
 
 
 class _Part(RangeSource):
@@ -631,20 +641,16 @@ def _batches(ranges: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]
         yield batch
 
 
-def _runs(box: Box) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a file that a box needs, joined across short gaps."""
-    return _runs_of(box.offset, tuple(box.target.shape), tuple(box.strides), box.target.itemsize)
-
-
-def _runs_of(
+def _runs(
     offset: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 ) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a file that a box needs, joined across short gaps."""
     if _is_dense(shape, strides, itemsize):
         steps = zip(shape, strides, strict=True)
         yield offset, offset + sum((n - 1) * step for n, step in steps) + itemsize
         return
     for number in range(shape[0]):
-        yield from _runs_of(offset + number * strides[0], shape[1:], strides[1:], itemsize)
+        yield from _runs(offset + number * strides[0], shape[1:], strides[1:], itemsize)
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

@@ -51,7 +51,6 @@ from ptsave.support import torch_dcp
 from ptsave.support.calls import ProgressCallback
 from ptsave.writing.targets import FileWriter
 
-_SUFFIX = ".distcp"
 # ptsave's __<rank>_<16 hex digits>.distcp, and FileSystemWriter's __<rank>_<number>.distcp.
 _RANK_FILE = re.compile(r"__(?P<rank>\d+)_([0-9a-f]{16}|\d+)\.distcp")
 _RANK_METADATA = re.compile(r"__(?P<rank>\d+)\.metadata")
@@ -67,7 +66,7 @@ class CheckpointDirectory(LocalFolder):
 
     def new_name(self, rank: int) -> str:
         """Return a name for a rank's file that no save has had."""
-        return f"__{rank}_{secrets.token_hex(8)}{_SUFFIX}"
+        return f"__{rank}_{secrets.token_hex(8)}.distcp"
 
     def publish(
         self, metadata: Metadata, sizes: dict[str, int], rank: int | None, *, fsync: bool

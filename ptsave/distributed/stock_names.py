@@ -49,7 +49,7 @@ class FileSystemWriter(StorageWriter):
         """Return an instance of torch's class if only that supports the arguments."""
         if cls is not FileSystemWriter:  # a derived class may have other arguments
             return super().__new__(cls)
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        given = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
         torch_format = filesystem.SerializationFormat.TORCH_SAVE
         if (
             not given.get("single_file_per_rank", True)
@@ -86,19 +86,6 @@ class FileSystemWriter(StorageWriter):
     def path(self) -> Path:
         """The directory."""
         return Path(self.checkpoint_id)
-
-
-_ARGUMENTS = (
-    "path",
-    "single_file_per_rank",
-    "sync_files",
-    "thread_count",
-    "per_thread_copy_ahead",
-    "cache_staged_state_dict",
-    "overwrite",
-    "_extensions",
-    "serialization_format",
-)
 
 
 class FileSystemReader(StorageReader):

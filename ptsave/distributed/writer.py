@@ -467,11 +467,8 @@ class _Copier:
             return self._distributed(value.detach())
         if type(value) in _PLAIN_TYPES:
             return self._tensor(value.detach())
-        if isinstance(value, dict):
-            return self._mapping(value)
-        return copy.deepcopy(value)
-
-    def _mapping(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return copy.deepcopy(value)
         copied = copy.copy(value)
         for key, each in value.items():
             copied[key] = self.copy(each)

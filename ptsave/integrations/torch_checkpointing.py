@@ -35,7 +35,7 @@ from ptsave.archive.damage import damage_of
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import memory_of
 from ptsave.dcp.rank_files import RankFiles
-from ptsave.dcp.read_plan import ReadPlan, StoredTensor
+from ptsave.dcp.read_plan import ReadPlan, StoredTensor, is_strided
 from ptsave.errors import CorruptCheckpointError, SaveError
 from ptsave.integrations.lazy_classes import classes_over
 from ptsave.serialization import save
@@ -201,25 +201,19 @@ def _crcs_in(stream: Any) -> list[tuple[int, int]]:
 
 def _stored(tensor: Any, file: str, name: str, crcs: Sequence[tuple[int, int]]) -> _Source:
     """Return where a tensor that torch has loaded to the device "meta" is in its file."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-        raise NotImplementedError(f"{name} is no plain tensor")
-    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        raise NotImplementedError(f"{name} is quantized, or a view of other numbers")
+    if not is_strided(tensor):
+        raise NotImplementedError(f"{name} is no plain tensor, or a view of other numbers")
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if begin is None and tensor.numel():
         raise NotImplementedError(f"{name} has no place in the file")
-    strides = tuple(step * tensor.itemsize for step in tensor.stride())
-    offset = (begin or 0) + int(tensor.storage_offset()) * tensor.itemsize
+    begin = begin or 0
     nbytes = tensor.untyped_storage().nbytes()
     # The record's header is the last one before its payload.  A CRC of 0 means none.
-    at = bisect_left(crcs, (begin or 0, 0))
+    at = bisect_left(crcs, (begin, 0))
     of_record = (crcs[at - 1][1] or None) if at else None
-    record = StoredTensor(
-        file, name, torch.uint8, torch.Size([nbytes]), (1,), begin or 0, of_record
-    )
+    record = StoredTensor(file, name, torch.uint8, torch.Size([nbytes]), (1,), begin, of_record)
     crc = of_record if tensor.is_contiguous() and tensor.nbytes == nbytes else None
-    stored = StoredTensor(file, name, tensor.dtype, tensor.shape, strides, offset, crc)
-    return _Source(stored, record)
+    return _Source(StoredTensor.of(tensor, file, name, begin, crc), record)
 
 
 def _check_parts(files: RankFiles, pieces: Sequence[_Piece], *, is_wanted: bool) -> None:
