@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, multiprocessing
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -26,7 +24,6 @@ SHAPES: tuple[tuple[int, ...], ...] = (
     (700, 513),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint16, torch.float8_e4m3fn, torch.bool)
-TIMEOUT_S = 300
 
 
 def values(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -136,23 +133,3 @@ def differences(state: Any, expected: Any, path: str = "") -> list[str]:
         )
         return [] if same else [path]
     return [] if state == expected else [f"{path}: {state!r}"]
-
-
-def run_ranks(world_size: int, function: Callable[..., None], folder: Path, *args: Any) -> None:
-    """Run ``function(rank, world_size, *args)`` on so many processes with a gloo group."""
-    store = folder / f"store-{world_size}-{len(list(folder.glob('store-*')))}"
-    processes: Any = multiprocessing
-    arguments = (world_size, str(store), function, args)
-    processes.start_processes(_enter, arguments, world_size, start_method="fork")
-
-
-def _enter(
-    rank: int, world_size: int, store: str, function: Callable[..., None], args: tuple[Any, ...]
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    try:
-        function(rank, world_size, *args)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()

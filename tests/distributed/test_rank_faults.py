@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as _dcp
-from dcp_states import differences, run_ranks, state_of
+from dcp_states import differences, state_of
+from forked_ranks import ForkedRanks
 from kill_rounds import ROUNDS, SEED
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -24,45 +25,21 @@ from ptsave.distributed import StorageReader, StorageWriter
 dcp: Any = _dcp  # a package that does not export its names to type checkers
 
 
-def save_state(folder: Path, world_size: int, **options: Any) -> None:
-    state = state_of("flat-rows", world_size, filled=True)
-    dcp.save(state, storage_writer=StorageWriter(folder), **options)
+N_RANKS = 2
 
 
-def check(folder: Path, world_size: int) -> None:
-    state = state_of("flat-rows", world_size, filled=False)
-    dcp.load(state, storage_reader=StorageReader(folder))
-    assert not differences(state, state_of("flat-rows", world_size, filled=True))
+def state(*, filled: bool = True) -> dict[str, Any]:
+    return state_of("flat-rows", N_RANKS, filled=filled)
 
 
-def fail_on_last_rank(rank: int, world_size: int, folder: Path) -> None:
-    save_state(folder, world_size)
-    before = (folder / ".metadata").read_bytes()
-    dist.barrier()
-    if rank == world_size - 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    for _ in range(3):
-        with pytest.raises(CheckpointException) as caught:
-            save_state(folder, world_size)
-        dist.barrier()
-        # The old file and that of the last save, which the others' errors have made useless.
-        assert len(list(folder.glob("__0_*.distcp"))) == 2
-        dist.barrier()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert list(caught.value.failures) == [world_size - 1]
-    error = caught.value.failures[world_size - 1][0]
-    assert isinstance(error, ptsave.SaveError)
-    assert error.errno == errno.EFBIG
-    assert f"__{world_size - 1}_" in str(error.filename)
-    dist.barrier()
-    assert (folder / ".metadata").read_bytes() == before
-    check(folder, world_size)
-    dist.barrier()
-    save_state(folder, world_size)
-    check(folder, world_size)
-    dist.barrier()
-    assert len(list(folder.glob("*.distcp"))) == world_size
-    assert not list(folder.glob(".*.ptsave"))
+def save_state(folder: Path, **options: Any) -> None:
+    dcp.save(state(), storage_writer=StorageWriter(folder), **options)
+
+
+def check(folder: Path) -> None:
+    target = state(filled=False)
+    dcp.load(target, storage_reader=StorageReader(folder))
+    assert not differences(target, state())
 
 
 def fail_to_end(folder: Path) -> None:
@@ -93,58 +70,83 @@ def test_files_of_failed_saves(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_on_one_rank(tmp_path: Path) -> None:
-    run_ranks(2, fail_on_last_rank, tmp_path, tmp_path / "checkpoint")
+    folder = tmp_path / "checkpoint"
 
+    def fail_on_last_rank(rank: int) -> None:
+        save_state(folder)
+        before = (folder / ".metadata").read_bytes()
+        dist.barrier()
+        if rank == N_RANKS - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        for _ in range(3):
+            with pytest.raises(CheckpointException) as caught:
+                save_state(folder)
+            dist.barrier()
+            # The old file and that of the last save, which the others' errors have made useless.
+            assert len(list(folder.glob("__0_*.distcp"))) == 2
+            dist.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        ((failed, (error, _)),) = caught.value.failures.items()
+        assert failed == N_RANKS - 1
+        assert isinstance(error, ptsave.SaveError)
+        assert error.errno == errno.EFBIG
+        assert f"__{failed}_" in str(error.filename)
+        dist.barrier()
+        assert (folder / ".metadata").read_bytes() == before
+        check(folder)
+        dist.barrier()
+        save_state(folder)
+        check(folder)
+        dist.barrier()
+        assert len(list(folder.glob("*.distcp"))) == N_RANKS
+        assert not list(folder.glob(".*.ptsave"))
 
-def lose_a_file(rank: int, world_size: int, folder: Path) -> None:
-    save_state(folder, world_size)
-    dist.barrier()
-    if rank == 0:
-        (file,) = folder.glob("__1_*.distcp")
-        file.unlink()
-    dist.barrier()
-    with pytest.raises(CheckpointException) as caught:
-        check(folder, world_size)
-    assert any("__1_" in str(error) for error, _ in caught.value.failures.values())
+    ForkedRanks(tmp_path, fail_on_last_rank).join()
 
 
 def test_a_missing_file_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(2, lose_a_file, tmp_path, tmp_path / "checkpoint")
+    folder = tmp_path / "checkpoint"
+    ForkedRanks(tmp_path, lambda _: save_state(folder)).join()
+    (file,) = folder.glob("__1_*.distcp")
+    file.unlink()
 
+    def load(_: int) -> None:
+        with pytest.raises(CheckpointException) as caught:
+            check(folder)
+        assert any(file.name in str(error) for error, _ in caught.value.failures.values())
 
-def save_apart(rank: int, world_size: int, folder: Path) -> None:
-    for _ in range(2):
-        save_state(folder, world_size, use_collectives=False)
-        dist.barrier()
-        check(folder, world_size)
-        dist.barrier()
-    names = sorted(path.name for path in folder.iterdir())
-    assert [name for name in names if name.endswith(".metadata")] == [
-        f"__{i}.metadata" for i in range(world_size)
-    ]
-    assert len(names) == 2 * world_size
+    ForkedRanks(tmp_path, load).join()
 
 
 def test_ranks_that_save_by_themselves(tmp_path: Path) -> None:
-    run_ranks(2, save_apart, tmp_path, tmp_path / "checkpoint")
+    folder = tmp_path / "checkpoint"
 
-
-def save_in_background(rank: int, world_size: int, folder: Path) -> None:
-    for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
-        state = state_of("flat-rows", world_size, filled=True)
-        path = folder / kind.value
+    def save_apart(_: int) -> None:
         for _ in range(2):
-            future: Any = dcp.async_save(
-                state, storage_writer=StorageWriter(path), async_checkpointer_type=kind
-            )
-            getattr(future, "upload_completion", future).result()
-        dist.barrier()
-        check(path, world_size)
+            save_state(folder, use_collectives=False)
+            dist.barrier()
+            check(folder)
+            dist.barrier()
+
+    ForkedRanks(tmp_path, save_apart).join()
+    names = {path.name for path in folder.iterdir()}
+    assert {f"__{rank}.metadata" for rank in range(N_RANKS)} <= names
+    assert len(names) == 2 * N_RANKS
 
 
-def test_saves_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    run_ranks(2, save_in_background, tmp_path, tmp_path)
+def test_saves_in_the_background(tmp_path: Path) -> None:
+    def save_in_background(_: int) -> None:
+        for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
+            folder = tmp_path / kind.value
+            for _ in range(2):
+                future: Any = dcp.async_save(
+                    state(), storage_writer=StorageWriter(folder), async_checkpointer_type=kind
+                )
+                getattr(future, "upload_completion", future).result()
+            dist.barrier()
+            check(folder)
+
+    ForkedRanks(tmp_path, save_in_background).join()
 
 
 # -------------------------------------------------------------------------------------------- kills

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as _dcp
-from dcp_states import run_ranks
+from forked_ranks import ForkedRanks
 from torch import Tensor, nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard import sharding_spec as _specs
@@ -554,24 +553,22 @@ def storages_that_fail(folder: Path) -> Any:
     return found
 
 
-def run_scenarios(rank: int, world_size: int, folder: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    for scenario in (
-        former_class_of_sharded_tensors,
-        replicas,
-        fully_sharded,
-        tensor_parallel,
-        experts_of_ranks,
-        keys_in_another_order,
-        another_coordinator,
-        storages_that_fail,
-    ):
-        expected = outcome(scenario, Path(folder) / f"stock-{scenario.__name__}")
-        assert not expected.startswith("['AssertionError"), expected
-        with ptsave.installed(distributed=True):
-            found = outcome(scenario, Path(folder) / f"ours-{scenario.__name__}")
-        assert found == expected, scenario.__name__
-
-
 def test_ranks(tmp_path: Path) -> None:
-    run_ranks(2, run_scenarios, tmp_path, str(tmp_path))
+    def run_scenarios(_: int) -> None:
+        for scenario in (
+            former_class_of_sharded_tensors,
+            replicas,
+            fully_sharded,
+            tensor_parallel,
+            experts_of_ranks,
+            keys_in_another_order,
+            another_coordinator,
+            storages_that_fail,
+        ):
+            expected = outcome(scenario, tmp_path / f"stock-{scenario.__name__}")
+            assert not expected.startswith("['AssertionError"), expected
+            with ptsave.installed(distributed=True):
+                found = outcome(scenario, tmp_path / f"ours-{scenario.__name__}")
+            assert found == expected, scenario.__name__
+
+    ForkedRanks(tmp_path, run_scenarios).join()
