@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from client_checkpoints import names_written_by_the_engine
 from torch import nn
 
 import ptsave
-from ptsave.writing.targets import FileWriter
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +25,7 @@ def test_model_goes_through_the_engine(
     mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the guide has it; what is loaded is what was saved, with and without ptsave."""
-    written = []
-    write = FileWriter.write_path
-
-    def noting(writer: FileWriter, path: str) -> None:
-        written.append(Path(path).name)
-        write(writer, path)
-
-    monkeypatch.setattr(FileWriter, "write_path", noting)
+    written = names_written_by_the_engine(monkeypatch)
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(30, 20)
     with warnings.catch_warnings(), ptsave.installed():

@@ -21,7 +21,6 @@ from kill_rounds import ROUNDS, SEED
 from tiny_trainers import (
     N_STEPS,
     assert_same_checkpoint,
-    imported_transformers,
     make_trainer,
     state_of,
 )
@@ -34,11 +33,6 @@ pytestmark = [
 ]
 _N_KILLS = max(ROUNDS // 10, 4)
 _OPTIONS = {"save_steps": 1, "save_total_limit": None}
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    return imported_transformers()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from client_checkpoints import assert_same_state
 from forked_ranks import ForkedRanks
 from tiny_trainers import (
     assert_same_checkpoint,
-    imported_transformers,
     make_trainer,
     state_of,
 )
@@ -24,11 +23,6 @@ from ptsave.writing.targets import FileWriter
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_torch_thread")]
 KINDS = ("blocking", "background")
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    return imported_transformers()
 
 
 class Job:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +12,20 @@ import torch
 from _corruption import flip_middle
 from client_checkpoints import (
     assert_same_state,
-    killed_by_itself,
     names_written_by_the_engine,
     share_of_the_engine,
 )
 from tiny_trainers import (
     N_STEPS,
     assert_same_checkpoint,
-    imported_transformers,
     make_trainer,
     state_of,
 )
 
 import ptsave
-from ptsave.integrations import staged_folders
-from ptsave.integrations.staged_folders import FolderSaves, StagedFolder, writes_in_background
+from ptsave.integrations.staged_folders import StagedFolder
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_torch_thread")]
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    return imported_transformers()
 
 
 @pytest.fixture(scope="module")
@@ -164,143 +153,3 @@ def test_other_process_saves_there(kind: str, transformers: Any, tmp_path: Path)
     assert os.path.isdir(others[1].path)
     others[1].discard()
     assert os.listdir(tmp_path) == ["checkpoint-2"]
-
-
-def test_folder_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, exchanges in enumerate((True, False)):
-        if not exchanges:
-            monkeypatch.setattr(staged_folders, "_exchange", lambda *_: False)
-        folder = StagedFolder(str(tmp_path / "c"), fsync=True)
-        os.makedirs(folder.path)
-        Path(folder.path, f"new-{number}").touch()
-        folder.publish()
-        assert os.listdir(tmp_path) == ["c"]
-        assert os.listdir(tmp_path / "c") == [f"new-{number}"]
-
-
-def remove_leftovers(folder: Path) -> None:
-    for leftover in FolderSaves().leftovers(str(folder), "checkpoint-"):
-        leftover.discard_leftover()
-
-
-def test_leftovers_of_others_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".checkpoint-3.ptsave" / "checkpoint-3").mkdir(parents=True)
-    (tmp_path / ".other").mkdir()
-    remove_leftovers(tmp_path)
-    assert FolderSaves().leftovers(str(tmp_path / "none"), "checkpoint-") == []
-    assert os.listdir(tmp_path) == [".other"]
-
-
-def test_killed_save(tmp_path: Path) -> None:
-    script = """
-import os, signal, sys, torch
-from ptsave.integrations.staged_folders import *
-from ptsave.integrations.staged_folders import *
-folder = StagedFolder(sys.argv[1], fsync=False)
-saves = FolderSaves()
-for number in range(2):
-    os.makedirs(folder.path)
-    with writes_in_background(folder, fsync=False) as futures:
-        for name in "ab":
-            torch.save({"n": number, "w": torch.ones(1 << 22)}, f"{folder.path}/{name}")
-    assert len(futures) == 2
-    if number:
-        os.kill(os.getpid(), signal.SIGKILL)
-    saves.commit(folder, futures, lambda: None)
-    saves.wait()
-"""
-    killed_by_itself(script, tmp_path / "c")
-    assert {ptsave.load(tmp_path / "c" / name)["n"] for name in "ab"} == {0}
-
-
-def test_files_are_written_after_all_copies(tmp_path: Path) -> None:
-    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
-    os.makedirs(folder.path)
-    with writes_in_background(folder, fsync=False) as futures:
-        for name in "ab":
-            torch.save({"w": torch.ones(1000)}, f"{folder.path}/{name}")
-        other = ptsave.async_save(torch.ones(1), io.BytesIO())  # written in the order of the calls
-        with ThreadPoolExecutor(1) as thread, pytest.raises(FutureTimeoutError):
-            thread.submit(other.exception, 0.2).result()
-        assert os.listdir(folder.path) == []
-    for future in futures:
-        future.result(20)
-    assert sorted(os.listdir(folder.path)) == ["a", "b"]
-
-
-def test_without_room_files_are_written_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nbytes = 4 << 20
-    monkeypatch.setenv("PTSAVE_MAX_STAGED_BYTES", str(nbytes + (1 << 16)))
-    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
-    os.makedirs(folder.path)
-    with writes_in_background(folder, fsync=False) as futures:
-        for name in "abc":
-            torch.save({"w": torch.ones(nbytes // 4)}, f"{folder.path}/{name}")
-        assert len(futures) == 3
-        assert futures[0].done()
-    saves = FolderSaves()
-    saves.commit(folder, futures, lambda: None)
-    saves.wait()
-    assert sorted(os.listdir(tmp_path / "c")) == ["a", "b", "c"]
-
-
-def test_wait_in_the_block_lets_files_be_written(tmp_path: Path) -> None:
-    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
-    with writes_in_background(folder, fsync=False):
-        ptsave.async_save(torch.ones(1), tmp_path / "other").result(20)
-
-
-def test_cancelled_save_is_no_checkpoint(tmp_path: Path) -> None:
-    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
-    os.makedirs(folder.path)
-    saves = FolderSaves()
-    with writes_in_background(folder, fsync=False) as futures:
-        torch.save({"w": torch.ones(1000)}, f"{folder.path}/a")
-        saves.commit(folder, futures, lambda: None)
-        assert futures[0].cancel()
-    with pytest.raises(CancelledError):
-        saves.wait()
-    assert os.listdir(tmp_path) == []
-
-
-def test_error_in_the_block_ends_its_saves(tmp_path: Path) -> None:
-    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
-    os.makedirs(folder.path)
-    begun: list[ptsave.SaveFuture] = []
-
-    def save_and_fail() -> None:
-        with writes_in_background(folder, fsync=False) as futures:
-            for name in "ab":
-                torch.save({"w": torch.ones(1 << 22)}, f"{folder.path}/{name}")
-            begun.extend(futures)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        save_and_fail()
-    assert [future.done() for future in begun] == [True, True]
-
-
-def test_killed_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged_folders, "_exchange", lambda *_: False)
-    folder = StagedFolder(str(tmp_path / "checkpoint-1"), fsync=False)
-    os.makedirs(folder.path)
-    os.makedirs(folder.final)
-    Path(folder.final, "old").touch()
-    rename = os.rename
-
-    def killed(path: str, other: str) -> None:
-        if folder.final in (path, other) and not os.path.exists(folder.final):
-            os._exit(9)
-        rename(path, other)
-
-    child = os.fork()
-    if not child:
-        monkeypatch.setattr(os, "rename", killed)
-        folder.publish()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert not os.path.exists(folder.final)
-    remove_leftovers(tmp_path)
-    assert os.listdir(tmp_path) == ["checkpoint-1"]
-    assert os.listdir(folder.final) == ["old"]
