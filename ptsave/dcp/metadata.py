@@ -332,13 +332,7 @@ class _UnusualError(Exception):
 
 
 def pickled_metadata(metadata: Metadata) -> bytes | None:
-    """Return a pickle of metadata; None if it has values unlike those of DCP's planners and ptsave.
-
-    >>> import pickle
-    >>> metadata = Metadata({"a": BytesStorageMetadata()}, {"a": ("a",)}, {})
-    >>> pickle.loads(pickled_metadata(metadata)) == metadata
-    True
-    """
+    """Return a pickle of metadata; None if it has values that are unusual in DCP."""
     if type(metadata) is not Metadata:
         return None
     try:

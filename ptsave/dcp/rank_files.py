@@ -238,10 +238,7 @@ class RankFiles:
             raise_with_advice(error, restricted_unpickler)
 
     def damage_in(self, info: Any, name: str) -> list[Damage] | None:
-        """Return the damaged records of an item of torch's writer, with offsets in it.
-
-        None if the item has no checksums.
-        """
+        """Return the damaged records of an item of torch's writer; None without checksums."""
         if is_legacy(self.head_of(info, name, 64)):
             return None
         reader = self.archive_of(info, name, self.file(info.relative_path), verify=True)
@@ -257,8 +254,7 @@ class RankFiles:
     ) -> list[Box]:
         """Return boxes of the whole, contiguous tensors at the ends of items of ptsave.
 
-        `alike` has a number for each target: targets of the same number have the same dtype and
-        shape.
+        Targets with the same number in `alike` have the same dtype and shape.
         """
         kinds: dict[int, tuple[int, tuple[int, ...]]] = {}
         limits: dict[str, int] = {}  # ends of files that were opened and checked
@@ -325,26 +321,46 @@ class RankFiles:
         tables = [self._table(name, by_file[name]) for name in names]
         for name in names:
             self._fetch_boxes(name, by_file[name])
-        are_columns = any(box.has_gaps for box in boxes)
-        n_threads = config.current().n_readers
-        if are_columns:  # the disk needs many requests at once for short runs
-            n_threads = max(n_threads, _N_READERS_OF_COLUMNS)
-        damaged = _C.read_checked(
-            self._range_files(names, n_threads),
+        damaged = self._read_checked(
+            names,
             [(numbers[box.file], box.offset, box.strides, box.target) for box in boxes],
             tables,
-            n_threads=n_threads,
-            max_gap=MAX_GAP_OF_COLUMNS if are_columns else MAX_GAP,
-            progress=None,
+            are_columns=any(box.has_gaps for box in boxes),
         )
         if damaged:
             number, offset = damaged[0]
             self._raise_damaged(names[number], offset, boxes)
 
-    def _range_files(self, names: Sequence[str], n_threads: int) -> _C.RangeFiles:
+    def _read_checked(
+        self,
+        names: Sequence[str],
+        parts: Sequence[tuple[int, int, Sequence[int], Tensor]],
+        tables: Sequence[Tensor | None],
+        *,
+        are_columns: bool = False,
+    ) -> list[tuple[int, int]]:
+        """Read parts of files; return the files' numbers and the offsets of damaged blocks."""
+        limits = config.current()
+        # The disk needs many requests at once for short runs.
+        n_threads = max(limits.n_readers, _N_READERS_OF_COLUMNS if are_columns else 0)
         opened = [(self.descriptor(name)[0], os.fsencode(self.file(name))) for name in names]
-        direct = config.current().direct_io
-        return _C.RangeFiles(opened, direct=direct, n_threads=n_threads)
+        return _C.read_checked(
+            _C.RangeFiles(opened, direct=limits.direct_io, n_threads=n_threads),
+            parts,
+            tables,
+            n_threads=n_threads,
+            max_gap=MAX_GAP_OF_COLUMNS if are_columns else MAX_GAP,
+            progress=None,
+        )
+
+    def _read_bytes(
+        self, name: str, parts: Sequence[tuple[int, Tensor]], table: Tensor | None = None
+    ) -> list[int]:
+        """Fill tensors from offsets of a file; return the offsets of damaged blocks in them."""
+        parts = [(begin, part) for begin, part in parts if part.numel()]
+        self._fetch(name, ((begin, begin + part.numel()) for begin, part in parts))
+        boxes = [(0, begin, [1], part) for begin, part in parts]
+        return [offset for _, offset in self._read_checked([name], boxes, [table])]
 
     def _table(self, name: str, boxes: Sequence[Box | StoredTensor]) -> Tensor | None:
         """Return the checksums of a file's blocks, read as far as boxes need them."""
@@ -357,9 +373,9 @@ class RankFiles:
         parts = {
             begin: table[begin * section : end * section] for begin, end in joined(spans)
         }  # by the numbers of their first sections
-        at = [(file.nbytes + begin * section, part) for begin, part in parts.items()]
-        self._fetch(name, ((begin, begin + part.numel()) for begin, part in at))
-        self._read_bytes(self._range_files([name], config.current().n_readers), at)
+        self._read_bytes(
+            name, [(file.nbytes + begin * section, part) for begin, part in parts.items()]
+        )
         for begin, part in parts.items():
             found = section_crcs(part.numpy().data)
             if found != file.crcs[begin * CRC_NBYTES : begin * CRC_NBYTES + len(found)]:
@@ -412,9 +428,7 @@ class RankFiles:
         section = SECTION_BLOCKS * CRC_NBYTES
         table = torch.empty(file.table_nbytes, dtype=torch.uint8)
         buffer = torch.empty(min(_VERIFIED_NBYTES, file.nbytes), dtype=torch.uint8)
-        ranges = self._range_files([name], config.current().n_readers)
-        self._fetch(name, [(file.nbytes, file.nbytes + table.numel())])
-        self._read_bytes(ranges, [(file.nbytes, table)])
+        self._read_bytes(name, [(file.nbytes, table)])
         crcs = section_crcs(table.numpy().data)
         lost = {
             number
@@ -430,28 +444,12 @@ class RankFiles:
         ]
         for begin in range(0, file.nbytes, _VERIFIED_NBYTES):
             part = buffer[: min(_VERIFIED_NBYTES, file.nbytes - begin)]
-            self._fetch(name, [(begin, begin + part.numel())])
-            for at in self._read_bytes(ranges, [(begin, part)], table):
+            for at in self._read_bytes(name, [(begin, part)], table):
                 if at // SECTION_NBYTES not in lost:
                     found.append((at, at + BLOCK_NBYTES))
             if progress is not None:
                 progress(begin + part.numel())
         return sorted(found)
-
-    @staticmethod
-    def _read_bytes(
-        files: _C.RangeFiles, parts: list[tuple[int, Tensor]], table: Tensor | None = None
-    ) -> list[int]:
-        """Read parts of one file; return the offsets of damaged blocks in them."""
-        damaged = _C.read_checked(
-            files,
-            [(0, begin, [1], part) for begin, part in parts if part.numel()],
-            [table],
-            n_threads=config.current().n_readers,
-            max_gap=MAX_GAP,
-            progress=None,
-        )
-        return [offset for _, offset in damaged]
 
     def _check_whole(self, box: Box) -> None:
         """Compare a target with the checksum of its record in an archive of torch's writer."""
@@ -508,11 +506,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def joined(spans: Iterable[tuple[int, int]], max_gap: int = 0) -> list[tuple[int, int]]:
-    """Sort half-open spans, and join those that have at most `max_gap` between them.
-
-    >>> joined([(200_000, 200_001), (9, 10), (0, 5)], 1000)
-    [(0, 10), (200000, 200001)]
-    """
+    """Sort half-open spans, and join those that have at most `max_gap` between them."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if found and begin - found[-1][1] <= max_gap:
