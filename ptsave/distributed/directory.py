@@ -151,11 +151,7 @@ class CheckpointDirectory(LocalFolder):
 
 
 def directory_name(path: str | os.PathLike[str]) -> str:
-    """Return a path as text; an empty path is the current directory, as in torch's classes.
-
-    >>> directory_name(""), directory_name("checkpoint/")
-    ('.', 'checkpoint/')
-    """
+    """Return a path as text; an empty path is the current directory, as in torch's classes."""
     return os.fsdecode(path) or os.curdir
 
 
@@ -212,8 +208,7 @@ class RankFile:
     ) -> tuple[list[int], list[int]]:
         """Add contiguous tensors, and return the offsets and the sizes of their items.
 
-        `alike` has a number for each tensor: tensors of the same number have the same dtype and
-        shape.
+        Tensors with the same number in `alike` have the same dtype and shape.
         """
         kinds: dict[int, tuple[bytes, int, int]] = {}
         begins, lengths, pieces, end = [], [], self._pieces, self._end
@@ -264,8 +259,7 @@ class RankFile:
     ) -> CheckedFile:
         """Write the file, which appears whole or not at all.
 
-        `sources` has the bytes of tensors that `add_payload` has added.  `progress` gets the number
-        of bytes that are written.
+        `sources` has the bytes of tensors that `add_payload` has added.
         """
         plan = _C.CheckedPlan(self._pieces, sources)
         FileWriter(plan, compute_crcs=True, fsync=fsync, atomic=True, progress=progress).write_path(

@@ -13,7 +13,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from ptsave.support.calls import pausing_garbage_collection
 
 _PLAIN_TYPES = (Tensor, Parameter)
 _DICTS = (dict, OrderedDict)
+_Place: TypeAlias = tuple[torch.Size, torch.Size]  # the begin and shape of a part that is read
 _NUMBERS_AND_TEXTS = (int, float, str, bytes, bool, type(None))
 
 
@@ -374,16 +375,9 @@ def _read_items(values: dict[str, Any], metadata: Metadata, strict: bool) -> lis
     return items
 
 
-class _Place(NamedTuple):
-    """The part of a tensor that is read."""
-
-    begin: torch.Size
-    shape: torch.Size
-
-
 def _plain_read_items(values: dict[str, Any], places: list[_Place | None]) -> list[ReadItem]:
     """Return the items of tensors that have a place, which are read as they were saved."""
-    begins = [place.begin for place in places if place is not None]
+    begins = [place[0] for place in places if place is not None]
     index = {
         "fqn": [name for name, place in zip(values, places, strict=True) if place is not None],
         "index": 0,
@@ -396,13 +390,13 @@ def _plain_read_items(values: dict[str, Any], places: list[_Place | None]) -> li
         "dest_offsets": begins,
         "storage_index": indices,
         "storage_offsets": begins,
-        "lengths": [place.shape for place in places if place is not None],
+        "lengths": [place[1] for place in places if place is not None],
     }
     return _C.instances(ReadItem, item)
 
 
 def _places_of_whole(values: dict[str, Any], described: dict[str, Any]) -> list[_Place | None]:
-    """Return `_place_of_whole` of each plain tensor, and None for other values."""
+    """Return the places of plain tensors that were saved as one chunk; None for other values."""
     places: list[_Place | None] = []
     # By the kind of a tensor and the sizes in its entry: most entries are alike.
     known: dict[Any, _Place | None] = {}
@@ -413,19 +407,14 @@ def _places_of_whole(values: dict[str, Any], described: dict[str, Any]) -> list[
             places.append(None)
             continue
         (chunk,) = entry.chunks
-        key = number, id(entry.size), id(chunk.offsets), id(chunk.sizes)
+        offsets = chunk.offsets
+        key = number, id(entry.size), id(offsets), id(chunk.sizes)
         if key not in known:
-            known[key] = _place_of_whole(value, entry)
+            size = value.shape
+            is_whole = entry.size == size and _is_all(chunk, size) and 0 not in size
+            known[key] = (offsets, size) if is_whole and len(offsets) == len(size) else None
         places.append(known[key])
     return places
-
-
-def _place_of_whole(tensor: Tensor, entry: TensorStorageMetadata) -> _Place | None:
-    """Return the place of a tensor that was saved as one chunk; None for others."""
-    (chunk,) = entry.chunks
-    size, offsets = tensor.shape, chunk.offsets
-    is_whole = entry.size == size and _is_all(chunk, size) and 0 not in size
-    return _Place(offsets, size) if is_whole and len(offsets) == len(size) else None
 
 
 # ------------------------------------------------------------------------------ nested state dicts
@@ -489,9 +478,6 @@ def flattened(state_dict: Mapping[str, Any]) -> _Flattened:
     """Return a nested state dict as a flat one.
 
     Two values of one name are a ValueError, as in ``{"a.b": 1, "a": {"b": 2}}``.
-
-    >>> flattened({"model": {"weight": 1, 2: [3, {"x": 4}]}}).values
-    {'model.weight': 1, 'model.2.0': 3, 'model.2.1.x': 4}
     """
     result = _Flattened()
     result.add("", (), state_dict)
@@ -508,10 +494,6 @@ class ItemList(list[_Item]):
     DCP pickles all items for every exchange.  Unpickling makes thousands of objects, which start
     Python's garbage collector again and again.  Its runs take eight times as long as the rest.  So
     it pauses while the list is pickled and unpickled.
-
-    >>> items = pickle.loads(pickle.dumps(ItemList([1, "two"])))
-    >>> items, type(items) is ItemList
-    ([1, 'two'], True)
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

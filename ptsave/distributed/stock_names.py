@@ -32,10 +32,8 @@ from ptsave.distributed.reader import StorageReader
 from ptsave.distributed.writer import StorageWriter
 from ptsave.support import torch_dcp
 
-_STOCK = {
-    "FileSystemWriter": filesystem.FileSystemWriter,
-    "FileSystemReader": filesystem.FileSystemReader,
-}
+_StockWriter: Any = filesystem.FileSystemWriter
+_StockReader: Any = filesystem.FileSystemReader
 
 
 class FileSystemWriter(StorageWriter):
@@ -56,7 +54,7 @@ class FileSystemWriter(StorageWriter):
             or given.get("_extensions") is not None
             or given.get("serialization_format", torch_format) is not torch_format
         ):
-            return _STOCK["FileSystemWriter"](*args, **kwargs)
+            return _StockWriter(*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(  # noqa: PLR0917 - torch's signature
@@ -94,7 +92,7 @@ class FileSystemReader(StorageReader):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance of torch's class if there are extensions."""
         if cls is FileSystemReader and (any(args[1:]) or kwargs.get("_extension_registry")):
-            return _STOCK["FileSystemReader"](*args, **kwargs)
+            return _StockReader(*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
@@ -124,7 +122,7 @@ class FileSystemReader(StorageReader):
         infos = self.storage_data.values()
         if not any(getattr(info, "transform_descriptors", None) for info in infos):
             return super().read_data(plan, planner)
-        stock = _STOCK["FileSystemReader"](self._path)
+        stock = _StockReader(self._path)
         stock.set_up_storage_reader(self._metadata, is_coordinator=False)
         future: Future[None] = stock.read_data(plan, planner)
         return future
@@ -219,15 +217,15 @@ class NamingGroup(torch_dcp.DistWrapper):  # type: ignore[misc]  # found at run 
 
 
 # Instances of torch's classes that libraries have made stay instances of these names.
-FileSystemWriter.register(filesystem.FileSystemWriter)
-FileSystemReader.register(filesystem.FileSystemReader)
-_OURS: dict[str, Any] = {
-    "FileSystemWriter": FileSystemWriter,
-    "FileSystemReader": FileSystemReader,
-}
-# DCP's modules look up these names to make the planner of a call without one, and to exchange plans
-# and results between ranks.
+FileSystemWriter.register(_StockWriter)
+FileSystemReader.register(_StockReader)
+# Modules, names, torch's objects and ptsave's.  DCP looks up the storages for a ``checkpoint_id``,
+# the planners for a call without one, and the rest to exchange plans and results between ranks.
 _NAMES: tuple[tuple[Any, str, Any, Any], ...] = (
+    (checkpoint, "FileSystemWriter", _StockWriter, FileSystemWriter),
+    (checkpoint, "FileSystemReader", _StockReader, FileSystemReader),
+    (torch_dcp.storage_setup_module, "FileSystemWriter", _StockWriter, FileSystemWriter),
+    (torch_dcp.storage_setup_module, "FileSystemReader", _StockReader, FileSystemReader),
     (state_dict_saver, "DefaultSavePlanner", default_planner.DefaultSavePlanner, SavePlanner),
     (state_dict_loader, "DefaultLoadPlanner", default_planner.DefaultLoadPlanner, LoadPlanner),
     (state_dict_saver, "_save_state_dict", torch_dcp.save_state_dict, save_state_dict),
@@ -244,12 +242,7 @@ def exchange(*, installed: bool) -> None:
 
     A name that other code has given another class keeps that class.
     """
-    old, new = (_STOCK, _OURS) if installed else (_OURS, _STOCK)
     with _lock:
-        for module in (checkpoint, torch_dcp.storage_setup_module):
-            for name in _STOCK:
-                if getattr(module, name) is old[name]:
-                    setattr(module, name, new[name])
         for module, name, stock, ours in _NAMES:
             before, after = (stock, ours) if installed else (ours, stock)
             if getattr(module, name) is before:
