@@ -86,10 +86,7 @@ class StagedFolder:
         )
 
     def claim(self) -> None:
-        """Lock the folder until `discard`, and clear up leftovers; one rank of a job calls it.
-
-        Raises SaveError if another process is writing the folder.
-        """
+        """Lock the folder for one rank until `discard`; SaveError if another process writes it."""
         self._lock = FolderLock(self.root, _LOCK, self.final)
         self._put_in_order()
 
@@ -149,10 +146,7 @@ class StagedFolder:
             self.discard()
 
     def complete(self) -> None:
-        """Move the rest of the files that a killed process was moving; after an OSError they stay.
-
-        Raises SaveError if another process is writing the folder.
-        """
+        """Move the rest of the files that a killed process was moving."""
         if os.path.lexists(self._filling):
             self.claim()
             self.discard()

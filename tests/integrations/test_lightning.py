@@ -7,7 +7,6 @@ import os
 import pickle
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 import url_file_systems
 from _corruption import flip_middle
 from _system import Child
-from client_checkpoints import killed_by_itself
+from client_checkpoints import imported, killed_by_itself
 
 import ptsave
 from ptsave.background import saves as background
@@ -34,11 +33,9 @@ KINDS = ("CheckpointIO", "AsyncCheckpointIO")
 
 
 @pytest.fixture(params=PACKAGES[:1])  # the other has the same plug-ins, over its own classes
-def package(request: pytest.FixtureRequest) -> Iterator[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip(request.param, reason=f"pip install {request.param}")
-        yield request.param
+def package(request: pytest.FixtureRequest) -> str:
+    imported(request.param)
+    return str(request.param)
 
 
 def plug_in(package: str, kind: str, **options: Any) -> Any:

@@ -13,6 +13,8 @@ from torch import nn
 
 import ptsave
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 
 @pytest.fixture(scope="module")
 def mlflow() -> Any:
@@ -28,13 +30,10 @@ def test_model_goes_through_the_engine(
     written = names_written_by_the_engine(monkeypatch)
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(30, 20)
-    with warnings.catch_warnings(), ptsave.installed():
-        warnings.simplefilter("ignore")
+    with ptsave.installed():
         mlflow.save_model(model, str(tmp_path / "model"), serialization_format="pickle")
         again = mlflow.load_model(str(tmp_path / "model"))
     assert written == ["model.pth"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock = mlflow.load_model(str(tmp_path / "model"))
+    stock = mlflow.load_model(str(tmp_path / "model"))
     for loaded in (again, stock):
         assert all(map(torch.equal, loaded.parameters(), model.parameters()))

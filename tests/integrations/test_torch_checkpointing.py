@@ -7,8 +7,6 @@ import os
 import pickle
 import resource
 import signal
-import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from _system import in_child
+from client_checkpoints import imported
 from forked_ranks import ForkedRanks
 from stock_comparison import assert_same_object, saved_bytes, stock_save
 from torch import distributed
@@ -31,11 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def library() -> Iterator[Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        reason = "pip install torch_checkpointing"
-        yield pytest.importorskip("torch_checkpointing", reason=reason)
+def library() -> Any:
+    return imported("torch_checkpointing")
 
 
 @pytest.fixture(params=["ours", "theirs"])
