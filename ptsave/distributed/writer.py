@@ -26,6 +26,7 @@ from ptsave import _C
 from ptsave.background import saves
 from ptsave.background.saves import Reservation
 from ptsave.dcp.metadata import BLOCK_NBYTES, CheckedFile, metadata_name, set_checked_files
+from ptsave.dcp.read_plan import is_strided
 from ptsave.distributed.directory import CheckpointDirectory, RankFile, accepts, local_path
 from ptsave.distributed.planners import ItemList, with_item_list
 from ptsave.errors import SaveError
@@ -262,13 +263,7 @@ def _order_in_file(data: Sequence[Any], alike: Sequence[int]) -> list[int]:
 
 
 def _is_written_as_is(tensor: Tensor) -> bool:
-    return (
-        _is_plain(tensor)
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-    )
+    return _is_plain(tensor) and is_strided(tensor) and tensor.is_cpu and tensor.is_contiguous()
 
 
 def _data_of(item: WriteItem, data: Any) -> Tensor | bytes:
@@ -445,9 +440,7 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
 
 def _can_snapshot(tensor: Tensor) -> bool:
     """Return whether a tensor's storage is copied as a whole."""
-    if type(tensor) not in _PLAIN_TYPES or tensor.layout != torch.strided or tensor.is_quantized:
-        return False
-    if tensor.device.type != "cpu" or tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
+    if not is_strided(tensor) or tensor.device.type != "cpu" or tensor.numel() == 0:
         return False
     return bool(tensor.nbytes >= _MIN_SHARE * tensor.untyped_storage().nbytes())
 

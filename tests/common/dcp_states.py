@@ -6,11 +6,20 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed.checkpoint as _dcp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+
+dcp: Any = _dcp  # a package that does not export its names to type checkers
+# Marks of tests in one process that save to the same place again.
+QUIET = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
 
 SHAPES: tuple[tuple[int, ...], ...] = (
     (),

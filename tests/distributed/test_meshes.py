@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as _dcp
-from dcp_states import differences, layouts, state_of
+from dcp_states import dcp, differences, layouts, state_of
 from forked_ranks import ForkedRanks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -17,8 +16,6 @@ from ptsave.conversion.converting import convert
 from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from ptsave.inspection.verification import verify_file
 from ptsave.tree.names import EntryNames
-
-dcp: Any = _dcp  # a package that does not export its names to type checkers
 
 WORLD_SIZES = (1, 2, 4)
 

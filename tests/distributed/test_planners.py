@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as _dcp
-from dcp_states import layouts, state_of
+from dcp_states import QUIET, dcp, layouts, state_of
 from forked_ranks import ForkedRanks
 from torch import Tensor
 from torch.distributed.checkpoint import default_planner
@@ -33,9 +32,7 @@ from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageW
 from ptsave.distributed.planners import ItemList, flattened, with_item_list
 from ptsave.support import torch_dcp
 
-dcp: Any = _dcp  # a package that does not export its names to type checkers
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = QUIET
 
 
 def state(*, filled: bool = True, extra: str = "") -> dict[str, Any]:

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as _dcp
-from dcp_states import differences, state_of
+from dcp_states import QUIET, dcp, differences, state_of
 from forked_ranks import ForkedRanks
 from kill_rounds import ROUNDS, SEED
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,8 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import ptsave
 from ptsave.distributed import StorageReader, StorageWriter
 
-dcp: Any = _dcp  # a package that does not export its names to type checkers
-
+pytestmark = QUIET
 
 N_RANKS = 2
 
@@ -54,8 +52,6 @@ def fail_to_end(folder: Path) -> None:
         dcp.save({"x": torch.ones(9)}, storage_writer=Failing(folder), no_dist=True)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 def test_files_of_failed_saves(tmp_path: Path) -> None:
     """They go with the next save of the process, unless another thread may still be at theirs."""
     dcp.save({"x": torch.zeros(9)}, storage_writer=StorageWriter(tmp_path), no_dist=True)
@@ -212,7 +208,6 @@ def saved_step(folder: Path) -> int:
 
 @pytest.mark.kill
 @pytest.mark.timeout(0)
-@pytest.mark.filterwarnings("ignore")
 def test_killed_ranks(tmp_path: Path) -> None:
     print(f"PTSAVE_KILL_SEED={SEED}")  # shown if the test fails
     chance, last = random.Random(SEED), 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as _dcp
+from dcp_states import QUIET, dcp
 from forked_ranks import ForkedRanks
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,12 +21,7 @@ from ptsave.dcp import rank_files
 from ptsave.dcp.metadata import load_metadata
 from ptsave.distributed import StorageReader, StorageWriter
 
-dcp: Any = _dcp  # a package that does not export its names to type checkers
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
-]
+pytestmark = QUIET
 
 
 def save(folder: Path, value: float, *, stock: bool = False) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as _dcp
+from dcp_states import QUIET, dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -27,13 +27,7 @@ from ptsave.dcp.metadata import load_metadata
 from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from ptsave.distributed.directory import head_of
 
-dcp: Any = _dcp  # a package that does not export its names to type checkers
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
-]
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")]
 
 DTYPES = [
     torch.float64,

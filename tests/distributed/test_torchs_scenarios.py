@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as _dcp
+from dcp_states import QUIET, dcp
 from forked_ranks import ForkedRanks
 from torch import Tensor, nn
 from torch.distributed._shard import sharded_tensor
@@ -35,16 +35,10 @@ from torch.futures import Future
 
 import ptsave
 
-# Packages that do not export their names to type checkers.
-dcp: Any = _dcp
-specs: Any = _specs
+specs: Any = _specs  # a package that does not export its names to type checkers
 load_keys: Any = state_dict_loader._load_state_dict_from_keys
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
-    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed"),
-]
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed")]
 
 
 def plain(value: Any) -> Any:
@@ -160,7 +154,7 @@ def extensions_of_a_registry(folder: Path) -> Any:
 
 def extensions_that_torch_knows(folder: Path) -> Any:
     """As ZStandard, if its library is there: the reader has no registry."""
-    with patch.object(_dcp.filesystem, "ExtensionRegistry", KnowsSwapped):
+    with patch.object(dcp.filesystem, "ExtensionRegistry", KnowsSwapped):
         return extensions(folder), load_keys("x", checkpoint_id=folder)
 
 
