@@ -120,7 +120,10 @@ def loader_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         )
         if engine == "vllm":
             module.register()
-            return registered["ptsave"](load_config)
+            loader_class = registered["ptsave"]
+            module.register()  # as each of vLLM's plug-in loads does
+            assert registered["ptsave"] is loader_class is module.ModelLoader
+            return loader_class(load_config)
         load_config.load_format = module.ModelLoader
         return load_config.load_format(load_config)  # as SGLang's get_model_loader
 
