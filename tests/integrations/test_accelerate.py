@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 from _corruption import flip_middle
-from client_checkpoints import (
-    assert_same_state,
-    names_written_by_the_engine,
-)
+from client_checkpoints import assert_same_state, names_written_by_the_engine
 
 import ptsave
 from ptsave.integrations import accelerate as integration

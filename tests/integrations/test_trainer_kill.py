@@ -18,12 +18,7 @@ import pytest
 from _system import Child
 from client_checkpoints import assert_same_state
 from kill_rounds import ROUNDS, SEED
-from tiny_trainers import (
-    N_STEPS,
-    assert_same_checkpoint,
-    make_trainer,
-    state_of,
-)
+from tiny_trainers import N_STEPS, assert_same_checkpoint, make_trainer, state_of
 
 pytestmark = [
     pytest.mark.kill,
