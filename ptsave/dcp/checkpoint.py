@@ -230,7 +230,7 @@ class DcpCheckpoint:
         """Return all items in a file, by their offsets."""
         return self._items_by_file.get(file, [])
 
-    def entries_in(self, file: str, begin: int = 0, end: float = math.inf) -> list[str]:
+    def entries_in(self, file: str, begin: int = -1, end: float = math.inf) -> list[str]:
         """Return the flat names of all items in a range of a file."""
         items = self.items_in(file)
         return list(dict.fromkeys(i.name for i in items if i.begin < end and i.end > begin))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -352,21 +352,6 @@ class _Pickle:
         self._names: dict[str, int] = {}  # memo numbers of names, which are made at first use
         self._tensors: dict[Any, bytes] = {}
         self._files: dict[str, bytes] = {}
-        self._by_type: dict[type, Callable[[Any], bytes]] = {
-            str: self._name,
-            int: _number,
-            tuple: lambda values: b"(" + self._all(values) + b"t",
-            type(None): lambda _: b"N",
-            bool: _flag,
-            dict: lambda values: b"}(" + self._all(chain.from_iterable(values.items())) + b"u",
-            list: lambda values: b"](" + self._all(values) + b"e",
-            bytes: lambda data: b"B" + _pack_number(len(data)) + data,
-            torch.Size: self._size,
-            torch.dtype: self._dtype,
-            StorageMeta: lambda meta: (
-                self._class(StorageMeta) + _NEW + self._value(vars(meta)) + b"b"
-            ),
-        }
 
     def dump(self, metadata: Metadata) -> bytes:
         """Return the pickle of metadata."""
@@ -576,13 +561,29 @@ class _Pickle:
     # ------------------------------------------------------------------------------ plain values
 
     def _value(self, value: Any) -> bytes:
-        pickled = self._by_type.get(type(value))
+        pickled = self._BY_TYPE.get(type(value))
         if pickled is None:
             raise _UnusualError
-        return pickled(value)
+        return pickled(self, value)
 
     def _all(self, values: Iterable[Any]) -> bytes:
         return b"".join(map(self._value, values))
+
+    _BY_TYPE: ClassVar[dict[type, Callable[[_Pickle, Any], bytes]]] = {
+        str: _name,
+        int: lambda _, value: _number(value),
+        tuple: lambda self, values: b"(" + self._all(values) + b"t",
+        type(None): lambda *_: b"N",
+        bool: lambda _, value: _flag(value),
+        dict: lambda self, values: b"}(" + self._all(chain.from_iterable(values.items())) + b"u",
+        list: lambda self, values: b"](" + self._all(values) + b"e",
+        bytes: lambda _, data: b"B" + _pack_number(len(data)) + data,
+        torch.Size: _size,
+        torch.dtype: _dtype,
+        StorageMeta: lambda self, meta: (
+            self._class(StorageMeta) + _NEW + self._value(vars(meta)) + b"b"
+        ),
+    }
 
 
 def _require(value: Any, kind: type) -> None:

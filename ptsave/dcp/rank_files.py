@@ -370,13 +370,9 @@ class RankFiles:
         table = torch.empty(file.table_nbytes, dtype=torch.uint8)
         spans = {(box.offset // SECTION_NBYTES, -(-box.end // SECTION_NBYTES)) for box in boxes}
         section = SECTION_BLOCKS * CRC_NBYTES
-        parts = {
-            begin: table[begin * section : end * section] for begin, end in joined(spans)
-        }  # by the numbers of their first sections
-        self._read_bytes(
-            name, [(file.nbytes + begin * section, part) for begin, part in parts.items()]
-        )
-        for begin, part in parts.items():
+        parts = [(begin, table[begin * section : end * section]) for begin, end in joined(spans)]
+        self._read_bytes(name, [(file.nbytes + begin * section, part) for begin, part in parts])
+        for begin, part in parts:
             found = section_crcs(part.numpy().data)
             if found != file.crcs[begin * CRC_NBYTES : begin * CRC_NBYTES + len(found)]:
                 self._raise_damaged(name, file.nbytes + begin * section, boxes)

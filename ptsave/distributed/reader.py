@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pickle import UnpicklingError
 from typing import Any
 
@@ -334,15 +335,14 @@ class _Load:
         described = self._metadata.state_dict_metadata.get(index.fqn)
         if not isinstance(described, TensorStorageMetadata):
             self._files.fail(f"the metadata describes no tensor {index.fqn}", index.fqn)
-        chunks, hint = described.chunks, index.index
-        if hint is None or not 0 <= hint < len(chunks) or chunks[hint].offsets != index.offset:
-            found = (i for i, c in enumerate(chunks) if index.offset in (None, c.offsets))
-            hint = next(found, None)
-        if hint is None:
+        first = 0 if index.offset is None else max(index.index or 0, 0)  # by the planner's hint
+        chunks = chain(described.chunks[first:], described.chunks[:first])
+        found = next((each for each in chunks if index.offset in (None, each.offsets)), None)
+        if found is None:
             self._files.fail(
                 f"the metadata has no part of {index.fqn} at {index.offset}", index.fqn
             )
-        return described.properties.dtype, chunks[hint].sizes
+        return described.properties.dtype, found.sizes
 
     def _copy_whole(self, item: ReadItem, info: Any, target: Tensor) -> Tensor:
         stream = io.BytesIO(self._files.read_whole(info, item.storage_index.fqn))
