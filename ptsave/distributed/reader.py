@@ -259,10 +259,10 @@ class _Load:
             item, info, target, _ = row
             self._add(item, info, target)
         if rows:
-            items, infos, targets, alike = map(list, zip(*rows, strict=True))
-            names = [item.storage_index.fqn for item in items]
-            boxes = self._files.whole_tensors(infos, names, targets, alike)
-            self._plan.add_boxes(boxes, targets, items)
+            simple, places, whole, kinds = map(list, zip(*rows, strict=True))
+            names = [item.storage_index.fqn for item in simple]
+            boxes = self._files.whole_tensors(places, names, whole, kinds)
+            self._plan.add_boxes(boxes, whole, simple)
 
     def _target_of(self, item: ReadItem) -> Tensor:
         target = self._planner.resolve_tensor(item)

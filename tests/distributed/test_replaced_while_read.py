@@ -54,14 +54,24 @@ def is_replaced(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno == errno.ESTALE
 
 
+def zeros() -> dict[str, Any]:
+    return {"a": torch.zeros(5000), "step": 0.0}
+
+
+def errors_of_load(
+    target: dict[str, Any], folder: Path, reader: Any = StorageReader, **options: Any
+) -> list[BaseException]:
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(target, storage_reader=reader(folder), **options)
+    return [error for error, _ in caught.value.failures.values()]
+
+
 def test_a_load_of_what_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "checkpoint"
     replacing = Replacing(folder)
     monkeypatch.setattr(StorageReader, "read_data", replacing.before(StorageReader.read_data))
-    target: dict[str, Any] = {"a": torch.zeros(5000), "step": 0.0}
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(target, storage_reader=StorageReader(folder), no_dist=True)
-    (error,) = (each for each, _ in caught.value.failures.values())
+    target = zeros()
+    (error,) = errors_of_load(target, folder, no_dist=True)
     assert is_replaced(error)
     assert str(folder) in str(error)
     assert target["a"].eq(0).all()
@@ -69,9 +79,7 @@ def test_a_load_of_what_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert target["a"].eq(replacing.last).all()
     # A file that is missing without a replacement is missing.
     next(folder.glob("*.distcp")).unlink()
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(target, storage_reader=StorageReader(folder), no_dist=True)
-    (error,) = (each for each, _ in caught.value.failures.values())
+    (error,) = errors_of_load(target, folder, no_dist=True)
     assert isinstance(error, FileNotFoundError)
 
 
@@ -87,10 +95,7 @@ def test_files_of_torch_that_are_overwritten(
         save(folder, 2.0, stock=True)
 
     monkeypatch.setattr(rank_files.RankFiles, "read", replace)
-    target: dict[str, Any] = {"a": torch.zeros(5000), "step": 0.0}
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(target, storage_reader=StorageReader(folder), no_dist=True)
-    assert all(is_replaced(each) for each, _ in caught.value.failures.values())
+    assert all(map(is_replaced, errors_of_load(zeros(), folder, no_dist=True)))
 
 
 def test_ranks_that_have_read_different_metadata(tmp_path: Path) -> None:
@@ -110,10 +115,8 @@ def test_ranks_that_have_read_different_metadata(tmp_path: Path) -> None:
             return super().read_metadata(*args, **kwargs)
 
     def load(rank: int) -> None:
-        target: dict[str, Any] = {"a": torch.zeros(5000), "step": 0.0}
-        with pytest.raises(CheckpointException) as caught:
-            dcp.load(target, storage_reader=Late(folder))
-        assert all(is_replaced(each) for each, _ in caught.value.failures.values())
+        target = zeros()
+        assert all(map(is_replaced, errors_of_load(target, folder, Late)))
         assert target["a"].eq(0).all()
         distributed.barrier()
         dcp.load(target, storage_reader=StorageReader(folder))
