@@ -561,6 +561,8 @@ class _Pickle:
     # ------------------------------------------------------------------------------ plain values
 
     def _value(self, value: Any) -> bytes:
+        if type(value) is int:  # as most are
+            return _number(value)
         pickled = self._BY_TYPE.get(type(value))
         if pickled is None:
             raise _UnusualError
@@ -571,7 +573,6 @@ class _Pickle:
 
     _BY_TYPE: ClassVar[dict[type, Callable[[_Pickle, Any], bytes]]] = {
         str: _name,
-        int: lambda _, value: _number(value),
         tuple: lambda self, values: b"(" + self._all(values) + b"t",
         type(None): lambda *_: b"N",
         bool: lambda _, value: _flag(value),
