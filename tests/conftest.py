@@ -165,3 +165,17 @@ def _everything_ends() -> Iterator[None]:
 def _n_descriptors() -> int:
     _C.finish_releases()  # of files that were replaced
     return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(scope="session")
+def accelerate() -> Any:
+    from client_checkpoints import imported
+
+    return imported("accelerate")
+
+
+@pytest.fixture(scope="session")
+def transformers() -> Any:
+    from tiny_trainers import imported_transformers
+
+    return imported_transformers()

@@ -22,8 +22,7 @@ from ptsave.archive.loading import LoadOptions, load_file
 from ptsave.archive.opening import reader_for
 from ptsave.archive.spans import Allocator, bytes_of, memory_of, new_storage, unfilled_tensors
 from ptsave.contents.contents import CPU, ChunkInfo, LoadedContents, OneFile, Place
-from ptsave.dcp.checking import find_dcp_damage
-from ptsave.dcp.checkpoint import Chunk, DcpCheckpoint, DcpTensor
+from ptsave.dcp.checkpoint import Chunk, DcpCheckpoint, DcpTensor, find_dcp_damage
 from ptsave.dcp.rank_files import RankFiles
 from ptsave.dcp.read_plan import ReadPlan
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError

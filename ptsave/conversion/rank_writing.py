@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.nn import Parameter
 
 from ptsave.dcp.metadata import set_checked_files
-from ptsave.distributed.directory import CheckpointDirectory
-from ptsave.distributed.rank_file import RankFile
+from ptsave.distributed.directory import CheckpointDirectory, RankFile
 from ptsave.errors import SaveError
 from ptsave.streaming.payload_sources import PayloadSources, SourceCheckpoint, check_records
 from ptsave.support import torch_dcp

@@ -1,4 +1,4 @@
-"""`DcpCheckpoint`: the entries of a DCP checkpoint, and the places of their bytes.
+"""`DcpCheckpoint`: the entries of a DCP checkpoint, the places of their bytes, and its damage.
 
 The metadata may be hostile.  Its numbers are compared with the sizes of the files before memory is
 allocated for them.
@@ -10,8 +10,8 @@ import errno
 import math
 import os
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ptsave.dcp.fetched_files import FetchedFiles, files_beside
 from ptsave.dcp.metadata import ReadMetadata, checked_files, has_checksum, load_metadata, replaced
-from ptsave.dcp.rank_files import RankFiles, refuse_outside
+from ptsave.dcp.rank_files import FetchedFiles, RankFiles, are_sizes, files_beside, refuse_outside
 from ptsave.dcp.read_plan import StoredTensor
-from ptsave.errors import CorruptCheckpointError
+from ptsave.errors import CorruptCheckpointError, bare_message
 from ptsave.sources.ranges import FsspecFile
+from ptsave.support.calls import progress_from
 
 # The most elements without a value in all lists: {"a": [{}, {}, tensor]} names only the last.
 _MAX_PADDING = 1 << 20
@@ -116,7 +116,7 @@ class DcpCheckpoint:
         if self._remote is not None:
             self.path = files_beside(self._remote)
         for _ in range(_MAX_READS):
-            self._read_metadata = None if self._remote else ReadMetadata.of(metadata_path)
+            self._read_metadata = None if self._remote else ReadMetadata(metadata_path)
             metadata = load_metadata(metadata_path, data=self._metadata_bytes())
             self._infos: dict[Any, Any] = metadata.storage_data
             self.sizes = {name: self._size_of(name) for name in self._file_names()}
@@ -214,7 +214,7 @@ class DcpCheckpoint:
             wrong = self.what_is_wrong(name)
             if not wrong:
                 continue
-            entries = list(dict.fromkeys(item.name for item in self.items_in(name)))
+            entries = self.entries_in(name)
             more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
             what = f"{wrong}; it holds parts of {', '.join(entries[:3])}{more}"
             path = self.file(name)
@@ -229,6 +229,11 @@ class DcpCheckpoint:
     def items_in(self, file: str) -> list[Item]:
         """Return all items in a file, by their offsets."""
         return self._items_by_file.get(file, [])
+
+    def entries_in(self, file: str, begin: int = -1, end: float = math.inf) -> list[str]:
+        """Return the flat names of all items in a range of a file."""
+        items = self.items_in(file)
+        return list(dict.fromkeys(i.name for i in items if i.begin < end and i.end > begin))
 
     @cached_property
     def _items_by_file(self) -> dict[str, list[Item]]:
@@ -271,10 +276,13 @@ class DcpCheckpoint:
         shape = vars(described).get("size")
         if type(properties) is not TensorProperties or not isinstance(dtype, torch.dtype):
             self._fail(f"it does not say what kind of tensor {name} is", name)
-        if not _are_sizes(shape):
+        if not are_sizes(shape):
             self._fail(f"{name} cannot have the shape {shape!r}", name)
         assert isinstance(shape, tuple)
-        chunks = [self._chunk(name, chunk, shape) for chunk in self._chunks_in(name, described)]
+        parts = vars(described).get("chunks")
+        if type(parts) is not list:
+            self._fail(f"it does not say which parts {name} has", name)
+        chunks = [self._chunk(name, part, shape) for part in parts]
         whole = [chunk for chunk in chunks if chunk is not None]
         lost = _what_is_lost(shape, whole, dtype.itemsize)
         nbytes = math.prod(shape) * dtype.itemsize
@@ -283,18 +291,12 @@ class DcpCheckpoint:
             self._oversized.append(f"{name}: {lost}")
         return DcpTensor(name, dtype, torch.Size(shape), whole, lost)
 
-    def _chunks_in(self, name: str, described: TensorStorageMetadata) -> list[Any]:
-        chunks = vars(described).get("chunks")
-        if type(chunks) is not list:
-            self._fail(f"it does not say which parts {name} has", name)
-        return chunks
-
     def _chunk(self, name: str, chunk: Any, shape: tuple[int, ...]) -> Chunk | None:
         """Return a part of a tensor, or None if it is empty, as on ranks that get no elements."""
         is_one = type(chunk) is ChunkStorageMetadata
         offsets = vars(chunk).get("offsets") if is_one else None
         sizes = vars(chunk).get("sizes") if is_one else None
-        if not _are_sizes(offsets) or not _are_sizes(sizes):
+        if not are_sizes(offsets) or not are_sizes(sizes):
             self._fail(f"it does not say which parts {name} has", name)
         assert isinstance(offsets, tuple)
         assert isinstance(sizes, tuple)
@@ -330,9 +332,8 @@ class DcpCheckpoint:
         """Return where the elements of a part are, or None if only torch can read its item."""
         key = id(chunk)
         if key not in self._stored:
-            found = files.stored_tensor(
-                chunk.info, tensor.name, lambda: self._kind_of(chunk.info, tensor, chunk)
-            )
+            planned = tensor.dtype, torch.Size(chunk.sizes)
+            found = files.stored_tensor(chunk.info, tensor.name, lambda: planned)
             if found is not None and tuple(found.shape) != chunk.sizes:
                 path = self.file(chunk.file)
                 raise CorruptCheckpointError(
@@ -345,17 +346,6 @@ class DcpCheckpoint:
             self._stored[key] = found
         return self._stored[key]
 
-    def _kind_of(
-        self, info: Any, tensor: DcpTensor, chunk: Chunk
-    ) -> tuple[torch.dtype, torch.Size]:
-        kind = getattr(info, "ptsave_tensor", None)
-        if kind is None:
-            return tensor.dtype, torch.Size(chunk.sizes)
-        is_kind = type(kind) is tuple and len(kind) == 2 and isinstance(kind[0], torch.dtype)
-        if not is_kind or not _are_sizes(kind[1]):
-            self._fail(f"it does not say what kind of tensor {tensor.name} is", tensor.name)
-        return kind[0], torch.Size(kind[1])
-
     # ------------------------------------------------------------------------------- its object
 
     def nested(self, values: Mapping[str, Any]) -> dict[Any, Any]:
@@ -367,69 +357,55 @@ class DcpCheckpoint:
         paths = self._metadata.planner_data
         if not isinstance(paths, dict):  # none, or another planner's
             paths = {}
-        root: dict[Any, Any] = {}
-        padding = _Padding()
+        nested = _Nested()
         for name in self._metadata.state_dict_metadata:
             path = paths.get(name, (name,))
             if type(path) is not tuple or not path or not all(map(_is_key, path)):
                 self._fail(f"{name} cannot have the path {path!r}", name)
             try:
-                _put(root, path, values[name], padding)
+                nested.put(path, values[name])
             except ValueError as error:
                 self._fail(f"{name} cannot be at {path!r}: {error}", name)
-        return root
+        return nested.root
 
 
-class _Padding:
-    """Limits the elements without values that all lists together may get."""
+class _Nested:
+    """Containers that grow as values are put into them, as by torch's set_element."""
 
     def __init__(self) -> None:
-        self._left = _MAX_PADDING
+        self.root: dict[Any, Any] = {}
+        self._padding_left = _MAX_PADDING
 
-    def extend(self, values: list[Any], size: int) -> None:
-        missing = size - len(values)
-        if missing > self._left:
+    def put(self, path: tuple[Any, ...], value: Any) -> None:
+        container: Any = self.root
+        for key, following in pairwise(path):
+            kind = dict if type(following) is str else list
+            found = self._slot(container, key)
+            if found is None:
+                container[key] = found = kind()
+            if type(found) is not kind:
+                raise ValueError(f"{key!r} is no {kind.__name__}")
+            container = found
+        if self._slot(container, path[-1]) is not None:
+            raise ValueError("another entry is there")
+        container[path[-1]] = value
+
+    def _slot(self, container: Any, key: Any) -> Any:
+        """Return a key's value in a container, or None; a list grows until the key can be set."""
+        if type(container) is dict:
+            return container.get(key)
+        if type(key) is not int:
+            raise ValueError(f"a list has no {key!r}")
+        n_missing = key + 1 - len(container)
+        if n_missing > self._padding_left:
             raise ValueError("the list would be nearly empty")
-        self._left -= max(missing - 1, 0)
-        values.extend([None] * missing)
+        self._padding_left -= max(n_missing - 1, 0)
+        container.extend([None] * n_missing)
+        return container[key]
 
 
 def _is_key(key: Any) -> bool:
     return type(key) is str or (type(key) is int and key >= 0)
-
-
-def _put(root: dict[Any, Any], path: tuple[Any, ...], value: Any, padding: _Padding) -> None:
-    """Set a value in nested containers and make missing ones, as torch's set_element does."""
-    container: Any = root
-    for key, following in pairwise(path):
-        container = _child(container, key, {} if type(following) is str else [], padding)
-    key = path[-1]
-    if _slot(container, key, padding) is not None:
-        raise ValueError("another entry is there")
-    container[key] = value
-
-
-def _child(container: Any, key: Any, new: Any, padding: _Padding) -> Any:
-    found = _slot(container, key, padding)
-    if found is None:
-        container[key] = found = new
-    if type(found) is not type(new):
-        raise ValueError(f"{key!r} is no {type(new).__name__}")
-    return found
-
-
-def _slot(container: Any, key: Any, padding: _Padding) -> Any:
-    """Return a key's value in a container, or None; a list grows until the key can be set."""
-    if type(container) is dict:
-        return container.get(key)
-    if type(key) is not int:
-        raise ValueError(f"a list has no {key!r}")
-    padding.extend(container, key + 1)
-    return container[key]
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
 def _what_is_lost(shape: tuple[int, ...], chunks: Sequence[Chunk], itemsize: int) -> str:
@@ -475,7 +451,115 @@ def _overlap(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[Chunk, Ch
 
 
 def _overlaps(a: Chunk, b: Chunk) -> bool:
-    ranges: Iterable[tuple[int, int, int, int]] = zip(
-        a.offsets, a.sizes, b.offsets, b.sizes, strict=True
-    )
+    ranges = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
     return all(x < y + m and y < x + n for x, n, y, m in ranges)
+
+
+# ----------------------------------------------------------------------------------- its damage
+
+
+@dataclass(frozen=True)
+class DcpDamage:
+    """Damage in a file, or a contradiction in the metadata."""
+
+    path: str
+    reason: str
+    offset: int | None = None  # where it begins in the file
+    entries: list[str] = field(default_factory=list)  # flat names of what it affects
+
+
+@dataclass
+class DcpFindings:
+    """The result of `find_dcp_damage`."""
+
+    damage: list[DcpDamage] = field(default_factory=list)
+    unverified: list[str] = field(default_factory=list)  # flat names of entries without checksums
+    metadata_is_checked: bool = False  # it has a checksum, which is right
+
+
+def find_dcp_damage(
+    checkpoint: DcpCheckpoint, progress: Callable[[int], None] | None = None
+) -> DcpFindings:
+    """Read all files of a checkpoint, and compare everything with its checksums.
+
+    Files of `ptsave.distributed` have a checksum for each block.  Files of torch's writer have one
+    for each record of each item.  `progress` gets the number of bytes that are done.
+    """
+    found = DcpFindings()
+    try:
+        found.metadata_is_checked = checkpoint.metadata_is_checked()
+    except CorruptCheckpointError as error:
+        found.damage.append(_damage_of(error, checkpoint.metadata_path))
+    wrong = {name: checkpoint.what_is_wrong(name) for name in checkpoint.sizes}
+    for name, reason in wrong.items():
+        if reason:
+            entries = checkpoint.entries_in(name)
+            found.damage.append(DcpDamage(checkpoint.file(name), reason, None, entries))
+    for tensor in checkpoint.tensors.values():
+        if any(wrong[chunk.file] for chunk in tensor.chunks):
+            continue  # reported already
+        try:
+            checkpoint.require_tensor(tensor)
+        except CorruptCheckpointError as error:
+            found.damage.append(_damage_of(error, checkpoint.metadata_path))
+    done = 0
+    for name, nbytes in checkpoint.sizes.items():
+        if nbytes < 0 or (wrong[name] and name in checkpoint.checked):
+            continue
+        with checkpoint.rank_files(verify=True) as files:
+            check = _check_blocks if name in checkpoint.checked else _check_items
+            check(checkpoint, files, name, found, progress_from(progress, done))
+        done += nbytes
+    return found
+
+
+def _check_blocks(
+    checkpoint: DcpCheckpoint,
+    files: RankFiles,
+    name: str,
+    found: DcpFindings,
+    progress: Callable[[int], None] | None,
+) -> None:
+    nbytes = checkpoint.checked[name].nbytes
+    for begin, end in files.damaged_blocks(name, progress):
+        what = "block" if begin < nbytes else "table of checksums"
+        entries = checkpoint.entries_in(name, begin, end) if begin < nbytes else []
+        found.damage.append(
+            DcpDamage(checkpoint.file(name), f"the checksum of its {what} differs", begin, entries)
+        )
+
+
+def _check_items(
+    checkpoint: DcpCheckpoint,
+    files: RankFiles,
+    name: str,
+    found: DcpFindings,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Check the items of a file of torch's writer: each item is an archive."""
+    path = checkpoint.file(name)
+    unverified: dict[str, None] = dict.fromkeys(found.unverified)
+    for item in checkpoint.items_in(name):
+        if item.end > checkpoint.sizes[name]:
+            continue  # reported already
+        try:
+            damage = files.damage_in(item.info, item.name)
+            if damage is None:
+                unverified[item.name] = None
+            for each in damage or ():
+                record = f"record {each.record} of {item.name}: {each.reason}"
+                at = item.begin + each.offset
+                found.damage.append(DcpDamage(path, record, at, [item.name]))
+            if not damage and item.tensor is not None and item.chunk is not None:
+                checkpoint.stored(files, item.tensor, item.chunk)
+        except CorruptCheckpointError as error:
+            found.damage.append(DcpDamage(path, bare_message(error, path), item.begin, [item.name]))
+        except NotImplementedError:  # an extension of DCP has transformed it
+            unverified[item.name] = None
+        if progress is not None:
+            progress(item.end)
+    found.unverified = [*unverified]
+
+
+def _damage_of(error: CorruptCheckpointError, path: str) -> DcpDamage:
+    return DcpDamage(path, bare_message(error, path), None, list(error.entries))

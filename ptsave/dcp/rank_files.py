@@ -1,4 +1,8 @@
-"""Reads parts of the files of ranks, all of them in one pipeline, and checks their blocks."""
+"""Reads parts of the files of ranks, all of them in one pipeline, and checks their blocks.
+
+The engine reads and checks local files.  So each file at a URL has a sparse file of its size in
+memory, which gets the blocks that are wanted next and loses them after the read.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +35,17 @@ from ptsave.dcp.metadata import (
     replaced,
     section_crcs,
 )
-from ptsave.dcp.read_plan import MAX_GAP_OF_COLUMNS, Box, StoredTensor, batches, packed_strides
+from ptsave.dcp.read_plan import (
+    MAX_GAP_OF_COLUMNS,
+    Box,
+    StoredTensor,
+    batches,
+    is_strided,
+    packed_strides,
+)
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.kinds import ZIP_MAGIC, is_legacy, regular_only
+from ptsave.sources.ranges import FsspecFile, RangeSource, SparseFile
 from ptsave.support import config, torch_dcp
 from ptsave.support.torch_names import restricted_unpickler
 
@@ -42,6 +54,9 @@ MAX_GAP = 64 << 10
 _N_READERS_OF_COLUMNS = 128
 _MAX_COPIED_NBYTES = 32 << 20
 _VERIFIED_NBYTES = 32 << 20  # in memory at a time
+# The most bytes in one request, and in memory at once.
+_REQUEST_NBYTES = 8 << 20
+_BATCH_NBYTES = 32 << 20
 
 
 class RankFiles:
@@ -74,6 +89,10 @@ class RankFiles:
         self._stack.close()
 
     # ------------------------------------------------------------------------- their contents
+
+    def fail(self, what: str, name: str) -> NoReturn:
+        """Raise an error of the metadata that concerns a tensor or object."""
+        raise CorruptCheckpointError(f"{self.path}: {what}", path=self.path, entries=[name])
 
     def is_checked(self, info: Any) -> bool:
         """Return whether an item is in a file that has checksums."""
@@ -158,11 +177,7 @@ class RankFiles:
         state = vars(info) if type(info) is torch_dcp.StorageInfo else {}
         file, offset, length = map(state.get, ("relative_path", "offset", "length"))
         if type(file) is not str or type(offset) is not int or type(length) is not int:
-            raise CorruptCheckpointError(
-                f"{self.path}: the metadata does not say where {name} is",
-                path=self.path,
-                entries=[name],
-            )
+            self.fail(f"the metadata does not say where {name} is", name)
         if state.get("transform_descriptors"):
             raise NotImplementedError(
                 f"{name} was transformed by extensions {info.transform_descriptors}: read it with "
@@ -187,18 +202,24 @@ class RankFiles:
     ) -> StoredTensor | None:
         """Return the tensor that an item holds, or None if only torch can read the item.
 
-        `kind` returns the dtype and shape by the metadata, for the tensor at the end of an item of
+        `kind` returns the dtype and shape by the plan, for the tensor at the end of an item of
         ptsave.  A damaged archive of torch's writer is a CorruptCheckpointError.
         """
         if not self.is_checked(info):
             return self._tensor_in_archive(info, name)
         if getattr(info, "ptsave_whole", False):
             return None
-        dtype, shape = kind()
+        match getattr(info, "ptsave_tensor", None):
+            case None:
+                dtype, shape = kind()
+            case (torch.dtype() as dtype, sizes) if are_sizes(sizes):  # unlike the plan
+                shape = torch.Size(sizes)
+            case _:
+                self.fail(f"the metadata does not say what kind of tensor {name} is", name)
         offset, length = self.place_of(info, name)
         nbytes = shape.numel() * dtype.itemsize
         if not 0 <= nbytes <= length:
-            self._refuse_length(name, nbytes, length)
+            self.fail(f"{name} has {nbytes} bytes, and its item only {length}", name)
         steps, begin = packed_strides(shape, dtype.itemsize), offset + length - nbytes
         return StoredTensor(info.relative_path, name, dtype, shape, steps, begin)
 
@@ -217,10 +238,7 @@ class RankFiles:
             raise_with_advice(error, restricted_unpickler)
 
     def damage_in(self, info: Any, name: str) -> list[Damage] | None:
-        """Return the damaged records of an item of torch's writer, with offsets in it.
-
-        None if the item has no checksums.
-        """
+        """Return the damaged records of an item of torch's writer; None without checksums."""
         if is_legacy(self.head_of(info, name, 64)):
             return None
         reader = self.archive_of(info, name, self.file(info.relative_path), verify=True)
@@ -236,8 +254,7 @@ class RankFiles:
     ) -> list[Box]:
         """Return boxes of the whole, contiguous tensors at the ends of items of ptsave.
 
-        `alike` has a number for each target: targets of the same number have the same dtype and
-        shape.
+        Targets with the same number in `alike` have the same dtype and shape.
         """
         kinds: dict[int, tuple[int, tuple[int, ...]]] = {}
         limits: dict[str, int] = {}  # ends of files that were opened and checked
@@ -256,7 +273,7 @@ class RankFiles:
                 offset, length = self.place_of(info, name)
                 limits[info.relative_path] = self._checked[info.relative_path].nbytes
             if nbytes > length:
-                self._refuse_length(name, nbytes, length)
+                self.fail(f"{name} has {nbytes} bytes, and its item only {length}", name)
             offsets.append(offset + length - nbytes)
             sizes.append(nbytes)
             strides.append(steps)
@@ -270,13 +287,6 @@ class RankFiles:
             "packed_nbytes": sizes,
         }
         return _C.instances(Box, box)
-
-    def _refuse_length(self, name: str, nbytes: int, length: int) -> NoReturn:
-        raise CorruptCheckpointError(
-            f"{self.path}: {name} has {nbytes} bytes, and its item only {length}",
-            path=self.path,
-            entries=[name],
-        )
 
     def bytes_of(self, info: Any, name: str) -> StoredTensor:
         """Return all bytes of an item, as a tensor."""
@@ -311,26 +321,46 @@ class RankFiles:
         tables = [self._table(name, by_file[name]) for name in names]
         for name in names:
             self._fetch_boxes(name, by_file[name])
-        are_columns = any(box.has_gaps for box in boxes)
-        n_threads = config.current().n_readers
-        if are_columns:  # the disk needs many requests at once for short runs
-            n_threads = max(n_threads, _N_READERS_OF_COLUMNS)
-        damaged = _C.read_checked(
-            self._range_files(names, n_threads),
+        damaged = self._read_checked(
+            names,
             [(numbers[box.file], box.offset, box.strides, box.target) for box in boxes],
             tables,
-            n_threads=n_threads,
-            max_gap=MAX_GAP_OF_COLUMNS if are_columns else MAX_GAP,
-            progress=None,
+            are_columns=any(box.has_gaps for box in boxes),
         )
         if damaged:
             number, offset = damaged[0]
             self._raise_damaged(names[number], offset, boxes)
 
-    def _range_files(self, names: Sequence[str], n_threads: int) -> _C.RangeFiles:
+    def _read_checked(
+        self,
+        names: Sequence[str],
+        parts: Sequence[tuple[int, int, Sequence[int], Tensor]],
+        tables: Sequence[Tensor | None],
+        *,
+        are_columns: bool = False,
+    ) -> list[tuple[int, int]]:
+        """Read parts of files; return the files' numbers and the offsets of damaged blocks."""
+        limits = config.current()
+        # The disk needs many requests at once for short runs.
+        n_threads = max(limits.n_readers, _N_READERS_OF_COLUMNS if are_columns else 0)
         opened = [(self.descriptor(name)[0], os.fsencode(self.file(name))) for name in names]
-        direct = config.current().direct_io
-        return _C.RangeFiles(opened, direct=direct, n_threads=n_threads)
+        return _C.read_checked(
+            _C.RangeFiles(opened, direct=limits.direct_io, n_threads=n_threads),
+            parts,
+            tables,
+            n_threads=n_threads,
+            max_gap=MAX_GAP_OF_COLUMNS if are_columns else MAX_GAP,
+            progress=None,
+        )
+
+    def _read_bytes(
+        self, name: str, parts: Sequence[tuple[int, Tensor]], table: Tensor | None = None
+    ) -> list[int]:
+        """Fill tensors from offsets of a file; return the offsets of damaged blocks in them."""
+        parts = [(begin, part) for begin, part in parts if part.numel()]
+        self._fetch(name, ((begin, begin + part.numel()) for begin, part in parts))
+        boxes = [(0, begin, [1], part) for begin, part in parts]
+        return [offset for _, offset in self._read_checked([name], boxes, [table])]
 
     def _table(self, name: str, boxes: Sequence[Box | StoredTensor]) -> Tensor | None:
         """Return the checksums of a file's blocks, read as far as boxes need them."""
@@ -340,14 +370,8 @@ class RankFiles:
         table = torch.empty(file.table_nbytes, dtype=torch.uint8)
         spans = {(box.offset // SECTION_NBYTES, -(-box.end // SECTION_NBYTES)) for box in boxes}
         section = SECTION_BLOCKS * CRC_NBYTES
-        merged = joined(spans)
-        parts = [(begin, table[begin * section : end * section]) for begin, end in merged]
-        at = [(file.nbytes + begin * section, part.numel()) for begin, part in parts]
-        self._fetch(name, ((begin, begin + nbytes) for begin, nbytes in at))
-        self._read_bytes(
-            self._range_files([name], config.current().n_readers),
-            [(file.nbytes + begin * section, part) for begin, part in parts],
-        )
+        parts = [(begin, table[begin * section : end * section]) for begin, end in joined(spans)]
+        self._read_bytes(name, [(file.nbytes + begin * section, part) for begin, part in parts])
         for begin, part in parts:
             found = section_crcs(part.numpy().data)
             if found != file.crcs[begin * CRC_NBYTES : begin * CRC_NBYTES + len(found)]:
@@ -400,9 +424,7 @@ class RankFiles:
         section = SECTION_BLOCKS * CRC_NBYTES
         table = torch.empty(file.table_nbytes, dtype=torch.uint8)
         buffer = torch.empty(min(_VERIFIED_NBYTES, file.nbytes), dtype=torch.uint8)
-        ranges = self._range_files([name], config.current().n_readers)
-        self._fetch(name, [(file.nbytes, file.nbytes + table.numel())])
-        self._read_bytes(ranges, [(file.nbytes, table)])
+        self._read_bytes(name, [(file.nbytes, table)])
         crcs = section_crcs(table.numpy().data)
         lost = {
             number
@@ -418,28 +440,12 @@ class RankFiles:
         ]
         for begin in range(0, file.nbytes, _VERIFIED_NBYTES):
             part = buffer[: min(_VERIFIED_NBYTES, file.nbytes - begin)]
-            self._fetch(name, [(begin, begin + part.numel())])
-            for at in self._read_bytes(ranges, [(begin, part)], table):
+            for at in self._read_bytes(name, [(begin, part)], table):
                 if at // SECTION_NBYTES not in lost:
                     found.append((at, at + BLOCK_NBYTES))
             if progress is not None:
                 progress(begin + part.numel())
         return sorted(found)
-
-    @staticmethod
-    def _read_bytes(
-        files: _C.RangeFiles, parts: list[tuple[int, Tensor]], table: Tensor | None = None
-    ) -> list[int]:
-        """Read parts of one file; return the offsets of damaged blocks in them."""
-        damaged = _C.read_checked(
-            files,
-            [(0, begin, [1], part) for begin, part in parts if part.numel()],
-            [table],
-            n_threads=config.current().n_readers,
-            max_gap=MAX_GAP,
-            progress=None,
-        )
-        return [offset for _, offset in damaged]
 
     def _check_whole(self, box: Box) -> None:
         """Compare a target with the checksum of its record in an archive of torch's writer."""
@@ -467,23 +473,19 @@ def _describe(
     tensor: Any, reader: RecordReader, file: str, name: str, offset: int
 ) -> StoredTensor | None:
     engine = reader.engine
-    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+    if not is_strided(tensor):
         return None
-    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        return None
-    strides = tuple(step * tensor.itemsize for step in tensor.stride())
     if tensor.numel() == 0:
-        return StoredTensor(file, name, tensor.dtype, tensor.shape, strides, offset)
+        return StoredTensor.of(tensor, file, name, offset)
     number = engine.record_of(tensor)
     if number is None:
         return None
     record = engine.record(number)
     is_remote = isinstance(reader, RemoteReader)  # its header has to be fetched
     at = reader.get_record_offset(record.name) if is_remote else engine.payload_offset(number)
-    begin = at + int(tensor.storage_offset()) * tensor.itemsize
     is_all = tensor.is_contiguous() and record.nbytes == tensor.nbytes
     crc = record.crc if is_all and engine.has_crcs else None
-    return StoredTensor(file, name, tensor.dtype, tensor.shape, strides, offset + begin, crc)
+    return StoredTensor.of(tensor, file, name, offset + at, crc)
 
 
 def _crc_at(crcs: bytes, number: int) -> bytes:
@@ -500,11 +502,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def joined(spans: Iterable[tuple[int, int]], max_gap: int = 0) -> list[tuple[int, int]]:
-    """Sort half-open spans, and join those that have at most `max_gap` between them.
-
-    >>> joined([(200_000, 200_001), (9, 10), (0, 5)], 1000)
-    [(0, 10), (200000, 200001)]
-    """
+    """Sort half-open spans, and join those that have at most `max_gap` between them."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if found and begin - found[-1][1] <= max_gap:
@@ -514,6 +512,11 @@ def joined(spans: Iterable[tuple[int, int]], max_gap: int = 0) -> list[tuple[int
     return found
 
 
+def are_sizes(value: Any) -> bool:
+    """Return whether a value of the metadata can be a shape or an index."""
+    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+
+
 def refuse_outside(name: str, directory: str) -> None:
     """Raise if the name of a file leads out of the directory."""
     parts = name.split("/")
@@ -521,3 +524,131 @@ def refuse_outside(name: str, directory: str) -> None:
         raise CorruptCheckpointError(
             f"{directory}: the metadata points outside its directory, to {name!r}", path=directory
         )
+
+
+# ---------------------------------------------------------------------------------- files at a URL
+
+
+class FetchedFiles(RankFiles):
+    """`RankFiles` beside metadata at a URL."""
+
+    def __init__(
+        self, metadata: FsspecFile, checked: dict[str, CheckedFile], *, verify: bool
+    ) -> None:
+        super().__init__(files_beside(metadata), checked, verify=verify)
+        self._beside = metadata
+        self._sources: dict[str, FsspecFile] = {}
+        self._files: dict[str, SparseFile] = {}
+
+    def file(self, name: str) -> str:
+        """Return the URL of a file."""
+        return self._beside.url_beside(name)
+
+    def _open_file(self, name: str) -> tuple[int, int]:
+        source = self._sources[name] = self._beside.beside(name)
+        file = self._files[name] = SparseFile(source.nbytes)
+        self._stack.callback(file.close)
+        return file.descriptor, source.nbytes
+
+    def head_of(self, info: Any, name: str, nbytes: int) -> bytes:
+        return self._part(info, name).read([(0, min(nbytes, int(info.length)))])[0]
+
+    def archive_of(self, info: Any, name: str, path: str, *, verify: bool) -> RecordReader:
+        return RemoteReader(self._part(info, name, path), config.current(), verify=verify)
+
+    def _part(self, info: Any, name: str, path: str = "") -> _Part:
+        offset, length = self.place_of(info, name)
+        return _Part(self._sources[info.relative_path], offset, length, path)
+
+    # ---------------------------------------------------------------------------- reading them
+
+    def _read(self, boxes: Sequence[Box]) -> None:
+        """Read in batches, which limits the memory for fetched bytes."""
+        for batch in batches(boxes, _BATCH_NBYTES):
+            super()._read(batch)
+
+    def _fetch(self, name: str, spans: Iterable[tuple[int, int]]) -> None:
+        self.descriptor(name)
+        source, file = self._sources[name], self._files[name]
+        os.ftruncate(file.descriptor, 0)  # frees the blocks fetched before
+        os.ftruncate(file.descriptor, source.nbytes)
+        limit = self._checked[name].nbytes if name in self._checked else source.nbytes
+        wanted = [span for begin, end in spans for span in _blocks(begin, end, limit)]
+        for batch in _batches(dict.fromkeys(wanted)):
+            for (begin, _), piece in zip(batch, source.read(batch), strict=True):
+                file.write(begin, piece)
+
+    def _fetch_boxes(self, name: str, boxes: Sequence[Box]) -> None:
+        # The engine reads and checks the bytes in short gaps, too.
+        runs = (
+            run
+            for box in boxes
+            for run in _runs(box.offset, box.target.shape, box.strides, box.target.itemsize)
+        )
+        self._fetch(name, joined(runs, MAX_GAP))
+
+
+class _Part(RangeSource):
+    """A part of a file, as a file of its own."""
+
+    def __init__(self, source: RangeSource, begin: int, nbytes: int, name: str) -> None:
+        self.name = name or source.name
+        self.nbytes = nbytes
+        self._source, self._begin = source, begin
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        at = self._begin
+        return self._source.read([(at + begin, at + end) for begin, end in ranges])
+
+
+def files_beside(metadata: FsspecFile) -> str:
+    """Return the URL of the directory that holds the metadata."""
+    return metadata.url_beside("").rstrip("/")
+
+
+def _blocks(begin: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Yield a range of bytes, extended to whole blocks, in pieces of one request each.
+
+    Bytes behind `limit`, where the checksums are, belong to no block.
+    """
+    if begin < limit:
+        begin -= begin % BLOCK_NBYTES
+        end = min(end + -end % BLOCK_NBYTES, limit)
+    for at in range(begin, end, _REQUEST_NBYTES):
+        yield at, min(at + _REQUEST_NBYTES, end)
+
+
+def _batches(ranges: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    batch: list[tuple[int, int]] = []
+    nbytes = 0
+    for begin, end in ranges:
+        batch.append((begin, end))
+        nbytes += end - begin
+        if nbytes >= _BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _runs(
+    offset: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a file that a box needs, joined across short gaps."""
+    if _is_dense(shape, strides, itemsize):
+        steps = zip(shape, strides, strict=True)
+        yield offset, offset + sum((n - 1) * step for n, step in steps) + itemsize
+        return
+    for number in range(shape[0]):
+        yield from _runs(offset + number * strides[0], shape[1:], strides[1:], itemsize)
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether all gaps between the elements are short."""
+    inner = itemsize
+    for n, step in zip(reversed(shape), reversed(strides), strict=True):
+        if n > 1:
+            if step - inner > MAX_GAP:
+                return False
+            inner += (n - 1) * step
+    return True

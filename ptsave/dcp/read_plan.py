@@ -129,6 +129,15 @@ class StoredTensor:
     offset: int  # of the first element in the file, in bytes
     crc: int | None = None  # of all bytes, if they are contiguous
 
+    @classmethod
+    def of(
+        cls, tensor: Tensor, file: str, name: str, offset: int, crc: int | None = None
+    ) -> StoredTensor:
+        """Return the place of a tensor whose storage begins at an offset of a file."""
+        strides = tuple(step * tensor.itemsize for step in tensor.stride())
+        begin = offset + int(tensor.storage_offset()) * tensor.itemsize
+        return cls(file, name, tensor.dtype, tensor.shape, strides, begin, crc)
+
     @property
     def nbytes(self) -> int:
         """The size of its elements, in bytes."""
@@ -184,16 +193,23 @@ def packed_strides(shape: torch.Size, itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def is_strided(tensor: Any) -> bool:
+    """Return whether a tensor's values are the bytes at its strides."""
+    return (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.layout == torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+    )
+
+
 def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
     """Return whether bytes can be read straight into a tensor, in runs of at least a row."""
     return (
-        type(target) in _PLAIN_TYPES
+        is_strided(target)
         and target.is_cpu
-        and target.layout == torch.strided
         and target.dtype == dtype
-        and not target.is_conj()
-        and not target.is_neg()
-        and not target.is_quantized
         and (target.is_contiguous() or target.dim() == 0 or target.stride(-1) == 1)
     )
 

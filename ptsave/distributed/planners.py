@@ -7,11 +7,13 @@ plan of the first one of its kind.  Torch plans everything else.
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +46,7 @@ from ptsave.support.calls import pausing_garbage_collection
 
 _PLAIN_TYPES = (Tensor, Parameter)
 _DICTS = (dict, OrderedDict)
+_Place: TypeAlias = tuple[torch.Size, torch.Size]  # the begin and shape of a part that is read
 _NUMBERS_AND_TEXTS = (int, float, str, bytes, bool, type(None))
 
 
@@ -208,28 +211,15 @@ class _Kind:
         )
 
 
-class _KindOfPart(NamedTuple):
-    """The facts of a DTensor that decide which part of it a rank has, and its description."""
-
-    mesh: int
-    placements: tuple[Any, ...]
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    layout: torch.layout
-    needs_grad: bool
-
-
-def _kind_of_part(value: Any) -> _KindOfPart | None:
-    """Return the kind of a DTensor over a plain tensor; None for any other value.
+def _kind_of_part(value: Any) -> tuple[Any, ...] | None:
+    """Return the facts that decide the plan of a DTensor; None for any other value.
 
     To find a rank's part, torch makes an index as long as the tensor: this takes 20 milliseconds
     for 8 million elements.
     """
     if type(value) is not DTensor or type(value._local_tensor) not in _PLAIN_TYPES:
         return None
-    return _KindOfPart(
+    return (
         id(value.device_mesh),
         value.placements,
         value.shape,
@@ -374,7 +364,8 @@ def _read_items(values: dict[str, Any], metadata: Metadata, strict: bool) -> lis
             continue
         kind = _kind_of_part(value)
         entry: Any = described.get(name)
-        if kind is None or not _has_size(entry, kind.shape):
+        is_tensor = type(entry) is TensorStorageMetadata
+        if kind is None or not is_tensor or entry.size != value.shape:
             items += others({name: value}, metadata, strict).items
             continue
         if kind not in parts:
@@ -384,16 +375,9 @@ def _read_items(values: dict[str, Any], metadata: Metadata, strict: bool) -> lis
     return items
 
 
-class _Place(NamedTuple):
-    """The part of a tensor that is read."""
-
-    begin: torch.Size
-    shape: torch.Size
-
-
 def _plain_read_items(values: dict[str, Any], places: list[_Place | None]) -> list[ReadItem]:
     """Return the items of tensors that have a place, which are read as they were saved."""
-    begins = [place.begin for place in places if place is not None]
+    begins = [place[0] for place in places if place is not None]
     index = {
         "fqn": [name for name, place in zip(values, places, strict=True) if place is not None],
         "index": 0,
@@ -406,13 +390,13 @@ def _plain_read_items(values: dict[str, Any], places: list[_Place | None]) -> li
         "dest_offsets": begins,
         "storage_index": indices,
         "storage_offsets": begins,
-        "lengths": [place.shape for place in places if place is not None],
+        "lengths": [place[1] for place in places if place is not None],
     }
     return _C.instances(ReadItem, item)
 
 
 def _places_of_whole(values: dict[str, Any], described: dict[str, Any]) -> list[_Place | None]:
-    """Return `_place_of_whole` of each plain tensor, and None for other values."""
+    """Return the places of plain tensors that were saved as one chunk; None for other values."""
     places: list[_Place | None] = []
     # By the kind of a tensor and the sizes in its entry: most entries are alike.
     known: dict[Any, _Place | None] = {}
@@ -423,23 +407,14 @@ def _places_of_whole(values: dict[str, Any], described: dict[str, Any]) -> list[
             places.append(None)
             continue
         (chunk,) = entry.chunks
-        key = number, id(entry.size), id(chunk.offsets), id(chunk.sizes)
+        offsets = chunk.offsets
+        key = number, id(entry.size), id(offsets), id(chunk.sizes)
         if key not in known:
-            known[key] = _place_of_whole(value, entry)
+            size = value.shape
+            is_whole = entry.size == size and _is_all(chunk, size) and 0 not in size
+            known[key] = (offsets, size) if is_whole and len(offsets) == len(size) else None
         places.append(known[key])
     return places
-
-
-def _has_size(entry: Any, size: torch.Size) -> bool:
-    return type(entry) is TensorStorageMetadata and entry.size == size
-
-
-def _place_of_whole(tensor: Tensor, entry: TensorStorageMetadata) -> _Place | None:
-    """Return the place of a tensor that was saved as one chunk; None for others."""
-    (chunk,) = entry.chunks
-    size, offsets = tensor.shape, chunk.offsets
-    is_whole = entry.size == size and _is_all(chunk, size) and 0 not in size
-    return _Place(offsets, size) if is_whole and len(offsets) == len(size) else None
 
 
 # ------------------------------------------------------------------------------ nested state dicts
@@ -503,10 +478,37 @@ def flattened(state_dict: Mapping[str, Any]) -> _Flattened:
     """Return a nested state dict as a flat one.
 
     Two values of one name are a ValueError, as in ``{"a.b": 1, "a": {"b": 2}}``.
-
-    >>> flattened({"model": {"weight": 1, 2: [3, {"x": 4}]}}).values
-    {'model.weight': 1, 'model.2.0': 3, 'model.2.1.x': 4}
     """
     result = _Flattened()
     result.add("", (), state_dict)
     return result
+
+
+_Item = TypeVar("_Item")
+_Plan = TypeVar("_Plan", SavePlan, LoadPlan)
+
+
+class ItemList(list[_Item]):
+    """A list of a plan's items, or of results, that ranks exchange quickly.
+
+    DCP pickles all items for every exchange.  Unpickling makes thousands of objects, which start
+    Python's garbage collector again and again.  Its runs take eight times as long as the rest.  So
+    it pauses while the list is pickled and unpickled.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the function and the bytes that make the list again."""
+        with pausing_garbage_collection():
+            return _unpickled, (pickle.dumps([*self]),)
+
+
+def _unpickled(data: bytes) -> ItemList[Any]:
+    with pausing_garbage_collection():
+        return ItemList(pickle.loads(data))
+
+
+def with_item_list(plan: _Plan) -> _Plan:
+    """Return a plan whose items are in an `ItemList`."""
+    if isinstance(plan.items, ItemList):
+        return plan
+    return dataclasses.replace(plan, items=ItemList(plan.items))

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pickle import UnpicklingError
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from ptsave import _C
-from ptsave.dcp.fetched_files import FetchedFiles
 from ptsave.dcp.metadata import (
     CheckedFile,
     ReadMetadata,
@@ -35,11 +34,10 @@ from ptsave.dcp.metadata import (
     metadata_name,
     replaced,
 )
-from ptsave.dcp.rank_files import RankFiles
+from ptsave.dcp.rank_files import FetchedFiles, RankFiles
 from ptsave.dcp.read_plan import ReadPlan, takes_bytes
 from ptsave.distributed.directory import accepts, directory_name, remote_metadata
-from ptsave.distributed.item_lists import with_item_list
-from ptsave.errors import CorruptCheckpointError
+from ptsave.distributed.planners import with_item_list
 from ptsave.sources.locations import is_url_source
 from ptsave.sources.ranges import FsspecFile
 from ptsave.support.calls import check_flags, pausing_garbage_collection
@@ -135,7 +133,7 @@ class StorageReader(storage.StorageReader):
         self._remote = remote_metadata(self._path, name, self._storage_options)
         if self._remote is None:
             path = self._file(name)
-            self._read = ReadMetadata.of(path)
+            self._read = ReadMetadata(path)
             metadata = load_metadata(path)
         else:
             self._read = None
@@ -261,7 +259,10 @@ class _Load:
             item, info, target, _ = row
             self._add(item, info, target)
         if rows:
-            self._add_simple(*map(list, zip(*rows, strict=True)))
+            simple, places, whole, kinds = map(list, zip(*rows, strict=True))
+            names = [item.storage_index.fqn for item in simple]
+            boxes = self._files.whole_tensors(places, names, whole, kinds)
+            self._plan.add_boxes(boxes, whole, simple)
 
     def _target_of(self, item: ReadItem) -> Tensor:
         target = self._planner.resolve_tensor(item)
@@ -294,13 +295,6 @@ class _Load:
             )
         return known
 
-    def _add_simple(
-        self, items: list[ReadItem], infos: list[Any], targets: list[Tensor], alike: list[int]
-    ) -> None:
-        names = [item.storage_index.fqn for item in items]
-        boxes = self._files.whole_tensors(infos, names, targets, alike)
-        self._plan.add_boxes(boxes, targets, items)
-
     def _add(self, item: ReadItem, info: Any, target: Tensor | None) -> None:
         name = item.storage_index.fqn
         if target is None:
@@ -310,7 +304,7 @@ class _Load:
             raise AssertionError(
                 f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}"
             )
-        stored = self._files.stored_tensor(info, name, lambda: self._kind_of(item, info))
+        stored = self._files.stored_tensor(info, name, lambda: self._planned_kind(item))
         if stored is None:  # only torch can read the item
             self._planner.commit_tensor(item, self._copy_whole(item, info, target))
         else:
@@ -330,28 +324,25 @@ class _Load:
         offset, info = self._infos.get(index.fqn, _NOWHERE)
         if offset == index.offset:  # other parts of a tensor need the index
             return info
-        try:
-            return self._metadata.storage_data[index]
-        except KeyError:
-            raise CorruptCheckpointError(
-                f"{self._files.path}: the metadata does not say where {item.storage_index} is",
-                path=self._files.path,
-                entries=[item.storage_index.fqn],
-            ) from None
+        info = self._metadata.storage_data.get(index)
+        if info is None:
+            self._files.fail(f"the metadata does not say where {index} is", index.fqn)
+        return info
 
-    def _kind_of(self, item: ReadItem, info: Any) -> tuple[torch.dtype, torch.Size]:
-        """Return the dtype and the shape of the tensor that an item of ptsave holds."""
-        if kind := getattr(info, "ptsave_tensor", None):
-            return kind[0], torch.Size(kind[1])
+    def _planned_kind(self, item: ReadItem) -> tuple[torch.dtype, torch.Size]:
+        """Return the dtype and the shape of the tensor that an item was planned to hold."""
         index = item.storage_index
         described = self._metadata.state_dict_metadata.get(index.fqn)
         if not isinstance(described, TensorStorageMetadata):
-            raise CorruptCheckpointError(
-                f"{self._files.path}: the metadata describes no tensor {index.fqn}",
-                path=self._files.path,
-                entries=[index.fqn],
+            self._files.fail(f"the metadata describes no tensor {index.fqn}", index.fqn)
+        first = 0 if index.offset is None else max(index.index or 0, 0)  # by the planner's hint
+        chunks = chain(described.chunks[first:], described.chunks[:first])
+        found = next((each for each in chunks if index.offset in (None, each.offsets)), None)
+        if found is None:
+            self._files.fail(
+                f"the metadata has no part of {index.fqn} at {index.offset}", index.fqn
             )
-        return described.properties.dtype, _chunk_of(described, item, self._files.path).sizes
+        return described.properties.dtype, found.sizes
 
     def _copy_whole(self, item: ReadItem, info: Any, target: Tensor) -> Tensor:
         stream = io.BytesIO(self._files.read_whole(info, item.storage_index.fqn))
@@ -380,19 +371,3 @@ class _Load:
         except Exception as error:
             path = self._files.file(self._info_of(item).relative_path)
             raise UnpicklingError(f"{path}: {item.storage_index.fqn}: {error}") from error
-
-
-def _chunk_of(described: TensorStorageMetadata, item: ReadItem, path: str) -> ChunkStorageMetadata:
-    """Return the chunk of a tensor that an item reads from."""
-    index, chunks = item.storage_index, described.chunks
-    hint = index.index
-    if hint is not None and 0 <= hint < len(chunks) and chunks[hint].offsets == index.offset:
-        return chunks[hint]
-    for chunk in chunks:
-        if index.offset is None or chunk.offsets == index.offset:
-            return chunk
-    raise CorruptCheckpointError(
-        f"{path}: the metadata has no part of {index.fqn} at {index.offset}",
-        path=path,
-        entries=[index.fqn],
-    )

@@ -7,8 +7,12 @@ errors of DCP's collectives name the checkpoint and the rank.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import threading
+from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +27,13 @@ from torch.distributed.checkpoint import planner as planners
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
-from ptsave.distributed import collectives
 from ptsave.distributed.planners import LoadPlanner, SavePlanner
 from ptsave.distributed.reader import StorageReader
 from ptsave.distributed.writer import StorageWriter
 from ptsave.support import torch_dcp
 
-_STOCK = {
-    "FileSystemWriter": filesystem.FileSystemWriter,
-    "FileSystemReader": filesystem.FileSystemReader,
-}
+_StockWriter: Any = filesystem.FileSystemWriter
+_StockReader: Any = filesystem.FileSystemReader
 
 
 class FileSystemWriter(StorageWriter):
@@ -46,14 +47,14 @@ class FileSystemWriter(StorageWriter):
         """Return an instance of torch's class if only that supports the arguments."""
         if cls is not FileSystemWriter:  # a derived class may have other arguments
             return super().__new__(cls)
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        given = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
         torch_format = filesystem.SerializationFormat.TORCH_SAVE
         if (
             not given.get("single_file_per_rank", True)
             or given.get("_extensions") is not None
             or given.get("serialization_format", torch_format) is not torch_format
         ):
-            return _STOCK["FileSystemWriter"](*args, **kwargs)
+            return _StockWriter(*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(  # noqa: PLR0917 - torch's signature
@@ -85,26 +86,13 @@ class FileSystemWriter(StorageWriter):
         return Path(self.checkpoint_id)
 
 
-_ARGUMENTS = (
-    "path",
-    "single_file_per_rank",
-    "sync_files",
-    "thread_count",
-    "per_thread_copy_ahead",
-    "cache_staged_state_dict",
-    "overwrite",
-    "_extensions",
-    "serialization_format",
-)
-
-
 class FileSystemReader(StorageReader):
     """`StorageReader` with the arguments of torch's class, which reads files with extensions."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance of torch's class if there are extensions."""
         if cls is FileSystemReader and (any(args[1:]) or kwargs.get("_extension_registry")):
-            return _STOCK["FileSystemReader"](*args, **kwargs)
+            return _StockReader(*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
@@ -134,28 +122,116 @@ class FileSystemReader(StorageReader):
         infos = self.storage_data.values()
         if not any(getattr(info, "transform_descriptors", None) for info in infos):
             return super().read_data(plan, planner)
-        stock = _STOCK["FileSystemReader"](self._path)
+        stock = _StockReader(self._path)
         stock.set_up_storage_reader(self._metadata, is_coordinator=False)
         future: Future[None] = stock.read_data(plan, planner)
         return future
 
 
+# ------------------------------------------------------------ errors of DCP's collectives
+#
+# DCP sends plans and results of all ranks to one rank and back.  If a rank ends or does not answer,
+# the process group's error names neither the checkpoint nor the rank.
+
+# The directory or URL of the save or load that this thread is making.
+_checkpoint: ContextVar[object] = ContextVar("_checkpoint", default=None)
+
+
+def _naming_checkpoint(function: Callable[..., Any], storage: str) -> Callable[..., Any]:
+    """Wrap a function of DCP so that errors during a call can name its checkpoint."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        token = _checkpoint.set(getattr(given[storage], "checkpoint_id", None))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _checkpoint.reset(token)
+
+    return call
+
+
+save_state_dict = _naming_checkpoint(torch_dcp.save_state_dict, "storage_writer")
+load_state_dict = _naming_checkpoint(torch_dcp.load_state_dict, "storage_reader")
+
+
+def _naming_ranks(name: str) -> Callable[..., Any]:
+    """Wrap a method that exchanges values between ranks so that its errors name the rank."""
+    method = getattr(torch_dcp.DistWrapper, name)
+
+    @functools.wraps(method)
+    def exchange(self: Any, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except RuntimeError as error:
+            raise self.named(error) from error
+
+    return exchange
+
+
+def _noting_step(name: str) -> Callable[..., Any]:
+    """Wrap a method that makes one step of a save or load so that errors name the step."""
+    method = getattr(torch_dcp.DistWrapper, name)
+
+    @functools.wraps(method)
+    def make(self: Any, step: str, *args: Any) -> Any:
+        self.step = step
+        return method(self, step, *args)
+
+    return make
+
+
+class NamingGroup(torch_dcp.DistWrapper):  # type: ignore[misc]  # found at run time
+    """DCP's wrapper of a process group, with errors that name checkpoint, rank and step."""
+
+    step = ""
+
+    def named(self, error: RuntimeError) -> RuntimeError:
+        """Return an error of the same type that names the checkpoint, the rank and the step."""
+        where, step = _checkpoint.get(), f" in the step {self.step!r}" if self.step else ""
+        message = (
+            f"{'the checkpoint' if where is None else where}: rank {self.get_rank()} of "
+            f"{self.get_world_size()} could not go on{step}: another rank has ended or does not "
+            f"answer: {error}"
+        )
+        try:
+            return type(error)(message)
+        except TypeError:  # the type needs other arguments
+            return RuntimeError(message)
+
+    broadcast_object = _naming_ranks("broadcast_object")
+    gather_object = _naming_ranks("gather_object")
+    all_gather_object = _naming_ranks("all_gather_object")
+    scatter_object = _naming_ranks("scatter_object")
+    barrier = _naming_ranks("barrier")
+
+    reduce_scatter = _noting_step("reduce_scatter")
+    all_reduce = _noting_step("all_reduce")
+    all_gather = _noting_step("all_gather")
+    broadcast = _noting_step("broadcast")
+
+
+# ------------------------------------------------------------------- torch's names, exchanged
+
+
 # Instances of torch's classes that libraries have made stay instances of these names.
-FileSystemWriter.register(filesystem.FileSystemWriter)
-FileSystemReader.register(filesystem.FileSystemReader)
-_OURS: dict[str, Any] = {
-    "FileSystemWriter": FileSystemWriter,
-    "FileSystemReader": FileSystemReader,
-}
-# DCP's modules look up these names to make the planner of a call without one, and to exchange plans
-# and results between ranks.
+FileSystemWriter.register(_StockWriter)
+FileSystemReader.register(_StockReader)
+# Modules, names, torch's objects and ptsave's.  DCP looks up the storages for a ``checkpoint_id``,
+# the planners for a call without one, and the rest to exchange plans and results between ranks.
 _NAMES: tuple[tuple[Any, str, Any, Any], ...] = (
+    (checkpoint, "FileSystemWriter", _StockWriter, FileSystemWriter),
+    (checkpoint, "FileSystemReader", _StockReader, FileSystemReader),
+    (torch_dcp.storage_setup_module, "FileSystemWriter", _StockWriter, FileSystemWriter),
+    (torch_dcp.storage_setup_module, "FileSystemReader", _StockReader, FileSystemReader),
     (state_dict_saver, "DefaultSavePlanner", default_planner.DefaultSavePlanner, SavePlanner),
     (state_dict_loader, "DefaultLoadPlanner", default_planner.DefaultLoadPlanner, LoadPlanner),
-    (state_dict_saver, "_save_state_dict", torch_dcp.save_state_dict, collectives.save_state_dict),
-    (state_dict_loader, "_load_state_dict", torch_dcp.load_state_dict, collectives.load_state_dict),
-    (state_dict_saver, "_DistWrapper", torch_dcp.DistWrapper, collectives.NamingGroup),
-    (state_dict_loader, "_DistWrapper", torch_dcp.DistWrapper, collectives.NamingGroup),
+    (state_dict_saver, "_save_state_dict", torch_dcp.save_state_dict, save_state_dict),
+    (state_dict_loader, "_load_state_dict", torch_dcp.load_state_dict, load_state_dict),
+    (state_dict_saver, "_DistWrapper", torch_dcp.DistWrapper, NamingGroup),
+    (state_dict_loader, "_DistWrapper", torch_dcp.DistWrapper, NamingGroup),
 )
 
 _lock = threading.Lock()
@@ -166,12 +242,7 @@ def exchange(*, installed: bool) -> None:
 
     A name that other code has given another class keeps that class.
     """
-    old, new = (_STOCK, _OURS) if installed else (_OURS, _STOCK)
     with _lock:
-        for module in (checkpoint, torch_dcp.storage_setup_module):
-            for name in _STOCK:
-                if getattr(module, name) is old[name]:
-                    setattr(module, name, new[name])
         for module, name, stock, ours in _NAMES:
             before, after = (stock, ours) if installed else (ours, stock)
             if getattr(module, name) is before:

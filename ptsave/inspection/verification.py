@@ -171,8 +171,7 @@ def _verify_other(source: RangeSource) -> Verification:
 def _verify_ranks(metadata: str | FsspecFile, progress: ProgressCallback | None) -> Verification:
     """Check a distributed checkpoint, given its ``.metadata``: every file and every checksum."""
     # Not above: the first one imports torch's slow module.
-    from ptsave.dcp.checking import find_dcp_damage
-    from ptsave.dcp.checkpoint import DcpCheckpoint
+    from ptsave.dcp.checkpoint import DcpCheckpoint, find_dcp_damage
 
     metadata_path = metadata if isinstance(metadata, str) else metadata.name
     path = os.path.dirname(metadata_path) or "."

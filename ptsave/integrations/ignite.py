@@ -116,17 +116,20 @@ class SaveHandler:
     ) -> None:
         """Save a checkpoint under a name in the directory."""
         if self._saves_here():
-            path = self._path_of(filename)
+            path = os.fspath(self.dirname / filename)
             make_parent(path, self._options["storage_options"])
-            save(checkpoint, path, **self._options)
+            self._save(checkpoint, path)
 
     def remove(self, filename: str) -> None:
         """Remove a checkpoint."""
         if self._saves_here():
-            remove_checkpoint(self._path_of(filename), self._options["storage_options"])
+            self._remove(os.fspath(self.dirname / filename))
 
-    def _path_of(self, filename: str) -> str:
-        return os.fspath(self.dirname / filename)
+    def _save(self, checkpoint: Mapping[str, Any], path: str) -> None:
+        save(checkpoint, path, **self._options)
+
+    def _remove(self, path: str) -> None:
+        remove_checkpoint(path, self._options["storage_options"])
 
     def _saves_here(self) -> bool:
         import ignite.distributed
@@ -161,24 +164,13 @@ class AsyncSaveHandler(SaveHandler):
         super().__init__(*args, fsync=fsync, **kwargs)
         self._saves = PendingSaves()
 
-    def __call__(
-        self,
-        checkpoint: Mapping[str, Any],
-        filename: str,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Begin to save a checkpoint, then raise the error of an earlier one, if any."""
-        if self._saves_here():
-            path = self._path_of(filename)
-            make_parent(path, self._options["storage_options"])
-            self._saves.save(checkpoint, path, **self._options)
-            self._saves.check()
+    def _save(self, checkpoint: Mapping[str, Any], path: str) -> None:
+        self._saves.save(checkpoint, path, **self._options)
+        self._saves.check()
 
-    def remove(self, filename: str) -> None:
-        """Remove a checkpoint when all saves begun before are durable."""
-        if self._saves_here():
-            self._saves.check()
-            self._saves.remove(self._path_of(filename), self._options["storage_options"])
+    def _remove(self, path: str) -> None:
+        self._saves.check()
+        self._saves.remove(path, self._options["storage_options"])
 
     def wait(self) -> None:
         """Wait for pending saves and removals, and raise the error of a failed one."""

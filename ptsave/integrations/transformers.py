@@ -11,9 +11,14 @@ from typing import Any
 from ptsave.background.save_future import SaveFuture
 from ptsave.installation import installed
 from ptsave.integrations.accelerate import raised_on_all
-from ptsave.integrations.folder_saves import FolderParts, FolderSaves, give_up, writes_in_background
 from ptsave.integrations.lazy_classes import classes_over
-from ptsave.integrations.staged_folders import StagedFolder
+from ptsave.integrations.staged_folders import (
+    FolderParts,
+    FolderSaves,
+    StagedFolder,
+    give_up,
+    writes_in_background,
+)
 from ptsave.support import config
 
 __all__ = ["CheckpointMixin", "Trainer"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
+import re
 import signal
 import warnings
 from pathlib import Path
@@ -37,6 +39,22 @@ def assert_same_state(found: Any, expected: Any, where: str = "") -> None:
             assert_same_state(found[key], value, f"{where}.{key}")
     else:
         assert found == expected, where
+
+
+def full_state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return the whole state of a sharded model, as every rank sees it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(full_state_dict=True)
+    states = get_state_dict(model, optimizer, options=options)
+    return copy.deepcopy({"model": states[0], "optimizer": states[1]["state"]})
+
+
+def assert_written_by_two_ranks(folder: Path) -> None:
+    """Require the files of ptsave's StorageWriter on two ranks."""
+    names = [path.name for path in folder.glob("*.distcp")]
+    assert len(names) == 2
+    assert all(re.fullmatch(r"__[01]_[0-9a-f]{16}\.distcp", name) for name in names), names
 
 
 def names_written_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> list[str]:

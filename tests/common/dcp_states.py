@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
-from forked_ranks import ForkedRanks
+import torch.distributed.checkpoint as _dcp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+
+dcp: Any = _dcp  # a package that does not export its names to type checkers
+# Marks of tests in one process that save to the same place again.
+QUIET = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
 
 SHAPES: tuple[tuple[int, ...], ...] = (
     (),
@@ -27,7 +33,6 @@ SHAPES: tuple[tuple[int, ...], ...] = (
     (700, 513),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint16, torch.float8_e4m3fn, torch.bool)
-TIMEOUT_S = 300
 
 
 def values(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -137,13 +142,3 @@ def differences(state: Any, expected: Any, path: str = "") -> list[str]:
         )
         return [] if same else [path]
     return [] if state == expected else [f"{path}: {state!r}"]
-
-
-def run_ranks(world_size: int, function: Callable[..., None], folder: Path, *args: Any) -> None:
-    """Run ``function(rank, world_size, *args)`` on so many processes with a gloo group."""
-
-    def run(rank: int) -> None:
-        function(rank, world_size, *args)
-        dist.barrier()
-
-    ForkedRanks(folder, run, world_size, timeout_s=TIMEOUT_S).join()

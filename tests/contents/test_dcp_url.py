@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ptsave
-from ptsave.dcp import fetched_files
+from ptsave.dcp import rank_files
 from ptsave.distributed import StorageReader, StorageWriter
 from ptsave.sources.ranges import FsspecFile
 
@@ -66,8 +66,8 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 @pytest.fixture
 def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let everything be fetched in several pieces."""
-    monkeypatch.setattr(fetched_files, "_BATCH_NBYTES", 20_000)
-    monkeypatch.setattr(fetched_files, "_REQUEST_NBYTES", 8192)
+    monkeypatch.setattr(rank_files, "_BATCH_NBYTES", 20_000)
+    monkeypatch.setattr(rank_files, "_REQUEST_NBYTES", 8192)
 
 
 @pytest.mark.usefixtures("few_bytes")

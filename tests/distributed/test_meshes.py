@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as _dcp
-from dcp_states import differences, layouts, run_ranks, state_of
+from dcp_states import dcp, differences, layouts, state_of
+from forked_ranks import ForkedRanks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ptsave
@@ -17,12 +17,10 @@ from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageW
 from ptsave.inspection.verification import verify_file
 from ptsave.tree.tree import EntryNames
 
-dcp: Any = _dcp  # a package that does not export its names to type checkers
-
 WORLD_SIZES = (1, 2, 4)
 
 
-def save_all(rank: int, world_size: int, folder: Path) -> None:
+def save_all(world_size: int, folder: Path) -> None:
     for number, layout in enumerate(layouts(world_size)):
         state = state_of(layout, world_size, filled=True)
         planner = SavePlanner() if number % 2 else None
@@ -31,7 +29,7 @@ def save_all(rank: int, world_size: int, folder: Path) -> None:
             dcp.save(state, storage_writer=writer(path), planner=planner)
 
 
-def load_all(rank: int, world_size: int, folder: Path, step: int) -> None:
+def load_all(world_size: int, folder: Path, step: int) -> None:
     wrong: list[str] = []
     paths = sorted(folder.glob("*-ours")) + sorted(folder.glob("*-stock"))
     for number, layout in enumerate(layouts(world_size)):
@@ -55,20 +53,20 @@ def load_all(rank: int, world_size: int, folder: Path, step: int) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     for world_size in WORLD_SIZES:
-        run_ranks(world_size, save_all, folder, folder)
+        ForkedRanks(folder, lambda _, n=world_size: save_all(n, folder), world_size).join()  # type: ignore[misc]
     return folder
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_meshes_load_checkpoints_of_others(saved: Path, world_size: int) -> None:
     """Every mesh loads some, and every checkpoint is loaded by some."""
-    run_ranks(world_size, load_all, saved, saved, 5)
+    ForkedRanks(saved, lambda _: load_all(world_size, saved, 5), world_size).join()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_mesh_loads_every_checkpoint(saved: Path, world_size: int) -> None:
-    run_ranks(world_size, load_all, saved, saved, 1)
+    ForkedRanks(saved, lambda _: load_all(world_size, saved, 1), world_size).join()
 
 
 # --------------------------------------------------------------------- tools, against torch's own

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as _dcp
-from dcp_states import layouts, state_of
+from dcp_states import QUIET, dcp, layouts, state_of
 from forked_ranks import ForkedRanks
 from torch import Tensor
 from torch.distributed.checkpoint import default_planner
@@ -28,16 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
-from ptsave.dcp.metadata import load_metadata
-from ptsave.dcp.metadata_pickle import pickled_metadata
+from ptsave.dcp.metadata import load_metadata, pickled_metadata
 from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from ptsave.distributed.item_lists import ItemList, with_item_list
-from ptsave.distributed.planners import flattened
+from ptsave.distributed.planners import ItemList, flattened, with_item_list
 from ptsave.support import torch_dcp
 
-dcp: Any = _dcp  # a package that does not export its names to type checkers
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = QUIET
 
 
 def state(*, filled: bool = True, extra: str = "") -> dict[str, Any]:
@@ -73,6 +68,15 @@ def planned(kind: Any, values: dict[str, Any], **options: Any) -> tuple[Any, Sav
     planner = kind(**options)
     planner.set_up_planner(values, None, True)
     return planner, planner.create_local_plan()
+
+
+LOAD_PLANNERS = (dcp.DefaultLoadPlanner, LoadPlanner)
+
+
+def load_plan(kind: Any, values: Any, metadata: Metadata, is_coordinator: bool = True) -> Any:
+    planner = kind()
+    planner.set_up_planner(values, metadata, is_coordinator)
+    return planner.create_local_plan()
 
 
 def hints(plan: Any) -> list[Any]:
@@ -169,18 +173,12 @@ def test_plans_of_distributed_tensors_are_torchs(tmp_path: Path) -> None:
         folder = tmp_path / "checkpoint"
         dcp.save(values, storage_writer=StorageWriter(folder), planner=SavePlanner())
         metadata = StorageReader(folder).read_metadata()
-        found = []
-        for kind in (dcp.DefaultLoadPlanner, LoadPlanner):
-            planner = kind()
-            planner.set_up_planner(values, metadata, rank == 0)
-            found.append(planner.create_local_plan())
+        found = [load_plan(kind, values, metadata, rank == 0) for kind in LOAD_PLANNERS]
         assert found[0] == found[1]
         other = distribute_tensor(torch.ones(5, 3), alone, [Shard(0)], src_data_rank=None)
-        for kind in (dcp.DefaultLoadPlanner, LoadPlanner):
-            planner = kind()
-            planner.set_up_planner({**values, "more": {"0": other}}, metadata, rank == 0)
+        for kind in LOAD_PLANNERS:
             with pytest.raises(ValueError, match=r"Size mismatch.*more\.0"):
-                planner.create_local_plan()
+                load_plan(kind, {**values, "more": {"0": other}}, metadata, rank == 0)
 
     ForkedRanks(tmp_path, plan).join()
 
@@ -190,11 +188,7 @@ def test_plans_of_loads_are_torchs(tmp_path: Path) -> None:
     metadata = StorageReader(tmp_path).read_metadata()
     wanted: dict[str, Any]
     for wanted in (state(filled=False), {"model": state()["model"]}, {"list": state()["list"]}):
-        plans = []
-        for kind in (dcp.DefaultLoadPlanner, LoadPlanner):
-            planner = kind()
-            planner.set_up_planner(copy.deepcopy(wanted), metadata, True)
-            plans.append(planner.create_local_plan())
+        plans = [load_plan(kind, copy.deepcopy(wanted), metadata) for kind in LOAD_PLANNERS]
         assert plans[0] == plans[1]
         pairs = zip(plans[0].items, plans[1].items, strict=True)
         assert all(
@@ -202,16 +196,11 @@ def test_plans_of_loads_are_torchs(tmp_path: Path) -> None:
             == (b.dest_index.index, b.storage_index.index)
             for a, b in pairs
         )
-    for wanted, message in (({"x": torch.ones(1)}, "Missing key"), (resized(), "Size mismatch")):
-        for kind in (dcp.DefaultLoadPlanner, LoadPlanner):
-            planner = kind()
-            planner.set_up_planner(wanted, metadata, True)
+    resized = {**state(), "model": {f"layer.{i}": torch.ones(9) for i in range(5)}}
+    for wanted, message in (({"x": torch.ones(1)}, "Missing key"), (resized, "Size mismatch")):
+        for kind in LOAD_PLANNERS:
             with pytest.raises((RuntimeError, ValueError), match=message):
-                planner.create_local_plan()
-
-
-def resized() -> dict[str, Any]:
-    return {**state(), "model": {f"layer.{i}": torch.ones(9) for i in range(5)}}
+                load_plan(kind, wanted, metadata)
 
 
 @pytest.mark.parametrize("ours_saves", [True, False])

@@ -3,66 +3,44 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import os
+import random
 import resource
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as _dcp
-from dcp_states import differences, run_ranks, state_of
+from dcp_states import QUIET, dcp, differences, state_of
+from forked_ranks import ForkedRanks
 from kill_rounds import ROUNDS, SEED
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from warm_python import run_warm
 
 import ptsave
 from ptsave.distributed import StorageReader, StorageWriter
 
-dcp: Any = _dcp  # a package that does not export its names to type checkers
+pytestmark = QUIET
+
+N_RANKS = 2
 
 
-def save_state(folder: Path, world_size: int, **options: Any) -> None:
-    state = state_of("flat-rows", world_size, filled=True)
-    dcp.save(state, storage_writer=StorageWriter(folder), **options)
+def state(*, filled: bool = True) -> dict[str, Any]:
+    return state_of("flat-rows", N_RANKS, filled=filled)
 
 
-def check(folder: Path, world_size: int) -> None:
-    state = state_of("flat-rows", world_size, filled=False)
-    dcp.load(state, storage_reader=StorageReader(folder))
-    assert not differences(state, state_of("flat-rows", world_size, filled=True))
+def save_state(folder: Path, **options: Any) -> None:
+    dcp.save(state(), storage_writer=StorageWriter(folder), **options)
 
 
-def fail_on_last_rank(rank: int, world_size: int, folder: Path) -> None:
-    save_state(folder, world_size)
-    before = (folder / ".metadata").read_bytes()
-    dist.barrier()
-    if rank == world_size - 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    for _ in range(3):
-        with pytest.raises(CheckpointException) as caught:
-            save_state(folder, world_size)
-        dist.barrier()
-        # The old file and that of the last save, which the others' errors have made useless.
-        assert len(list(folder.glob("__0_*.distcp"))) == 2
-        dist.barrier()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert list(caught.value.failures) == [world_size - 1]
-    error = caught.value.failures[world_size - 1][0]
-    assert isinstance(error, ptsave.SaveError)
-    assert error.errno == errno.EFBIG
-    assert f"__{world_size - 1}_" in str(error.filename)
-    dist.barrier()
-    assert (folder / ".metadata").read_bytes() == before
-    check(folder, world_size)
-    dist.barrier()
-    save_state(folder, world_size)
-    check(folder, world_size)
-    dist.barrier()
-    assert len(list(folder.glob("*.distcp"))) == world_size
-    assert not list(folder.glob(".*.ptsave"))
+def check(folder: Path) -> None:
+    target = state(filled=False)
+    dcp.load(target, storage_reader=StorageReader(folder))
+    assert not differences(target, state())
 
 
 def fail_to_end(folder: Path) -> None:
@@ -74,8 +52,6 @@ def fail_to_end(folder: Path) -> None:
         dcp.save({"x": torch.ones(9)}, storage_writer=Failing(folder), no_dist=True)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 def test_files_of_failed_saves(tmp_path: Path) -> None:
     """They go with the next save of the process, unless another thread may still be at theirs."""
     dcp.save({"x": torch.zeros(9)}, storage_writer=StorageWriter(tmp_path), no_dist=True)
@@ -93,150 +69,156 @@ def test_files_of_failed_saves(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_on_one_rank(tmp_path: Path) -> None:
-    run_ranks(2, fail_on_last_rank, tmp_path, tmp_path / "checkpoint")
+    folder = tmp_path / "checkpoint"
 
+    def fail_on_last_rank(rank: int) -> None:
+        save_state(folder)
+        before = (folder / ".metadata").read_bytes()
+        dist.barrier()
+        if rank == N_RANKS - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        for _ in range(3):
+            with pytest.raises(CheckpointException) as caught:
+                save_state(folder)
+            dist.barrier()
+            # The old file and that of the last save, which the others' errors have made useless.
+            assert len(list(folder.glob("__0_*.distcp"))) == 2
+            dist.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        ((failed, (error, _)),) = caught.value.failures.items()
+        assert failed == N_RANKS - 1
+        assert isinstance(error, ptsave.SaveError)
+        assert error.errno == errno.EFBIG
+        assert f"__{failed}_" in str(error.filename)
+        dist.barrier()
+        assert (folder / ".metadata").read_bytes() == before
+        check(folder)
+        dist.barrier()
+        save_state(folder)
+        check(folder)
+        dist.barrier()
+        assert len(list(folder.glob("*.distcp"))) == N_RANKS
+        assert not list(folder.glob(".*.ptsave"))
 
-def lose_a_file(rank: int, world_size: int, folder: Path) -> None:
-    save_state(folder, world_size)
-    dist.barrier()
-    if rank == 0:
-        (file,) = folder.glob("__1_*.distcp")
-        file.unlink()
-    dist.barrier()
-    with pytest.raises(CheckpointException) as caught:
-        check(folder, world_size)
-    assert any("__1_" in str(error) for error, _ in caught.value.failures.values())
+    ForkedRanks(tmp_path, fail_on_last_rank).join()
 
 
 def test_a_missing_file_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(2, lose_a_file, tmp_path, tmp_path / "checkpoint")
+    folder = tmp_path / "checkpoint"
+    ForkedRanks(tmp_path, lambda _: save_state(folder)).join()
+    (file,) = folder.glob("__1_*.distcp")
+    file.unlink()
 
+    def load(_: int) -> None:
+        with pytest.raises(CheckpointException) as caught:
+            check(folder)
+        assert any(file.name in str(error) for error, _ in caught.value.failures.values())
 
-def save_apart(rank: int, world_size: int, folder: Path) -> None:
-    for _ in range(2):
-        save_state(folder, world_size, use_collectives=False)
-        dist.barrier()
-        check(folder, world_size)
-        dist.barrier()
-    names = sorted(path.name for path in folder.iterdir())
-    assert [name for name in names if name.endswith(".metadata")] == [
-        f"__{i}.metadata" for i in range(world_size)
-    ]
-    assert len(names) == 2 * world_size
+    ForkedRanks(tmp_path, load).join()
 
 
 def test_ranks_that_save_by_themselves(tmp_path: Path) -> None:
-    run_ranks(2, save_apart, tmp_path, tmp_path / "checkpoint")
+    folder = tmp_path / "checkpoint"
 
-
-def save_in_background(rank: int, world_size: int, folder: Path) -> None:
-    for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
-        state = state_of("flat-rows", world_size, filled=True)
-        path = folder / kind.value
+    def save_apart(_: int) -> None:
         for _ in range(2):
-            future: Any = dcp.async_save(
-                state, storage_writer=StorageWriter(path), async_checkpointer_type=kind
-            )
-            getattr(future, "upload_completion", future).result()
-        dist.barrier()
-        check(path, world_size)
+            save_state(folder, use_collectives=False)
+            dist.barrier()
+            check(folder)
+            dist.barrier()
+
+    ForkedRanks(tmp_path, save_apart).join()
+    names = {path.name for path in folder.iterdir()}
+    assert {f"__{rank}.metadata" for rank in range(N_RANKS)} <= names
+    assert len(names) == 2 * N_RANKS
 
 
-def test_saves_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    run_ranks(2, save_in_background, tmp_path, tmp_path)
+def test_saves_in_the_background(tmp_path: Path) -> None:
+    def save_in_background(_: int) -> None:
+        for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
+            folder = tmp_path / kind.value
+            for _ in range(2):
+                future: Any = dcp.async_save(
+                    state(), storage_writer=StorageWriter(folder), async_checkpointer_type=kind
+                )
+                getattr(future, "upload_completion", future).result()
+            dist.barrier()
+            check(folder)
+
+    ForkedRanks(tmp_path, save_in_background).join()
 
 
 # -------------------------------------------------------------------------------------------- kills
 
-KILLED = """
-import datetime, itertools, os, random, signal, sys, time, warnings
-from pathlib import Path
-import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from ptsave.distributed import StorageReader, StorageWriter
-warnings.simplefilter("ignore")
-folder, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-chance = random.Random(seed)
-torch.set_num_threads(1)
 GROUP_TIMEOUT_S = 20
 
-def state(rank, step):
-    own = {f"{name}-{rank}": torch.full((n,), float(step)) for name, n in
-           (("a", 7), ("b", 300_000), ("c", 5_000))}
-    return {**own, f"step-{rank}": step}
 
-def save_on(rank, n_ranks, store, first):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n_ranks,
-                            timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S))
-    (folder / f"ready-{rank}").touch()
-    for step in itertools.count(first):
-        writer = StorageWriter(folder / "checkpoint", fsync=False)
-        dcp.save(state(rank, step), storage_writer=writer)
+def step_of_rank(rank: int, step: int) -> dict[str, Any]:
+    sizes = {"a": 7, "b": 300_000, "c": 5_000}
+    tensors = {f"{name}-{rank}": torch.full((n,), float(step)) for name, n in sizes.items()}
+    return {**tensors, f"step-{rank}": step}
 
-def round_of(number, n_ranks, first):
-    store = folder / f"store-{number}"
-    children = []
-    for rank in range(n_ranks):
-        (folder / f"ready-{rank}").unlink(missing_ok=True)
-        child = os.fork()
-        if child == 0:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            code = 1
-            try:
-                save_on(rank, n_ranks, store, first)
-            except dcp.api.CheckpointException:
-                code = 3
-            except RuntimeError:  # of the group: the other one is gone
-                code = 3
-            finally:
-                os._exit(code)
-        children.append(child)
-    while not all((folder / f"ready-{rank}").exists() for rank in range(n_ranks)):
+
+def kill_one(folder: Path, n_ranks: int, first: int, chance: random.Random) -> None:
+    """Let ranks save step after step, and kill one: the others end with an error."""
+    ready = [folder / f"ready-{rank}" for rank in range(n_ranks)]
+
+    def save_on(rank: int) -> None:
+        ready[rank].touch()
+        for step in itertools.count(first):
+            writer = StorageWriter(folder / "checkpoint", fsync=False)
+            dcp.save(step_of_rank(rank, step), storage_writer=writer)
+
+    def act(rank: int) -> None:
+        with pytest.raises((CheckpointException, RuntimeError)):
+            save_on(rank)
+        os._exit(0)  # the group is broken, and would be waited for
+
+    for path in ready:
+        path.unlink(missing_ok=True)
+    ranks = ForkedRanks(folder, act, n_ranks, timeout_s=GROUP_TIMEOUT_S)
+    while not all(path.exists() for path in ready):
         time.sleep(0.001)
     time.sleep(chance.uniform(0, 0.25))
-    victim = chance.choice(children)
-    os.kill(victim, signal.SIGKILL)
+    victim = ranks.children.pop(chance.randrange(n_ranks))
+    victim.kill()
     begin = time.monotonic()
-    codes = {child: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children}
+    ranks.join()
     took = time.monotonic() - begin
-    assert codes.pop(victim) == -signal.SIGKILL
-    assert set(codes.values()) == {3}, codes  # an error on every rank
     assert took < 2 * GROUP_TIMEOUT_S + 60, took  # (the machine may stop us for a while)
-    store.unlink(missing_ok=True)
-    return check()
 
-def check():
-    if not (folder / "checkpoint" / ".metadata").exists():
+
+def saved_step(folder: Path) -> int:
+    """Return the step of all values of a checkpoint; 0 if there is none."""
+    if not (folder / ".metadata").exists():
         return 0
     steps = set()
-    metadata = StorageReader(folder / "checkpoint").read_metadata()
-    ranks = {name.rpartition("-")[2] for name in metadata.state_dict_metadata}
+    metadata = StorageReader(folder).read_metadata()
+    ranks = {int(name.rpartition("-")[2]) for name in metadata.state_dict_metadata}
     for reader in (StorageReader, dcp.FileSystemReader):
-        target = {}
+        target: dict[str, Any] = {}
         for rank in ranks:
-            target.update(state(rank, 0))
-        dcp.load(target, storage_reader=reader(folder / "checkpoint"), no_dist=True)
-        for name, value in target.items():
+            target |= step_of_rank(rank, 0)
+        dcp.load(target, storage_reader=reader(folder), no_dist=True)
+        for value in target.values():
             steps |= {value} if isinstance(value, int) else {int(x) for x in value.unique()}
-    assert len(steps) == 1, steps
-    return steps.pop()
-
-last = 0
-for number in range(rounds):
-    step = round_of(number, chance.choice((2, 4)), last + 1)
-    assert step >= last, (step, last)
-    last = step
-# A save that ends leaves nothing of those that were killed.
-dcp.save(state(0, last + 1), storage_writer=StorageWriter(folder / "checkpoint"), no_dist=True)
-names = sorted(path.name for path in (folder / "checkpoint").iterdir())
-assert len(names) == 2 and names[0] == ".metadata", names
-print("steps:", last)
-"""
+    (step,) = steps
+    return step
 
 
 @pytest.mark.kill
 @pytest.mark.timeout(0)
 def test_killed_ranks(tmp_path: Path) -> None:
-    result = run_warm(KILLED, tmp_path, ROUNDS, SEED, check=False, timeout=None)
-    assert result.returncode == 0, f"seed {SEED}: {result.stderr[-3000:]}"
-    assert int(result.stdout.rpartition("steps: ")[2]) > 0
+    print(f"PTSAVE_KILL_SEED={SEED}")  # shown if the test fails
+    chance, last = random.Random(SEED), 0
+    folder = tmp_path / "checkpoint"
+    for _ in range(ROUNDS):
+        kill_one(tmp_path, chance.choice((2, 4)), last + 1, chance)
+        step = saved_step(folder)
+        assert step >= last
+        last = step
+    assert last > 0
+    # A save that ends leaves nothing of those that were killed.
+    dcp.save(step_of_rank(0, last + 1), storage_writer=StorageWriter(folder), no_dist=True)
+    metadata, _file = sorted(path.name for path in folder.iterdir())
+    assert metadata == ".metadata"

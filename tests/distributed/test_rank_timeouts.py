@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as _dcp
+from dcp_states import QUIET, dcp
 from forked_ranks import ForkedRanks
 from torch.distributed.checkpoint import utils
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,13 +19,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 import ptsave
 from ptsave.distributed import StorageReader, StorageWriter
 
-dcp: Any = _dcp  # a package that does not export its names to type checkers
-
 TIMEOUT_S = 1.5
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
-]
+pytestmark = QUIET
 
 
 def state(rank: int, step: float) -> dict[str, Any]:

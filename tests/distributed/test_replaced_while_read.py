@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as _dcp
+from dcp_states import QUIET, dcp
 from forked_ranks import ForkedRanks
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,12 +21,7 @@ from ptsave.dcp import rank_files
 from ptsave.dcp.metadata import load_metadata
 from ptsave.distributed import StorageReader, StorageWriter
 
-dcp: Any = _dcp  # a package that does not export its names to type checkers
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
-]
+pytestmark = QUIET
 
 
 def save(folder: Path, value: float, *, stock: bool = False) -> None:
@@ -59,14 +54,24 @@ def is_replaced(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno == errno.ESTALE
 
 
+def zeros() -> dict[str, Any]:
+    return {"a": torch.zeros(5000), "step": 0.0}
+
+
+def errors_of_load(
+    target: dict[str, Any], folder: Path, reader: Any = StorageReader, **options: Any
+) -> list[BaseException]:
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(target, storage_reader=reader(folder), **options)
+    return [error for error, _ in caught.value.failures.values()]
+
+
 def test_a_load_of_what_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "checkpoint"
     replacing = Replacing(folder)
     monkeypatch.setattr(StorageReader, "read_data", replacing.before(StorageReader.read_data))
-    target: dict[str, Any] = {"a": torch.zeros(5000), "step": 0.0}
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(target, storage_reader=StorageReader(folder), no_dist=True)
-    (error,) = (each for each, _ in caught.value.failures.values())
+    target = zeros()
+    (error,) = errors_of_load(target, folder, no_dist=True)
     assert is_replaced(error)
     assert str(folder) in str(error)
     assert target["a"].eq(0).all()
@@ -74,9 +79,7 @@ def test_a_load_of_what_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert target["a"].eq(replacing.last).all()
     # A file that is missing without a replacement is missing.
     next(folder.glob("*.distcp")).unlink()
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(target, storage_reader=StorageReader(folder), no_dist=True)
-    (error,) = (each for each, _ in caught.value.failures.values())
+    (error,) = errors_of_load(target, folder, no_dist=True)
     assert isinstance(error, FileNotFoundError)
 
 
@@ -92,10 +95,7 @@ def test_files_of_torch_that_are_overwritten(
         save(folder, 2.0, stock=True)
 
     monkeypatch.setattr(rank_files.RankFiles, "read", replace)
-    target: dict[str, Any] = {"a": torch.zeros(5000), "step": 0.0}
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(target, storage_reader=StorageReader(folder), no_dist=True)
-    assert all(is_replaced(each) for each, _ in caught.value.failures.values())
+    assert all(map(is_replaced, errors_of_load(zeros(), folder, no_dist=True)))
 
 
 def test_ranks_that_have_read_different_metadata(tmp_path: Path) -> None:
@@ -115,10 +115,8 @@ def test_ranks_that_have_read_different_metadata(tmp_path: Path) -> None:
             return super().read_metadata(*args, **kwargs)
 
     def load(rank: int) -> None:
-        target: dict[str, Any] = {"a": torch.zeros(5000), "step": 0.0}
-        with pytest.raises(CheckpointException) as caught:
-            dcp.load(target, storage_reader=Late(folder))
-        assert all(is_replaced(each) for each, _ in caught.value.failures.values())
+        target = zeros()
+        assert all(map(is_replaced, errors_of_load(target, folder, Late)))
         assert target["a"].eq(0).all()
         distributed.barrier()
         dcp.load(target, storage_reader=StorageReader(folder))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as _dcp
+from dcp_states import QUIET, dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -24,16 +24,10 @@ import ptsave
 from ptsave import _C
 from ptsave.dcp import metadata as dcp_metadata
 from ptsave.dcp.metadata import load_metadata
-from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter, staging
-from ptsave.distributed.rank_file import head_of
+from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from ptsave.distributed.directory import head_of
 
-dcp: Any = _dcp  # a package that does not export its names to type checkers
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
-]
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")]
 
 DTYPES = [
     torch.float64,
@@ -89,9 +83,14 @@ def rank_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.distcp"))
 
 
-def cause(error: CheckpointException) -> BaseException:
-    (found,) = {type(each[0]): each[0] for each in error.failures.values()}.values()
-    return found
+def error_of_load(target: dict[str, Any], folder: Path, **options: Any) -> BaseException | None:
+    """Return the error in the one that names the rank; None if there is none."""
+    try:
+        load(target, folder, **options)
+    except CheckpointException as error:
+        ((found, _),) = error.failures.values()
+        return found
+    return None
 
 
 # ------------------------------------------------------------------------------------ the format
@@ -145,29 +144,6 @@ def test_both_read_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
         assert torch.equal(same, values.view(-1).view(torch.uint8))
 
 
-def test_values_that_are_no_plain_tensors(tmp_path: Path) -> None:
-    values: dict[str, Any] = {
-        "view": torch.arange(100.0)[10:90:4],
-        "conj": torch.randn(4, dtype=torch.complex64).conj(),
-        "transposed": torch.arange(12.0).view(3, 4).t(),
-        "parameter": torch.nn.Parameter(torch.ones(3)),
-        "ordered": OrderedDict(a=1),
-    }
-    save(values, tmp_path)
-    for reader in (StorageReader, dcp.FileSystemReader):
-        target: dict[str, Any] = {
-            "view": torch.zeros(20),
-            "conj": torch.zeros(4, dtype=torch.complex64),
-            "transposed": torch.zeros(4, 3),
-            "parameter": torch.nn.Parameter(torch.zeros(3)),
-            "ordered": OrderedDict(a=0),
-        }
-        load(target, tmp_path, reader)
-        assert target["ordered"] == values["ordered"]
-        for name in ("view", "conj", "transposed", "parameter"):
-            assert torch.equal(target[name].detach(), values[name].detach()), name
-
-
 class Derived(torch.Tensor):
     """A class whose instances lose it with every operation."""
 
@@ -181,7 +157,11 @@ def test_values_that_become_plain_tensors(tmp_path: Path, planner: Any) -> None:
         **state(),
         **{str(n): torch.arange(n).as_subclass(Derived) for n in (1, 3000, 2)},
         "columns": torch.arange(12.0).view(3, 4).t(),
+        "view": torch.arange(100.0)[10:90:4],
+        "conj": torch.randn(4, dtype=torch.complex64).conj(),
         "gradient": torch.ones(5, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "ordered": OrderedDict(a=1),
     }
     dcp.save(values, storage_writer=StorageWriter(tmp_path), planner=planner and planner())
     for reader in (StorageReader, dcp.FileSystemReader):
@@ -190,7 +170,9 @@ def test_values_that_become_plain_tensors(tmp_path: Path, planner: Any) -> None:
             for name, value in values.items()
             if isinstance(value, torch.Tensor)
         }
+        target |= {"parameter": torch.nn.Parameter(torch.zeros(3)), "ordered": OrderedDict(a=0)}
         load(target, tmp_path, reader)
+        assert target.pop("ordered") == values["ordered"]
         assert all(torch.equal(target[name], values[name]) for name in target)
 
 
@@ -355,8 +337,8 @@ def test_a_save_takes_the_memory_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that begins as soon as that has ended."""
-    monkeypatch.setattr(staging, "_MAX_WAIT_SECONDS", 60.0)
-    monkeypatch.setattr(staging, "_FRESH_NBYTES_A_SECOND", 1.0)
+    monkeypatch.setattr("ptsave.distributed.writer._MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr("ptsave.distributed.writer._FRESH_NBYTES_A_SECOND", 1.0)
     writer, values = StorageWriter(tmp_path), {"x": torch.ones(3 << 20)}
     n_mappings = []
     for _ in range(4):
@@ -408,40 +390,25 @@ def test_every_flipped_byte_is_found(tmp_path: Path, verify: bool) -> None:
         data[position] ^= 1
         file.write_bytes(data)
         data[position] ^= 1
-        damage = damage_of({"x": torch.zeros(3000), "y": torch.zeros(4)}, tmp_path, verify=verify)
-        found += damage is not None and damage.path == str(file)
+        target = {"x": torch.zeros(3000), "y": torch.zeros(4)}
+        error = error_of_load(target, tmp_path, verify=verify)
+        found += isinstance(error, ptsave.CorruptCheckpointError) and error.path == str(file)
     assert found == (len(positions) if verify else 0)
-
-
-def damage_of(
-    target: dict[str, Any], folder: Path, **options: Any
-) -> ptsave.CorruptCheckpointError | None:
-    """Return the error of a load, which names the rank; None if there is none."""
-    try:
-        load(target, folder, **options)
-    except CheckpointException as error:
-        damage = cause(error)
-        return damage if isinstance(damage, ptsave.CorruptCheckpointError) else None
-    return None
 
 
 def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
     save(state(), tmp_path)
     (file,) = rank_files(tmp_path)
-    os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(CheckpointException) as caught:
-        load(zeros(), tmp_path)
-    assert file.name in str(cause(caught.value))
-    file.unlink()
-    with pytest.raises(CheckpointException) as caught:
-        load(zeros(), tmp_path)
-    assert isinstance(cause(caught.value), FileNotFoundError)
-    assert file.name in str(cause(caught.value))
-    file.mkdir()
-    with pytest.raises(CheckpointException) as caught:
-        load(zeros(), tmp_path)
-    assert isinstance(cause(caught.value), IsADirectoryError)
-    assert file.name in str(cause(caught.value))
+    changes: list[tuple[Callable[[], Any], type[Exception]]] = [
+        (lambda: os.truncate(file, file.stat().st_size - 1), ptsave.CorruptCheckpointError),
+        (file.unlink, FileNotFoundError),
+        (file.mkdir, IsADirectoryError),
+    ]
+    for change, kind in changes:
+        change()
+        error = error_of_load(zeros(), tmp_path)
+        assert isinstance(error, kind)
+        assert file.name in str(error)
 
 
 def test_damage_in_a_checkpoint_by_torch(tmp_path: Path) -> None:
@@ -449,39 +416,31 @@ def test_damage_in_a_checkpoint_by_torch(tmp_path: Path) -> None:
     (file,) = rank_files(tmp_path)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(CheckpointException) as caught:
-        load({"x": torch.zeros(3000)}, tmp_path)
-    assert isinstance(cause(caught.value), ptsave.CorruptCheckpointError)
-    os.truncate(file, 100)
-    with pytest.raises(CheckpointException) as caught:
-        load({"x": torch.zeros(3000)}, tmp_path)
-    assert "cut short" in str(cause(caught.value))
+    for damaged, words in ((data, ""), (data[:100], "cut short")):
+        file.write_bytes(damaged)
+        error = error_of_load({"x": torch.zeros(3000)}, tmp_path)
+        assert isinstance(error, ptsave.CorruptCheckpointError)
+        assert words in str(error)
 
 
 # ---------------------------------------------------------------------------- what metadata may say
 
 
-def rewrite(folder: Path, change: Callable[[Metadata], None]) -> None:
+def error_of_places(folder: Path, **attributes: Any) -> BaseException | None:
+    """Return the error of loading a checkpoint whose items are said to be elsewhere."""
+    save({"x": torch.ones(3)}, folder)
     metadata = load_metadata(str(folder / ".metadata"))
-    change(metadata)
+    for info in metadata.storage_data.values():
+        vars(info).update(attributes)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return error_of_load({"x": torch.zeros(3)}, folder)
 
 
 @pytest.mark.parametrize(
     "name", ["../outside", "/etc/passwd", "a/../../b", "", ".", "a\0b", "a//b"]
 )
 def test_metadata_that_points_outside(tmp_path: Path, name: str) -> None:
-    save({"x": torch.ones(3)}, tmp_path)
-
-    def point(metadata: Metadata) -> None:
-        for info in metadata.storage_data.values():
-            info.relative_path = name
-
-    rewrite(tmp_path, point)
-    with pytest.raises(CheckpointException) as caught:
-        load({"x": torch.zeros(3)}, tmp_path)
-    assert "points outside" in str(cause(caught.value))
+    assert "points outside" in str(error_of_places(tmp_path, relative_path=name))
 
 
 @pytest.mark.parametrize(
@@ -489,16 +448,15 @@ def test_metadata_that_points_outside(tmp_path: Path, name: str) -> None:
     [(-1, 10), (0, 1 << 40), (1 << 62, 1 << 62), (0, 3), (0, -1), ("0", 3), (None, None)],
 )
 def test_metadata_with_impossible_places(tmp_path: Path, offset: Any, length: Any) -> None:
-    save({"x": torch.ones(3)}, tmp_path)
+    error = error_of_places(tmp_path, offset=offset, length=length)
+    assert isinstance(error, ptsave.CorruptCheckpointError)
 
-    def move(metadata: Metadata) -> None:
-        for info in metadata.storage_data.values():
-            info.offset, info.length = offset, length
 
-    rewrite(tmp_path, move)
-    with pytest.raises(CheckpointException) as caught:
-        load({"x": torch.zeros(3)}, tmp_path)
-    assert isinstance(cause(caught.value), ptsave.CorruptCheckpointError)
+@pytest.mark.parametrize("kind", [(torch.float32, [-1]), (torch.float32, (1 << 70,)), (3, (3,)), 3])
+def test_metadata_with_impossible_kinds(tmp_path: Path, kind: Any) -> None:
+    error = error_of_places(tmp_path, ptsave_tensor=kind)
+    assert isinstance(error, ptsave.CorruptCheckpointError)
+    assert "what kind of tensor x is" in str(error)
 
 
 class Calls:
@@ -557,9 +515,7 @@ def test_objects_that_may_run_code(tmp_path: Path, writer: Any) -> None:
     fine = {"fine": None}
     assert load(fine, tmp_path, weights_only=True)["fine"] == values["fine"]
     for name in ("other", "code"):
-        with pytest.raises(CheckpointException) as caught:
-            load({name: None}, tmp_path, weights_only=True)
-        error = cause(caught.value)
+        error = error_of_load({name: None}, tmp_path, weights_only=True)
         assert isinstance(error, pickle.UnpicklingError)
         assert f": {name}: " in str(error)
         assert ".distcp" in str(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as _dcp
-from dcp_states import run_ranks
+from dcp_states import QUIET, dcp
+from forked_ranks import ForkedRanks
 from torch import Tensor, nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard import sharding_spec as _specs
@@ -36,16 +35,10 @@ from torch.futures import Future
 
 import ptsave
 
-# Packages that do not export their names to type checkers.
-dcp: Any = _dcp
-specs: Any = _specs
+specs: Any = _specs  # a package that does not export its names to type checkers
 load_keys: Any = state_dict_loader._load_state_dict_from_keys
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
-    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed"),
-]
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed")]
 
 
 def plain(value: Any) -> Any:
@@ -161,7 +154,7 @@ def extensions_of_a_registry(folder: Path) -> Any:
 
 def extensions_that_torch_knows(folder: Path) -> Any:
     """As ZStandard, if its library is there: the reader has no registry."""
-    with patch.object(_dcp.filesystem, "ExtensionRegistry", KnowsSwapped):
+    with patch.object(dcp.filesystem, "ExtensionRegistry", KnowsSwapped):
         return extensions(folder), load_keys("x", checkpoint_id=folder)
 
 
@@ -554,24 +547,22 @@ def storages_that_fail(folder: Path) -> Any:
     return found
 
 
-def run_scenarios(rank: int, world_size: int, folder: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    for scenario in (
-        former_class_of_sharded_tensors,
-        replicas,
-        fully_sharded,
-        tensor_parallel,
-        experts_of_ranks,
-        keys_in_another_order,
-        another_coordinator,
-        storages_that_fail,
-    ):
-        expected = outcome(scenario, Path(folder) / f"stock-{scenario.__name__}")
-        assert not expected.startswith("['AssertionError"), expected
-        with ptsave.installed(distributed=True):
-            found = outcome(scenario, Path(folder) / f"ours-{scenario.__name__}")
-        assert found == expected, scenario.__name__
-
-
 def test_ranks(tmp_path: Path) -> None:
-    run_ranks(2, run_scenarios, tmp_path, str(tmp_path))
+    def run_scenarios(_: int) -> None:
+        for scenario in (
+            former_class_of_sharded_tensors,
+            replicas,
+            fully_sharded,
+            tensor_parallel,
+            experts_of_ranks,
+            keys_in_another_order,
+            another_coordinator,
+            storages_that_fail,
+        ):
+            expected = outcome(scenario, tmp_path / f"stock-{scenario.__name__}")
+            assert not expected.startswith("['AssertionError"), expected
+            with ptsave.installed(distributed=True):
+                found = outcome(scenario, tmp_path / f"ours-{scenario.__name__}")
+            assert found == expected, scenario.__name__
+
+    ForkedRanks(tmp_path, run_scenarios).join()

@@ -6,26 +6,18 @@ Accelerator told what it is.
 
 from __future__ import annotations
 
-import copy
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from client_checkpoints import assert_same_state, imported
+from client_checkpoints import assert_same_state, assert_written_by_two_ranks, full_state_of
 from forked_ranks import ForkedRanks
 
 from ptsave.integrations import accelerate as integration
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_torch_thread")]
-_RANK_FILE = re.compile(r"__[01]_[0-9a-f]{16}\.distcp")
-
-
-@pytest.fixture(scope="module")
-def accelerate() -> Any:
-    return imported("accelerate")
 
 
 class Run:
@@ -65,14 +57,6 @@ class Run:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def values(self) -> dict[str, Any]:
-        """Return the whole state, as every rank sees it."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-        options = StateDictOptions(full_state_dict=True)
-        states = get_state_dict(self.model, self.optimizer, options=options)
-        return copy.deepcopy({"model": states[0], "optimizer": states[1]["state"]})
-
 
 @pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("version", [1, 2])
@@ -86,19 +70,17 @@ def test_resumes_exactly(
     def run(_: int) -> None:
         run = Run(accelerate, version, state_dict_type)
         run.train(2)
-        expected = run.values()
+        expected = full_state_of(run.model, run.optimizer)
         run.accelerator.save_state(str(folder))
         for loads_with_engine in (True, False):
             run.train(1)
             if not loads_with_engine:
                 integration.disable(run.accelerator)
             run.accelerator.load_state(str(folder))
-            assert_same_state(run.values(), expected)
+            assert_same_state(full_state_of(run.model, run.optimizer), expected)
 
     ForkedRanks(tmp_path, run, n_ranks).join()
     assert sorted(name for name in os.listdir(tmp_path) if name != ".store") == ["state"]
     if state_dict_type == "SHARDED_STATE_DICT":
         for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-            files = [path.name for path in (folder / name).glob("*.distcp")]
-            assert len(files) == 2
-            assert all(map(_RANK_FILE.fullmatch, files)), files
+            assert_written_by_two_ranks(folder / name)

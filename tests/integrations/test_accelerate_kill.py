@@ -23,7 +23,7 @@ from unittest.mock import Mock
 
 import pytest
 from _system import Child, in_child
-from client_checkpoints import assert_same_state, imported
+from client_checkpoints import assert_same_state
 from kill_rounds import ROUNDS, SEED
 from test_accelerate import prepared, state_of, train
 
@@ -38,11 +38,6 @@ pytestmark = [
 _N_STEPS = 60  # of a run; then another one begins
 _N_KILLS = max(ROUNDS // 10, 5)
 _NOTE = "loss 0.5"
-
-
-@pytest.fixture(scope="module")
-def accelerate() -> Any:
-    return imported("accelerate")
 
 
 @pytest.fixture(scope="module")

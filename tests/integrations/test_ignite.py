@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from client_checkpoints import imported
 
 import ptsave
 from ptsave.integrations import ignite as integration
@@ -20,14 +19,9 @@ KINDS = ("SaveHandler", "AsyncSaveHandler")
 
 
 @pytest.fixture(scope="module")
-def ignite() -> Iterator[Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("ignite", reason="pip install pytorch-ignite")
-        import ignite.engine
-        import ignite.handlers
-
-        yield ignite
+def ignite() -> Any:
+    imported("ignite.handlers")
+    return imported("ignite")
 
 
 def run(ignite: Any, handler: Any, epochs: int, resume: Path | None = None) -> Any:

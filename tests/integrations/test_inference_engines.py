@@ -120,7 +120,10 @@ def loader_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         )
         if engine == "vllm":
             module.register()
-            return registered["ptsave"](load_config)
+            loader_class = registered["ptsave"]
+            module.register()  # as each of vLLM's plug-in loads does
+            assert registered["ptsave"] is loader_class is module.ModelLoader
+            return loader_class(load_config)
         load_config.load_format = module.ModelLoader
         return load_config.load_format(load_config)  # as SGLang's get_model_loader
 
@@ -164,33 +167,29 @@ def test_errors(engine: str, loader_of: Any, folder: Path) -> None:
         loaded(engine, loader_of(engine), folder)
 
 
-def test_download(folder: Path, loader_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
+@pytest.fixture
+def downloads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of downloads from the hub: of a folder, or of none where no file matches."""
+    calls: list[dict[str, Any]] = []
 
     def snapshot_download(model: str, **options: Any) -> str:
-        calls.append((model, options))
-        return str(folder)
+        calls.append({"model": model, **options})
+        return str(folder if model == "some/model" else folder / "none")
 
     hub = pytest.importorskip("huggingface_hub", reason="pip install huggingface_hub")
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+def test_download(loader_of: Any, downloads: list[dict[str, Any]]) -> None:
     model = loaded("vllm", loader_of("vllm"), "some/model")
     assert len(model.seen) == 4
-    assert calls[0][0] == "some/model"
-    assert calls[0][1]["ignore_patterns"] == ["original/**/*"]
+    assert downloads[0]["ignore_patterns"] == ["original/**/*"]
 
 
-def test_download_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_of_nothing(folder: Path, downloads: list[dict[str, Any]]) -> None:
     """The hub's library makes no folder where no file matches."""
-    ignored: list[Any] = []
-
-    def snapshot_download(model: str, **options: Any) -> str:
-        ignored.append(options["ignore_patterns"])
-        return str(tmp_path / "none")
-
-    hub = pytest.importorskip("huggingface_hub", reason="pip install huggingface_hub")
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
     loader = WeightsLoader.__new__(WeightsLoader)
     loader.load_config = SimpleNamespace(ignore_patterns="*.bin")
-    found = loader.local_model("some/model", None)
-    assert found == str(tmp_path / "none")
-    assert ignored == ["*.bin", "*.bin"]
+    assert loader.local_model("empty/model", None) == str(folder / "none")
+    assert [options["ignore_patterns"] for options in downloads] == ["*.bin", "*.bin"]

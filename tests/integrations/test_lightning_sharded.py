@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from client_checkpoints import assert_same_state, imported
+from client_checkpoints import (
+    assert_same_state,
+    assert_written_by_two_ranks,
+    full_state_of,
+    imported,
+)
 from forked_ranks import ForkedRanks
 
 import ptsave
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_torch_thread")]
-_RANK_FILE = re.compile(r"__[01]_[0-9a-f]{16}\.distcp")
 _STRATEGIES = ("FSDP", "ModelParallel")
 
 
@@ -60,15 +62,6 @@ def strategy_of(strategies: Any, name: str, *, full: bool) -> Any:
 def n_ranks_of(name: str, *, full: bool) -> int:
     """Return how many ranks can save: FSDP1 frees the CPU memory of a full state of several."""
     return 1 if full and name == "FSDP" else 2
-
-
-def full_state_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Return the whole state, as every rank sees it."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=False)
-    states = get_state_dict(model, optimizer, options=options)
-    return copy.deepcopy({"model": states[0], "optimizer": states[1]["state"]})
 
 
 class FabricRun:
@@ -125,14 +118,8 @@ def test_fabric(name: str, full: bool, lightning: Any, tmp_path: Path) -> None:
         with ptsave.open(path) as archive:
             assert archive.info("model.0.weight").shape == (16, 8)
         return
-    assert_written_by_the_engine(path)
-
-
-def assert_written_by_the_engine(path: Path) -> None:
     assert (path / "meta.pt").exists()
-    names = {name for name in os.listdir(path) if name.endswith(".distcp")}
-    assert len(names) == 2
-    assert all(map(_RANK_FILE.fullmatch, names))
+    assert_written_by_two_ranks(path)
 
 
 def fitted(lightning: Any, name: str, folder: Path, *, full: bool, n: int, **options: Any) -> Any:
@@ -198,4 +185,4 @@ def test_trainer(name: str, full: bool, lightning: Any, tmp_path: Path) -> None:
     ForkedRanks(tmp_path, run, n_ranks_of(name, full=full)).join()
     assert sorted(os.listdir(ours)) == sorted(os.listdir(stock))
     if not full:
-        assert_written_by_the_engine(ours / "last.ckpt")
+        assert_written_by_two_ranks(ours / "last.ckpt")

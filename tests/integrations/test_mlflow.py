@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from client_checkpoints import names_written_by_the_engine
 from torch import nn
 
 import ptsave
-from ptsave.writing.targets import FileWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
@@ -25,23 +27,13 @@ def test_model_goes_through_the_engine(
     mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the guide has it; what is loaded is what was saved, with and without ptsave."""
-    written = []
-    write = FileWriter.write_file
-
-    def noting(writer: FileWriter, path: str) -> None:
-        written.append(Path(path).name)
-        write(writer, path)
-
-    monkeypatch.setattr(FileWriter, "write_file", noting)
+    written = names_written_by_the_engine(monkeypatch)
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(30, 20)
-    with warnings.catch_warnings(), ptsave.installed():
-        warnings.simplefilter("ignore")
+    with ptsave.installed():
         mlflow.save_model(model, str(tmp_path / "model"), serialization_format="pickle")
         again = mlflow.load_model(str(tmp_path / "model"))
     assert written == ["model.pth"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock = mlflow.load_model(str(tmp_path / "model"))
+    stock = mlflow.load_model(str(tmp_path / "model"))
     for loaded in (again, stock):
         assert all(map(torch.equal, loaded.parameters(), model.parameters()))

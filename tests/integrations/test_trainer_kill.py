@@ -18,13 +18,7 @@ import pytest
 from _system import Child
 from client_checkpoints import assert_same_state
 from kill_rounds import ROUNDS, SEED
-from tiny_trainers import (
-    N_STEPS,
-    assert_same_checkpoint,
-    imported_transformers,
-    make_trainer,
-    state_of,
-)
+from tiny_trainers import N_STEPS, assert_same_checkpoint, make_trainer, state_of
 
 pytestmark = [
     pytest.mark.kill,
@@ -34,11 +28,6 @@ pytestmark = [
 ]
 _N_KILLS = max(ROUNDS // 10, 4)
 _OPTIONS = {"save_steps": 1, "save_total_limit": None}
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    return imported_transformers()
 
 
 @pytest.fixture(scope="module")

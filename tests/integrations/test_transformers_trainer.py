@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from _corruption import flip_middle
-from client_checkpoints import (
-    assert_same_state,
-    killed_by_itself,
-    names_written_by_the_engine,
-    share_of_the_engine,
-)
-from tiny_trainers import (
-    N_STEPS,
-    assert_same_checkpoint,
-    imported_transformers,
-    make_trainer,
-    state_of,
-)
+from client_checkpoints import assert_same_state, names_written_by_the_engine, share_of_the_engine
+from forked_ranks import ForkedRanks
+from tiny_trainers import N_STEPS, assert_same_checkpoint, make_trainer, state_of
 
 import ptsave
-from ptsave.integrations import staged_folders
-from ptsave.integrations.folder_saves import FolderSaves, writes_in_background
 from ptsave.integrations.staged_folders import StagedFolder
+from ptsave.writing.targets import FileWriter
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_torch_thread")]
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    return imported_transformers()
+KINDS = ("blocking", "background")
+BEST_MODEL: dict[str, Any] = {
+    "load_best_model_at_end": True,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "metric_for_best_model": "loss",
+    "save_total_limit": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +39,7 @@ def stock(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return {"state": state_of(trained), "folder": folder}
 
 
-@pytest.mark.parametrize("kind", ["blocking", "background"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_resumes_exactly(kind: str, transformers: Any, stock: Any, tmp_path: Path) -> None:
     trained = make_trainer(transformers, kind, tmp_path)
     trained.train()
@@ -71,16 +62,9 @@ def test_stock_trainer_resumes_from_it(transformers: Any, stock: Any, tmp_path: 
     assert_same_state(state_of(resumed), stock["state"])
 
 
-@pytest.mark.parametrize("kind", ["blocking", "background"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_best_model(kind: str, transformers: Any, tmp_path: Path) -> None:
-    options = {
-        "load_best_model_at_end": True,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "metric_for_best_model": "loss",
-        "save_total_limit": 1,
-    }
-    trained = make_trainer(transformers, kind, tmp_path, **options)
+    trained = make_trainer(transformers, kind, tmp_path, **BEST_MODEL)
     trained.train()
     best = trained.state.best_model_checkpoint
     assert os.path.dirname(best) == str(tmp_path)
@@ -100,7 +84,7 @@ def test_damaged_file(name: str, transformers: Any, tmp_path: Path) -> None:
         resumed.train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("kind", ["blocking", "background"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_failed_save(
     kind: str, transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +133,7 @@ def test_file_of_that_name_stays(kind: str, transformers: Any, tmp_path: Path) -
     assert os.listdir(tmp_path) == ["checkpoint-2"]
 
 
-@pytest.mark.parametrize("kind", ["blocking", "background"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_other_process_saves_there(kind: str, transformers: Any, tmp_path: Path) -> None:
     """Its folders stay, and of the same checkpoint there is one."""
     others = [StagedFolder(str(tmp_path / f"checkpoint-{n}"), fsync=False) for n in (2, 3)]
@@ -167,141 +151,134 @@ def test_other_process_saves_there(kind: str, transformers: Any, tmp_path: Path)
     assert os.listdir(tmp_path) == ["checkpoint-2"]
 
 
-def test_folder_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, exchanges in enumerate((True, False)):
-        if not exchanges:
-            monkeypatch.setattr(staged_folders, "_exchange", lambda *_: False)
-        folder = StagedFolder(str(tmp_path / "c"), fsync=True)
-        os.makedirs(folder.path)
-        Path(folder.path, f"new-{number}").touch()
-        folder.publish()
-        assert os.listdir(tmp_path) == ["c"]
-        assert os.listdir(tmp_path / "c") == [f"new-{number}"]
+# -------------------------------------------------------------------------------- two ranks (DDP)
 
 
-def remove_leftovers(folder: Path) -> None:
-    for leftover in FolderSaves().leftovers(str(folder), "checkpoint-"):
-        leftover.discard_leftover()
+class Job:
+    """A training on two ranks, each of which tells what came of it."""
+
+    def __init__(self, transformers: Any, kind: str, folder: Path) -> None:
+        self._transformers, self._kind = transformers, kind
+        self.folder = folder / "run"
+        self._told = folder / "told"
+        self._told.mkdir(parents=True)
+
+    def run(
+        self,
+        *,
+        resume: bool = False,
+        before: Callable[[int], object] = lambda _: None,
+        **options: Any,
+    ) -> list[Any]:
+        """Return the states of both ranks at the end, or their errors."""
+        ranks = ForkedRanks(self._told, lambda rank: self._train(rank, resume, before, options))
+        for child in ranks.children:
+            status, message = child.wait()
+            assert status == 0 or os.WIFSIGNALED(status), message
+        told = [self._told / f"{rank}.pt" for rank in range(2)]
+        found = [torch.load(path, weights_only=False) if path.exists() else None for path in told]
+        for path in told:
+            path.unlink(missing_ok=True)
+        return found
+
+    def _train(
+        self, rank: int, resume: bool, before: Callable[[int], object], options: dict[str, Any]
+    ) -> None:
+        trainer = make_trainer(self._transformers, self._kind, self.folder, **options)
+        before(rank)
+        try:
+            trainer.train(resume_from_checkpoint=True if resume else None)
+            found: Any = state_of(trainer)
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        torch.save(found, self._told / f"{rank}.pt")
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.folder))
 
 
-def test_leftovers_of_others_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".checkpoint-3.ptsave" / "checkpoint-3").mkdir(parents=True)
-    (tmp_path / ".other").mkdir()
-    remove_leftovers(tmp_path)
-    assert FolderSaves().leftovers(str(tmp_path / "none"), "checkpoint-") == []
-    assert os.listdir(tmp_path) == [".other"]
+@pytest.fixture(scope="module")
+def stock_ranks(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    job = Job(transformers, "stock", tmp_path_factory.mktemp("stock"))
+    return {"states": job.run(), "folder": job.folder}
 
 
-def test_killed_save(tmp_path: Path) -> None:
-    script = """
-import os, signal, sys, torch
-from ptsave.integrations.folder_saves import *
-from ptsave.integrations.staged_folders import *
-folder = StagedFolder(sys.argv[1], fsync=False)
-saves = FolderSaves()
-for number in range(2):
-    os.makedirs(folder.path)
-    with writes_in_background(folder, fsync=False) as futures:
-        for name in "ab":
-            torch.save({"n": number, "w": torch.ones(1 << 22)}, f"{folder.path}/{name}")
-    assert len(futures) == 2
-    if number:
-        os.kill(os.getpid(), signal.SIGKILL)
-    saves.commit(folder, futures, lambda: None)
-    saves.wait()
-"""
-    killed_by_itself(script, tmp_path / "c")
-    assert {ptsave.load(tmp_path / "c" / name)["n"] for name in "ab"} == {0}
+def assert_same_states(found: list[Any], expected: list[Any]) -> None:
+    for rank, (each, other) in enumerate(zip(found, expected, strict=True)):
+        assert_same_state(each, other, f"rank {rank}")
 
 
-def test_files_are_written_after_all_copies(tmp_path: Path) -> None:
-    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
-    os.makedirs(folder.path)
-    with writes_in_background(folder, fsync=False) as futures:
-        for name in "ab":
-            torch.save({"w": torch.ones(1000)}, f"{folder.path}/{name}")
-        other = ptsave.async_save(torch.ones(1), io.BytesIO())  # written in the order of the calls
-        with ThreadPoolExecutor(1) as thread, pytest.raises(FutureTimeoutError):
-            thread.submit(other.exception, 0.2).result()
-        assert os.listdir(folder.path) == []
-    for future in futures:
-        future.result(20)
-    assert sorted(os.listdir(folder.path)) == ["a", "b"]
-
-
-def test_without_room_files_are_written_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_resume_exactly(
+    kind: str, transformers: Any, stock_ranks: Any, tmp_path: Path
 ) -> None:
-    nbytes = 4 << 20
-    monkeypatch.setenv("PTSAVE_MAX_STAGED_BYTES", str(nbytes + (1 << 16)))
-    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
-    os.makedirs(folder.path)
-    with writes_in_background(folder, fsync=False) as futures:
-        for name in "abc":
-            torch.save({"w": torch.ones(nbytes // 4)}, f"{folder.path}/{name}")
-        assert len(futures) == 3
-        assert futures[0].done()
-    saves = FolderSaves()
-    saves.commit(folder, futures, lambda: None)
-    saves.wait()
-    assert sorted(os.listdir(tmp_path / "c")) == ["a", "b", "c"]
+    job = Job(transformers, kind, tmp_path)
+    assert_same_states(job.run(), stock_ranks["states"])
+    assert job.names() == ["checkpoint-4", "checkpoint-6"]
+    for name in job.names():
+        assert_same_checkpoint(job.folder / name, stock_ranks["folder"] / name)
+    shutil.rmtree(job.folder / "checkpoint-6")
+    assert_same_states(job.run(resume=True), stock_ranks["states"])
+    assert job.names() == ["checkpoint-4", "checkpoint-6"]
 
 
-def test_wait_in_the_block_lets_files_be_written(tmp_path: Path) -> None:
-    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
-    with writes_in_background(folder, fsync=False):
-        ptsave.async_save(torch.ones(1), tmp_path / "other").result(20)
+@pytest.mark.parametrize("kind", KINDS)
+def test_best_model_of_ranks(kind: str, transformers: Any, tmp_path: Path) -> None:
+    job = Job(transformers, kind, tmp_path)
+    states = job.run(**BEST_MODEL)
+    assert_same_state(states[0]["model"], states[1]["model"])
+    assert len(states[0]["model"]) > 20
+    (name,) = job.names()
+    read = transformers.GPT2LMHeadModel.from_pretrained(job.folder / name)
+    assert_same_state(read.state_dict(), states[0]["model"])
 
 
-def test_cancelled_save_is_no_checkpoint(tmp_path: Path) -> None:
-    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
-    os.makedirs(folder.path)
-    saves = FolderSaves()
-    with writes_in_background(folder, fsync=False) as futures:
-        torch.save({"w": torch.ones(1000)}, f"{folder.path}/a")
-        saves.commit(folder, futures, lambda: None)
-        assert futures[0].cancel()
-    with pytest.raises(CancelledError):
-        saves.wait()
-    assert os.listdir(tmp_path) == []
+def failing_with(rank: int, name: str, fail: Callable[[], object]) -> Callable[[int], None]:
+    """Return what lets a rank fail to write a file of the checkpoint of step 4."""
+
+    def begin(this_rank: int) -> None:
+        write = FileWriter.write_file
+
+        def write_file(writer: FileWriter, path: str) -> None:
+            if "checkpoint-4" in path and os.path.basename(path) == name:
+                fail()
+            write(writer, path)
+
+        if this_rank == rank:
+            FileWriter.write_file = write_file  # type: ignore[method-assign, assignment]
+
+    return begin
 
 
-def test_error_in_the_block_ends_its_saves(tmp_path: Path) -> None:
-    folder = StagedFolder(str(tmp_path / "c"), fsync=False)
-    os.makedirs(folder.path)
-    begun: list[ptsave.SaveFuture] = []
-
-    def save_and_fail() -> None:
-        with writes_in_background(folder, fsync=False) as futures:
-            for name in "ab":
-                torch.save({"w": torch.ones(1 << 22)}, f"{folder.path}/{name}")
-            begun.extend(futures)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        save_and_fail()
-    assert [future.done() for future in begun] == [True, True]
+def raise_full() -> None:
+    raise OSError(28, "No space left on device")
 
 
-def test_killed_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged_folders, "_exchange", lambda *_: False)
-    folder = StagedFolder(str(tmp_path / "checkpoint-1"), fsync=False)
-    os.makedirs(folder.path)
-    os.makedirs(folder.final)
-    Path(folder.final, "old").touch()
-    rename = os.rename
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_of_one_rank(
+    kind: str, rank: int, transformers: Any, stock_ranks: Any, tmp_path: Path
+) -> None:
+    name = ("optimizer.pt", "rng_state_1.pth")[rank]
+    job = Job(transformers, kind, tmp_path)
+    errors = job.run(before=failing_with(rank, name, raise_full))
+    assert "No space left on device" in errors[rank]
+    assert errors[1 - rank].startswith("SaveError: ")
+    assert f"rank {rank} could not" in errors[1 - rank]
+    assert "No space left on device" in errors[1 - rank]
+    assert "checkpoint-2" in job.names()
+    assert not {"checkpoint-4", ".checkpoint-4.ptsave"} & set(job.names())
+    if rank:
+        shutil.rmtree(job.folder / "checkpoint-6", ignore_errors=True)
+        assert_same_states(job.run(resume=True), stock_ranks["states"])
 
-    def killed(path: str, other: str) -> None:
-        if folder.final in (path, other) and not os.path.exists(folder.final):
-            os._exit(9)
-        rename(path, other)
 
-    child = os.fork()
-    if not child:
-        monkeypatch.setattr(os, "rename", killed)
-        folder.publish()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert not os.path.exists(folder.final)
-    remove_leftovers(tmp_path)
-    assert os.listdir(tmp_path) == ["checkpoint-1"]
-    assert os.listdir(folder.final) == ["old"]
+def test_rank_that_dies(transformers: Any, stock_ranks: Any, tmp_path: Path) -> None:
+    """The others' next exchange fails, and the checkpoint that lacks its part does not count."""
+    job = Job(transformers, "background", tmp_path)
+    die = failing_with(1, "rng_state_1.pth", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    found = job.run(before=die)
+    assert isinstance(found[0], str)
+    assert found[1] is None
+    assert job.names() == ["checkpoint-2"]
+    assert_same_states(job.run(resume=True), stock_ranks["states"])
