@@ -19,8 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ptsave.state.copying import Copier, LookOnly, Mismatch
-from ptsave.state.name_keyed import regrouped
-from ptsave.state.optimizer_matching import Assignment, Matching, UnmatchedParameters
+from ptsave.state.optimizer_matching import Assignment, Matching, UnmatchedParameters, regrouped
 from ptsave.support.torch_modules import (
     optimizer_policy,
     optimizer_post_hooks_of,

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Set
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ptsave.archive.loading import LoadOptions
 from ptsave.contents.loading import load_source
+from ptsave.errors import CheckpointWarning
 from ptsave.sources.local import describe
-from ptsave.state.copying import tensors_in
-from ptsave.state.modules import IncompatibleKeys
-from ptsave.support.calls import check_flags
+from ptsave.state.copying import Copier, Mismatch, tensors_in
+from ptsave.state.modules import IncompatibleKeys, check_module, load_module
+from ptsave.support.calls import check_flags, warn_user
 from ptsave.support.together import failing_together, has_others
 from ptsave.training.options import RestoreOptions, check_named, entries_of
 from ptsave.training.restoring import RestoringCopier, check_locations, restoring
-from ptsave.training.targets import (
-    Target,
-    key_mappings,
-    names_of_modules,
-    part_named,
-    refuse_module,
-    warn_if_nothing_fits,
-)
 from ptsave.tree.containers import items_of
 
 if TYPE_CHECKING:
-    from ptsave.state.name_keyed import Named
-    from ptsave.state.renaming import Rename
+    from ptsave.state.optimizer_matching import Matching, Named
+    from ptsave.state.renaming import Rename, Renaming
     from ptsave.training.options import KeyMapping, Match
 
 
@@ -160,7 +153,7 @@ def load_into(
         renaming = key_mappings(options.key_mapping, {"": target}).get("")
         namings: list[Named] = []
         if named_parameters is not None:
-            from ptsave.state.name_keyed import ways_of_naming
+            from ptsave.state.optimizer_matching import ways_of_naming
 
             namings += ways_of_naming(named_parameters)
         whole = Target(target, options, renaming, namings)
@@ -382,7 +375,9 @@ def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions)
     group = options.process_group
     with failing_together(group, describe(f)):
         renamings = key_mappings(options.key_mapping, targets)
-    named = names_of_modules(each for each in targets.values() if isinstance(each, nn.Module))
+    named: list[Named] = []
+    if any(isinstance(each, Optimizer) for each in targets.values()):
+        named = names_of_modules(each for each in targets.values() if isinstance(each, nn.Module))
     parts = {
         name: Target(target, options, renamings.get(name), named)
         for name, target in targets.items()
@@ -465,3 +460,210 @@ def _check_entries(obj: Any, targets: Mapping[str, Any]) -> None:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             known = ", ".join(repr(key) for key in list(obj)[:8])
             raise KeyError(f"the checkpoint has no entry {name!r}, only {known}{hint}")
+
+
+# ------------------------------------------------------------------------------- the targets
+
+
+class Target(NamedTuple):
+    """An object to restore; `namings` name an optimizer's parameters beside its own names."""
+
+    target: Any
+    options: RestoreOptions
+    renaming: Renaming | None
+    namings: Sequence[Named]
+
+    def check(self, state: Any, copier: Copier) -> None:
+        """Raise the errors that `load` is certain to raise, and change nothing."""
+        target, options = self.target, self.options
+        if isinstance(target, nn.Module):
+            check_module(
+                target,
+                self._renamed(state),
+                options.strict,
+                copier,
+                ignore_mismatched_sizes=options.ignore_mismatched_sizes,
+            )
+        elif isinstance(target, Optimizer):
+            from ptsave.state.optimizers import check_optimizer
+
+            check_optimizer(target, state, copier, self._matching(state, []))
+        elif isinstance(target, Mapping):
+            from ptsave.state.nested_state import check_mapping
+
+            check_mapping(target, state, options.strict)
+        else:
+            _check_type(target)
+
+    def load(self, state: Any, copier: Copier) -> Any:
+        """Load a state dict into the target in place, and return the result of that load."""
+        target, options = self.target, self.options
+        if isinstance(target, nn.Module):
+            return load_module(
+                target,
+                self._renamed(state),
+                options.strict,
+                options.assign,
+                copier,
+                ignore_mismatched_sizes=options.ignore_mismatched_sizes,
+                check_first=True,
+            )
+        if isinstance(target, Optimizer):
+            return self._load_optimizer(target, state, copier)
+        if isinstance(target, Mapping):
+            from ptsave.state.nested_state import load_mapping
+
+            return load_mapping(target, state, options.strict, copier)
+        _check_type(target)
+        copier.show({"": state})
+        return target.load_state_dict(state)
+
+    def _load_optimizer(self, target: Optimizer, state: Any, copier: Copier) -> Any:
+        from ptsave.state.optimizer_matching import UnmatchedParameters
+        from ptsave.state.optimizers import load_optimizer
+
+        mismatched: list[Mismatch] = []
+        result = load_optimizer(
+            target, state, copier, self._matching(state, mismatched), in_place=True
+        )
+        if isinstance(result, UnmatchedParameters):
+            return IncompatibleKeys(result.missing, result.unexpected, mismatched)
+        return IncompatibleKeys([], [], mismatched) if mismatched else result
+
+    def _matching(self, state: Any, mismatched: list[Mismatch]) -> Matching:
+        from ptsave.state.optimizer_matching import Matching, is_name_keyed
+
+        match = self.options.match
+        by_name = match == "name" or (match is None and is_name_keyed(state))
+        return Matching(
+            match,
+            namings=self.namings if by_name else None,
+            rename=self.renaming if by_name else None,
+            strict=self.options.strict,
+            mismatched=mismatched if self.options.ignore_mismatched_sizes else None,
+        )
+
+    def _renamed(self, state: Any) -> Any:
+        if self.renaming is None or not isinstance(state, Mapping):
+            return state
+        return self.renaming.of_state_dict(state)
+
+
+def _check_type(target: Any) -> None:
+    if isinstance(target, type) or not callable(getattr(target, "load_state_dict", None)):
+        name = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
+        raise TypeError(
+            f"cannot restore into {name}: expected a module, an optimizer, a dict or an object "
+            "with load_state_dict()"
+        )
+
+
+def names_of_modules(modules: Iterable[nn.Module]) -> list[Named]:
+    """Return the ways to name parameters that modules offer.
+
+    Each module offers its names with and without the parts that wrappers add.  Several modules also
+    offer all of their names together.
+    """
+    from ptsave.state.optimizer_matching import bare_name
+
+    all_named: list[list[Named]] = []
+    for module in modules:
+        named = [*module.named_parameters(remove_duplicate=False)]
+        bare = [(bare_name(module, name), param) for name, param in named]
+        all_named.append([named, bare])
+    found = [way for ways in all_named for way in ways]
+    if len(all_named) > 1:
+        found += [[pair for ways in all_named for pair in ways[i]] for i in range(2)]
+    return found
+
+
+def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> dict[str, Renaming]:
+    """Return the renaming of each module and optimizer among the targets.
+
+    `key_mapping` is one renaming for all of them, or a mapping of targets' names to renamings.
+    """
+    if key_mapping is None:
+        return {}
+    named = {name for name, each in targets.items() if isinstance(each, (nn.Module, Optimizer))}
+    by_target: Any = key_mapping
+    if not isinstance(by_target, Mapping) or not any(
+        isinstance(value, Mapping) or callable(value) for value in by_target.values()
+    ):
+        return dict.fromkeys(named, _renaming(key_mapping))
+    for name in by_target:
+        if name not in named:
+            raise TypeError(
+                f"key_mapping is of {name!r}, which is no module and no optimizer among the targets"
+            )
+    return {name: _renaming(rename) for name, rename in by_target.items()}
+
+
+def _renaming(rename: Any) -> Renaming:
+    if not (callable(rename) or isinstance(rename, Mapping)):
+        raise TypeError(
+            f"key_mapping must be a function or a mapping of names, not {type(rename).__name__}"
+        )
+    from ptsave.state.renaming import Renaming
+
+    return Renaming(rename)
+
+
+# ------------------------------------------------------------ the part that was probably meant
+
+
+def refuse_module(state: Any) -> None:
+    """Raise if the file holds a whole module where a state dict is expected."""
+    if isinstance(state, nn.Module):
+        raise TypeError(
+            f"the file holds a module that was saved whole ({type(state).__name__}), not a state "
+            "dict: get it with ptsave.load(), and load its state_dict()"
+        )
+
+
+@contextmanager
+def part_named(obj: Any, target: Any) -> Iterator[None]:
+    """Add to errors about keys the name of the part of `obj` that probably fits `target`."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_plain = type(error) is RuntimeError and not hasattr(error, "overwritten")
+        message = str(error)
+        if is_plain and "key(s) in state_dict" in message:
+            sentence = _advice(obj, target)
+            if sentence:
+                error.args = (f"{message}\n\t{sentence}",)
+        raise
+    except KeyError as error:
+        if not isinstance(target, Optimizer) or error.args not in [("param_groups",), ("state",)]:
+            raise
+        from ptsave.state.nested_state import optimizer_advice
+
+        missing = error.args[0]
+        words = f"the file holds no state dict of an optimizer: it has no {missing!r}"
+        raise KeyError(". ".join(filter(None, (words, optimizer_advice(obj, target))))) from None
+
+
+def warn_if_nothing_fits(obj: Any, target: Any, keys: Any) -> None:
+    """Warn if the file has none of the target's keys, but a part of it has them."""
+    missing = getattr(keys, "missing_keys", None)
+    if not missing or not isinstance(obj, Mapping) or not isinstance(target, (nn.Module, Mapping)):
+        return
+    if not {*obj}.intersection(_names_of(target)):
+        sentence = _advice(obj, target)
+        if sentence:
+            message = f"nothing was loaded: the file has none of the target's keys. {sentence}"
+            warn_user(message, CheckpointWarning)
+
+
+def _advice(obj: Any, target: Any) -> str:
+    if not isinstance(target, (nn.Module, Mapping)):
+        return ""
+    from ptsave.state.nested_state import advice
+
+    return advice(obj, _names_of(target), "model" if isinstance(target, nn.Module) else "target")
+
+
+def _names_of(target: Any) -> Iterable[str]:
+    if isinstance(target, nn.Module):
+        return [*dict(target.named_parameters()), *dict(target.named_buffers())]
+    return [key for key in target if isinstance(key, str)]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ptsave.errors import SaveError
 from ptsave.support.ranks import check_rank_is_named, group_of_job
-from ptsave.training.naming import Parts
+from ptsave.training.directory import Parts
 
 if TYPE_CHECKING:
     from ptsave.support.rank_groups import FileRanks, GroupRanks

@@ -12,7 +12,7 @@ import torch
 from rank_processes import Ranks
 
 import ptsave
-from ptsave.training.naming import Parts, WholeFiles
+from ptsave.training.directory import Parts, WholeFiles
 
 # What all programs begin with.
 MAKE = """

@@ -24,7 +24,7 @@ from warm_python import WarmProcess
 
 import ptsave
 from ptsave.background.saves import writes_held_back
-from ptsave.training.retention import Retention
+from ptsave.training.directory import Retention
 
 
 def save_all(directory: object, entries: dict[int, dict[str, Any]], **rules: Any) -> list[int]:
