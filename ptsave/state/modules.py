@@ -22,7 +22,7 @@ from torch.overrides import is_tensor_like
 
 from ptsave.state.copying import (
     Copier,
-    CopyNothing,
+    LookOnly,
     Mismatch,
     ModulePlan,
     Replacement,
@@ -192,7 +192,7 @@ def load_module(
     if check_first:
 
         def check() -> None:
-            checking = Checking(metadata, copier, ignore_mismatched_sizes)
+            checking = Checking(metadata, LookOnly(copier), ignore_mismatched_sizes)
             checking.copies = not assign
             _check(module, entries, strict, checking)
             if tensors_in(metadata):  # hooks and overrides get their part of it
@@ -223,7 +223,8 @@ def check_module(
     if not isinstance(state_dict, Mapping):
         raise no_mapping_error(state_dict)
     metadata = getattr(state_dict, METADATA, None)
-    _check(module, state_dict, strict, Checking(metadata, copier, ignore_mismatched_sizes))
+    checking = Checking(metadata, LookOnly(copier), ignore_mismatched_sizes)
+    _check(module, state_dict, strict, checking)
 
 
 def _check(module: nn.Module, entries: Mapping[str, Any], strict: bool, checking: Checking) -> None:
@@ -239,7 +240,7 @@ def _check(module: nn.Module, entries: Mapping[str, Any], strict: bool, checking
     if not (checking.errors or certain):
         return
     if not (checking.is_complete and keys_are_final):
-        report = Report(checking.metadata, checking.lender, checking.skip_mismatched)
+        report = Report(checking.metadata, checking.copier, checking.skip_mismatched)
         report.run(module, entries, strict)
     checking.raise_errors(module, certain)
 
@@ -439,7 +440,7 @@ class Loading:
                 child_prefix = prefix + name + "."
                 self.load(child, part.of_child(name, child_prefix, self.foreign_runs), child_prefix)
         if self.calls_others and post_hooks_of(module):
-            self._run_post_hooks(module, self._show)
+            self._run_post_hooks(module)
 
     def raise_errors(self, module: nn.Module, strict: bool) -> None:
         """Raise torch's error for all problems that were found, if there are any."""
@@ -610,10 +611,10 @@ class Loading:
         self._call_torch(module, part, metadata)
         return True
 
-    def _run_post_hooks(self, module: nn.Module, show: Callable[[dict[str, Any]], None]) -> None:
+    def _run_post_hooks(self, module: nn.Module) -> None:
         keys = TorchsIncompatibleKeys(self.missing, self.unexpected)
         for hook in post_hooks_of(module).values():
-            show({})
+            self._show({})
             if hook(module, keys) is not None:  # for torch's error, in its version's words
                 other = nn.Module()
                 other.register_load_state_dict_post_hook(lambda *_: True)
@@ -684,9 +685,8 @@ class Checking(Loading):
     calls_others = False
     _new_buffer: _MakeBuffer = staticmethod(_like)
 
-    def __init__(self, metadata: Any, lender: Copier, skip_mismatched: bool) -> None:
-        super().__init__(metadata, False, CopyNothing(), skip_mismatched)
-        self.lender = lender  # gives values to hooks that have to see them
+    def __init__(self, metadata: Any, copier: Copier, skip_mismatched: bool) -> None:
+        super().__init__(metadata, False, copier, skip_mismatched)
         self.is_complete = True
 
     def _metadata_at(self, prefix: str) -> dict[str, Any]:
@@ -744,7 +744,7 @@ class Report(Checking):
         part.is_kept = True  # hooks may keep it
         run_trusted_code(module, entries, prefix, metadata)
         for hook in hooks_that_look(module):
-            self._lend(entries)
+            self._show(entries)
             hook(entries, prefix, metadata, True, self.missing, self.unexpected, self.errors)
         present = buffers_of(module)
         wanted: dict[str, Any] = {
@@ -757,7 +757,7 @@ class Report(Checking):
             if child is not None:
                 child_prefix = prefix + name + "."
                 self.load(child, part.of_child(name, child_prefix, self.foreign_runs), child_prefix)
-        self._run_post_hooks(module, self._lend)
+        self._run_post_hooks(module)
 
     def _load_extra_state(
         self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, is_set: bool
@@ -767,7 +767,3 @@ class Report(Checking):
         if found != is_set:
             (self.unexpected if found else self.missing).append(key)
         return int(found and EXTRA_STATE_KEY_SUFFIX not in own)
-
-    def _lend(self, entries: dict[str, Any]) -> None:
-        self.lender.lend(entries)
-        self.foreign_runs += 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from ptsave.state.copying import Copier, Mismatch
+from ptsave.state.copying import Copier, Mismatch, raise_load_errors
 from ptsave.support.torch_distributed import is_distributed_tensor
 from ptsave.tree.containers import items_of, walk
 
@@ -64,11 +64,11 @@ class Matching:
     """The rule that pairs saved parameters with an optimizer's.
 
     The fields are those of `load_optimizer_state_dict`, but `match` may be None. Then parameters
-    match by name if the file has names in place of numbers, in any form of
-    torch.distributed.checkpoint, and something names the optimizer's parameters; otherwise by
-    order. `namings` are ways of naming these beside the optimizer's own names. `rename` leaves out
-    a saved parameter if it returns None. `mismatched` gets state of other shapes, which is then
-    left out; if it is None, they are an error (by order, torch loads them).
+    match by name if the file has names in place of numbers and something names the optimizer's
+    parameters; otherwise by order. `namings` are ways of naming these beside the optimizer's own
+    names. `rename` leaves out a saved parameter if it returns None. `mismatched` gets state of
+    other shapes, which is then left out; if it is None, they are an error (by order, torch loads
+    them).
     """
 
     match: Literal["order", "name"] | None = "order"
@@ -104,11 +104,18 @@ class Matching:
                 return match_by_name(optimizer, state_dict, copier, self)
             named = [pair for naming in self.namings or () for pair in naming]
             refuse_sharded(optimizer, named, state_dict["state"])
-            keyed = replace(self, names=names_in(state_dict))
-            return match_by_name(optimizer, state_dict, copier, keyed)
+            names = [name for group in state_dict[_GROUPS] for name in _params_of(group)]
+            return match_by_name(optimizer, state_dict, copier, replace(self, names=names))
         assignment = match_by_order(optimizer, state_dict["param_groups"], copier)
-        if self.mismatched is not None:
-            leave_mismatched_out(assignment, optimizer, state_dict["state"], self.mismatched)
+        saved_state = state_dict["state"]
+        if self.mismatched is not None and isinstance(saved_state, Mapping):
+            ids: dict[str, Hashable] = {str(param_id): param_id for param_id in assignment.params}
+            states = {
+                name: (assignment.params[param_id], saved_state.get(param_id))
+                for name, param_id in ids.items()
+            }
+            shapes = [*_mismatches(optimizer, states)]
+            _leave_out(assignment, shapes, ids, self.mismatched)
         return assignment
 
     def _goes_by_keys(self, state_dict: Any) -> bool:
@@ -167,15 +174,6 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _ATOMS
 
 
-def is_torchs(optimizer: Optimizer, method: str) -> bool:
-    """Return whether ``torch.optim`` alone defines this method of an optimizer's class."""
-    return all(
-        f"{owner.__module__}.".startswith("torch.optim.")
-        for owner in type(optimizer).__mro__
-        if method in vars(owner)
-    )
-
-
 # ----------------------------------------------------------------------------------------- by name
 
 
@@ -202,7 +200,11 @@ def match_by_name(
     as_torch = matching.match is None
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     everything = _saved_parameters(saved_groups, matching.names)
-    saved = everything if rename is None else _renamed(everything, rename)
+    saved: Mapping[str, _Saved] = everything
+    if rename is not None:
+        from ptsave.state.renaming import renamed
+
+        saved = renamed(everything, rename)
     named_parameters = matching.named_parameters
     if matching.namings is not None and named_parameters is None:
         named_parameters = _named_best(groups, matching.namings, {*saved}, bare=as_torch)
@@ -220,24 +222,18 @@ def match_by_name(
         name: (param, state_dict["state"].get(partner.param_id))
         for name, (partner, (param, _)) in pairs.items()
     }
-    problems: list[str] = []
-    if strict and as_torch:
-        needed = [name for name in unmatched.missing if own[name].param.requires_grad]
-        problems.extend(_unmatched_messages(UnmatchedParameters(needed, [])))
-    elif strict:
-        problems.extend(_unmatched_messages(unmatched))
     shapes = [*_mismatches(optimizer, states)]
-    if mismatched is None:
-        problems.extend(
-            f"size mismatch for {shape.name}: its {shape.key} has shape {shape.saved} in the "
-            f"checkpoint, but must have shape {shape.expected}."
-            for shape in shapes
-        )
-    if problems:
-        listed = "\n\t".join(problems)
-        raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(optimizer).__name__}:\n\t{listed}"
-        )
+    problems = [
+        f"size mismatch for {shape.name}: its {shape.key} has shape {shape.saved} in the "
+        f"checkpoint, but must have shape {shape.expected}."
+        for shape in shapes
+        if mismatched is None
+    ]
+    missing, unexpected = unmatched
+    if as_torch:
+        missing = [name for name in missing if own[name].param.requires_grad]
+        unexpected = []
+    raise_load_errors(optimizer, problems, missing, unexpected, strict=strict, noun="parameter")
     sources: list[set[int]] = [set() for _ in groups]
     for partner, (_, index) in pairs.values():
         sources[index].add(partner.group)
@@ -282,23 +278,6 @@ def _saved_parameters(groups: Any, names: Sequence[str] | None) -> dict[str, _Sa
     return dict(zip(names, places, strict=True))
 
 
-def _renamed(saved: Mapping[str, _Saved], rename: Callable[[str], str | None]) -> dict[str, _Saved]:
-    """Return saved parameters under new names, without those that get none."""
-    result: dict[str, _Saved] = {}
-    origins: dict[str, str] = {}
-    for name, place in saved.items():
-        new = rename(name)
-        if new is None:
-            continue
-        if new in origins:
-            raise ValueError(
-                f"the parameters {origins[new]!r} and {name!r} would both become {new!r}"
-            )
-        origins[new] = name
-        result[new] = place
-    return result
-
-
 def _own_parameters(
     groups: list[dict[str, Any]], named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> dict[str, _Own]:
@@ -306,15 +285,14 @@ def _own_parameters(
     places = [_Own(param, i) for i, group in enumerate(groups) for param in group["params"]]
     if named_parameters is not None:
         names = _names_of([place.param for place in places], named_parameters)
-    else:
-        own_names = _names_in(groups, "the optimizer")
-        if own_names is None:
-            raise ValueError(
-                "the optimizer's parameters have no names: pass "
-                "named_parameters=model.named_parameters(), make the optimizer from them, or give "
-                "ptsave.load_checkpoint() the model, too"
-            )
+    elif (own_names := _names_in(groups, "the optimizer")) is not None:
         names = own_names
+    else:
+        raise ValueError(
+            "the optimizer's parameters have no names: pass "
+            "named_parameters=model.named_parameters(), make the optimizer from them, or give "
+            "ptsave.load_checkpoint() the model, too"
+        )
     _check_unique(names, "the optimizer")
     return dict(zip(names, places, strict=True))
 
@@ -328,8 +306,7 @@ def _named_best(
     own_names = _names_in(groups, "the optimizer")
     if own_names is not None:
         candidates += ways_of_naming(zip(own_names, params, strict=True))
-    best: Named | None = best_names(candidates[::-1] if bare else candidates, params, saved)
-    return best
+    return best_names(candidates[::-1] if bare else candidates, params, saved)
 
 
 def _names_in(groups: Any, owner: str) -> list[str] | None:
@@ -375,13 +352,6 @@ def _check_unique(names: Sequence[str], owner: str) -> None:
         seen.add(name)
 
 
-def _unmatched_messages(unmatched: UnmatchedParameters) -> Iterator[str]:
-    for title, names in (("Missing", unmatched.missing), ("Unexpected", unmatched.unexpected)):
-        if names:
-            listed = ", ".join(f'"{name}"' for name in names)
-            yield f"{title} parameter(s) in state_dict: {listed}. "
-
-
 # ------------------------------------------------------------------------------------------ shapes
 
 
@@ -392,25 +362,6 @@ class _Shape(NamedTuple):
     key: Any
     saved: torch.Size
     expected: torch.Size
-
-
-def leave_mismatched_out(
-    assignment: Assignment, optimizer: Optimizer, saved_state: Any, mismatched: list[Mismatch]
-) -> None:
-    """Let parameters keep their state if the saved one has another shape.
-
-    `assignment` is from `match_by_order`. `mismatched` gets what is left out, with saved numbers as
-    names.
-    """
-    if not isinstance(saved_state, Mapping):
-        return
-    states = {
-        str(param_id): (param, saved_state.get(param_id))
-        for param_id, param in assignment.params.items()
-    }
-    ids: dict[str, Hashable] = {str(param_id): param_id for param_id in assignment.params}
-    shapes = [*_mismatches(optimizer, states)]
-    _leave_out(assignment, shapes, ids, mismatched)
 
 
 def _leave_out(
@@ -428,7 +379,12 @@ def _leave_out(
 
 def _mismatches(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> Iterator[_Shape]:
     """Yield the wrong shapes in the state saved for parameters, by name."""
-    is_known = is_torchs(optimizer, "step")
+    # Whether torch.optim alone defines the optimizer's steps, and so its state.
+    is_known = all(
+        f"{owner.__module__}.".startswith("torch.optim.")
+        for owner in type(optimizer).__mro__
+        if "step" in vars(owner)
+    )
     for name, (param, state) in states.items():
         if not isinstance(state, dict):
             continue
@@ -484,17 +440,18 @@ def _new_group(
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     nothing = object()
+
+    def are_equal(key: str) -> bool:
+        a, b = one.get(key, nothing), other.get(key, nothing)
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return a.dtype == b.dtype and torch.equal(a, b)
+        return type(a) is type(b) and bool(a == b)
+
     return [
         f"{key} ({one.get(key)!r} and {other.get(key)!r})"
         for key in {**one, **other}
-        if not _are_equal(one.get(key, nothing), other.get(key, nothing))
+        if not are_equal(key)
     ]
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
 
 
 # ------------------------------------------------------------------ names in place of numbers
@@ -563,7 +520,11 @@ def regrouped(state_dict: Any) -> Any:
     for key, value in items_of(state_dict):
         if key.startswith(_FLAT[0]):
             name, rest = _split(key[len(_FLAT[0]) :], groups)
-            _store(state.setdefault(name, {}), rest.split("."), value)
+            *parents, last = rest.split(".")
+            inner = state.setdefault(name, {})
+            for parent in parents:
+                inner = inner.setdefault(parent, {})
+            inner[last] = value
     return {_STATE: state, _GROUPS: [*groups.values()]}
 
 
@@ -575,17 +536,6 @@ def _split(path: str, names: Mapping[str, Any]) -> tuple[str, str]:
     if end <= 0:
         raise ValueError(f"the state dict has a state, {path!r}, of a parameter of no group")
     return path[:end], path[end + 1 :]
-
-
-def _store(state: dict[str, Any], path: list[str], value: Any) -> None:
-    for key in path[:-1]:
-        state = state.setdefault(key, {})
-    state[path[-1]] = value
-
-
-def names_in(state_dict: Mapping[str, Any]) -> list[str]:
-    """Return the parameters' names in a state dict with groups, in saved order."""
-    return [name for group in state_dict[_GROUPS] for name in _params_of(group)]
 
 
 # ------------------------------------------------------------------------------------- own names
@@ -608,7 +558,9 @@ def bare_name(module: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
-def best_names(candidates: Iterable[Named], params: Iterable[Tensor], saved: set[str]) -> Any:
+def best_names(
+    candidates: Iterable[Named], params: Iterable[Tensor], saved: set[str]
+) -> Named | None:
     """Return the way of naming parameters that has most names in common with the saved ones.
 
     `candidates` may have several names for a parameter, and the preferred candidate comes first.

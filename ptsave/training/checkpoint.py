@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ptsave.state.modules import IncompatibleKeys, check_module, load_module
 from ptsave.support.calls import check_flags, warn_user
 from ptsave.support.together import failing_together, has_others
 from ptsave.training.options import RestoreOptions, check_named, entries_of
-from ptsave.training.restoring import RestoringCopier, check_locations, restoring
+from ptsave.training.restoring import check_locations, restoring
 from ptsave.tree.containers import items_of
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def load_into(
 
             namings += ways_of_naming(named_parameters)
         whole = Target(target, options, renaming, namings)
-    with _restoring(f, options) as (obj, copier, _):
+    with restoring(f, options) as (obj, copier, _):
         try:
             refuse_module(obj)
             if copier.is_shared:  # otherwise the load itself checks
@@ -183,22 +183,6 @@ def _check_arguments(f: Any, target: Any, options: RestoreOptions) -> None:
         raise TypeError("match is for optimizers: everything else has names")
     if options.key_mapping is not None and not (is_module or is_optimizer):
         raise TypeError("key_mapping is for modules and optimizers")
-
-
-def _restoring(
-    f: Any, options: RestoreOptions
-) -> AbstractContextManager[tuple[Any, RestoringCopier, Set[str]]]:
-    """Open a file as `restoring` does; tensors to assign stay in the memory they are read to."""
-    return restoring(
-        f,
-        options.map_location,
-        weights_only=options.weights_only,
-        verify=options.verify,
-        progress=options.progress,
-        storage_options=options.storage_options,
-        process_group=options.process_group,
-        deferred=not options.assign,
-    )
 
 
 def save_checkpoint(
@@ -375,23 +359,22 @@ def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions)
     group = options.process_group
     with failing_together(group, describe(f)):
         renamings = key_mappings(options.key_mapping, targets)
-    named: list[Named] = []
-    if any(isinstance(each, Optimizer) for each in targets.values()):
-        named = names_of_modules(each for each in targets.values() if isinstance(each, nn.Module))
+    modules = [name for name, each in targets.items() if isinstance(each, nn.Module)]
+    optimizers = [name for name, each in targets.items() if isinstance(each, Optimizer)]
+    named = names_of_modules([targets[name] for name in modules]) if optimizers else []
     parts = {
         name: Target(target, options, renamings.get(name), named)
         for name, target in targets.items()
     }
     report: dict[str, IncompatibleKeys] = {}
-    with _restoring(f, options) as (obj, copier, locations):
+    with restoring(f, options) as (obj, copier, locations):
         try:
             _check_entries(obj, targets)
             for name in targets:
                 refuse_module(obj[name])
             rest = {name: value for name, value in items_of(obj) if name not in targets}
             moves = locations if tensors_in(rest) else set()
-            if moves:
-                check_locations(moves)
+            check_locations(moves)
             for name, part in parts.items():
                 try:
                     part.check(obj[name], copier)
@@ -399,9 +382,9 @@ def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions)
                     message = f"the entry {name!r} cannot be restored: {error.args[0]}"
                     raise KeyError(message) from None
             copier.agree()
-            for name in sorted(targets, key=lambda name: _rank(targets[name])):
+            for name in dict.fromkeys([*modules, *optimizers, *targets]):
                 keys = _keys_of(parts[name].load(obj[name], copier))
-                if keys is None and isinstance(targets[name], Optimizer):
+                if keys is None and name in optimizers:
                     keys = IncompatibleKeys([], [])  # matched by order: all or nothing
                 if keys is not None:
                     report[name] = keys
@@ -415,20 +398,15 @@ def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions)
         from ptsave.support.group_call import GroupCall
 
         any_moves = any(GroupCall(group).agree(any_moves))
-    if not any_moves:
-        return RestoredEntries(rest, report)
-    # These entries belong on another device: load them again, by torch's rules for devices.
-    again = load_source(
-        f,
-        LoadOptions(
+    if any_moves:
+        # These entries belong on another device: load them again, by torch's rules for devices.
+        loading = LoadOptions(
             options.map_location, weights_only=options.weights_only, verify=False, wants_state=True
-        ),
-        options.storage_options,
-        group,
-    )
-    if not moves:
-        return RestoredEntries(rest, report)
-    return RestoredEntries({key: each for key, each in items_of(again) if key in names}, report)
+        )
+        again = load_source(f, loading, options.storage_options, group)
+        if moves:
+            rest = {key: each for key, each in items_of(again) if key in names}
+    return RestoredEntries(rest, report)
 
 
 def _keys_of(result: Any) -> IncompatibleKeys | None:
@@ -440,10 +418,6 @@ def _keys_of(result: Any) -> IncompatibleKeys | None:
     if not isinstance(missing, list) or not isinstance(unexpected, list):
         return None
     return IncompatibleKeys(missing, unexpected, getattr(result, "mismatched_keys", None))
-
-
-def _rank(target: Any) -> int:
-    return 0 if isinstance(target, nn.Module) else 1 if isinstance(target, Optimizer) else 2
 
 
 def _check_entries(obj: Any, targets: Mapping[str, Any]) -> None:
@@ -546,7 +520,9 @@ class Target(NamedTuple):
     def _renamed(self, state: Any) -> Any:
         if self.renaming is None or not isinstance(state, Mapping):
             return state
-        return self.renaming.of_state_dict(state)
+        from ptsave.state.renaming import renamed
+
+        return renamed(state, self.renaming)
 
 
 def _check_type(target: Any) -> None:
@@ -559,22 +535,19 @@ def _check_type(target: Any) -> None:
 
 
 def names_of_modules(modules: Iterable[nn.Module]) -> list[Named]:
-    """Return the ways to name parameters that modules offer.
-
-    Each module offers its names with and without the parts that wrappers add.  Several modules also
-    offer all of their names together.
-    """
+    """Return each module's names of parameters, and all together, with and without wrappers'."""
     from ptsave.state.optimizer_matching import bare_name
 
-    all_named: list[list[Named]] = []
+    found: list[Named] = []
+    all_named: list[tuple[str, Tensor]] = []
+    all_bare: list[tuple[str, Tensor]] = []
     for module in modules:
         named = [*module.named_parameters(remove_duplicate=False)]
         bare = [(bare_name(module, name), param) for name, param in named]
-        all_named.append([named, bare])
-    found = [way for ways in all_named for way in ways]
-    if len(all_named) > 1:
-        found += [[pair for ways in all_named for pair in ways[i]] for i in range(2)]
-    return found
+        found += [named, bare]
+        all_named += named
+        all_bare += bare
+    return [*found, all_named, all_bare] if len(found) > 2 else found
 
 
 def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> dict[str, Renaming]:
@@ -584,28 +557,27 @@ def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> 
     """
     if key_mapping is None:
         return {}
+    from ptsave.state.renaming import Renaming
+
+    def renaming(rename: Any) -> Renaming:
+        if not (callable(rename) or isinstance(rename, Mapping)):
+            raise TypeError(
+                f"key_mapping must be a function or a mapping of names, not {type(rename).__name__}"
+            )
+        return Renaming(rename)
+
     named = {name for name, each in targets.items() if isinstance(each, (nn.Module, Optimizer))}
     by_target: Any = key_mapping
     if not isinstance(by_target, Mapping) or not any(
         isinstance(value, Mapping) or callable(value) for value in by_target.values()
     ):
-        return dict.fromkeys(named, _renaming(key_mapping))
+        return dict.fromkeys(named, renaming(key_mapping))
     for name in by_target:
         if name not in named:
             raise TypeError(
                 f"key_mapping is of {name!r}, which is no module and no optimizer among the targets"
             )
-    return {name: _renaming(rename) for name, rename in by_target.items()}
-
-
-def _renaming(rename: Any) -> Renaming:
-    if not (callable(rename) or isinstance(rename, Mapping)):
-        raise TypeError(
-            f"key_mapping must be a function or a mapping of names, not {type(rename).__name__}"
-        )
-    from ptsave.state.renaming import Renaming
-
-    return Renaming(rename)
+    return {name: renaming(rename) for name, rename in by_target.items()}
 
 
 # ------------------------------------------------------------ the part that was probably meant

@@ -170,6 +170,7 @@ class AsyncCheckpointer:
             for name, number in numbers.items()
         }
         self._retention = Retention(**checked, metric=metric, mode=mode, keep_marked=keep_marked)
+        self._retention.check_rules()
         self._rank = None if rank is None else _checked(rank, "rank", 0)
         world_size = None if world_size is None else _checked(world_size, "world_size", 1)
         check_ranks(os.fsdecode(directory), self._rank, world_size, process_group)

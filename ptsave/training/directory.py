@@ -427,33 +427,28 @@ Naming: TypeAlias = "WholeFiles | Parts"
 ReadEntries = Callable[[int, Collection[str]], "Mapping[str, Any] | None"]
 
 
-class Retention:
+class Retention(NamedTuple):
     """The rules by which checkpoints stay, from arguments of `AsyncCheckpointer`."""
 
-    def __init__(
-        self,
-        keep: int | None = 3,
-        *,
-        keep_every: int | None = None,
-        keep_best: int | None = None,
-        metric: str | None = None,
-        mode: Literal["min", "max"] = "min",
-        keep_marked: str | None = None,
-    ) -> None:
-        others = {"keep_every": keep_every, "keep_best": keep_best, "keep_marked": keep_marked}
-        named = [name for name, value in others.items() if value is not None]
-        if keep is None and named:
-            raise ValueError(f"keep=None keeps all checkpoints: leave {named[0]} out, or set keep")
-        if (keep_best is None) != (metric is None):
+    keep: int | None = 3
+    keep_every: int | None = None
+    keep_best: int | None = None
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+    keep_marked: str | None = None
+
+    def check_rules(self) -> None:
+        """Raise for rules that contradict each other."""
+        for name in ("keep_every", "keep_best", "keep_marked"):
+            if self.keep is None and getattr(self, name) is not None:
+                raise ValueError(f"keep=None keeps all checkpoints: leave {name} out, or set keep")
+        if (self.keep_best is None) != (self.metric is None):
             raise TypeError("keep_best and metric go together: keep_best=2, metric='val_loss'")
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode must be 'min' or 'max', not {mode!r}")
-        for name, entry in (("metric", metric), ("keep_marked", keep_marked)):
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
+        for name, entry in (("metric", self.metric), ("keep_marked", self.keep_marked)):
             if not isinstance(entry, (str, type(None))):
                 raise TypeError(f"{name} must be the name of an entry, not {entry!r}")
-        self.keep, self.keep_every = keep, keep_every
-        self.keep_best, self.metric, self.mode = keep_best, metric, mode
-        self.keep_marked = keep_marked
 
     def check(self, entries: Mapping[str, Any]) -> None:
         """Raise a TypeError if the metric is not a number."""

@@ -45,8 +45,7 @@ class RestoreOptions:
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> RestoreOptions:
         """Return the options among a call's arguments, given as ``locals()``."""
-        names = [each.name for each in fields(cls) if each.name in arguments]
-        found = {name: arguments[name] for name in names}
+        found = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
         key_mapping, rename = arguments["key_mapping"], arguments["rename"]
         found["map_location"] = location_of(arguments["map_location"], arguments["device"])
         found["key_mapping"] = one_of(key_mapping=key_mapping, rename=rename)
