@@ -39,81 +39,50 @@ def nested(*children: nn.Module) -> Any:
     return nn.Sequential(nn.Linear(2, 2), nn.Sequential(*children), nn.Linear(2, 2))
 
 
-def with_a_hook_that_looks() -> Any:
+def with_hook(hook: Callable[..., Any], kind: str = "pre") -> Any:
     model = nested(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    model[1].register_load_state_dict_pre_hook(lambda *_: None)
+    getattr(model[1], f"register_load_state_dict_{kind}_hook")(hook)
     return model
 
 
-def with_a_hook_that_renames() -> Any:
-    model = nested(nn.Linear(2, 2), nn.BatchNorm1d(2))
-
-    def rename(_: nn.Module, entries: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for key in list(entries):
-            assert not isinstance(entries[key], Tensor) or entries[key].isfinite().all()
-            entries[key.replace("old.", "0.")] = entries.pop(key)
-
-    model[1].register_load_state_dict_pre_hook(rename)
-    return model
+def rename(_: nn.Module, entries: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for key in list(entries):
+        assert not isinstance(entries[key], Tensor) or entries[key].isfinite().all()
+        entries[key.replace("old.", "0.")] = entries.pop(key)
 
 
-def with_a_hook_that_adds_errors() -> Any:
-    model = nested(nn.Linear(2, 2))
-
-    def add(_: nn.Module, entries: Any, prefix: str, metadata: Any, *lists: Any) -> None:
-        strict, missing, unexpected, errors = lists
-        assert strict is True
-        missing.append(prefix + "a")
-        unexpected.append(prefix + "b")
-        errors.append("of a hook")
-
-    model[1][0].register_load_state_dict_pre_hook(add)
-    return model
+def add_errors(_: nn.Module, entries: Any, prefix: str, metadata: Any, *lists: Any) -> None:
+    strict, missing, unexpected, errors = lists
+    assert strict is True
+    missing.append(prefix + "a")
+    unexpected.append(prefix + "b")
+    errors.append("of a hook")
 
 
-def with_a_post_hook() -> Any:
-    model = nested(nn.Linear(2, 2), nn.Linear(2, 2))
-
-    def edit(_: nn.Module, keys: Any) -> None:
-        keys.missing_keys[:] = [key for key in keys.missing_keys if "bias" not in key]
-        keys.unexpected_keys.append("of a post-hook")
-
-    model[1].register_load_state_dict_post_hook(edit)
-    return model
+def edit_keys(_: nn.Module, keys: Any) -> None:
+    keys.missing_keys[:] = [key for key in keys.missing_keys if "bias" not in key]
+    keys.unexpected_keys.append("of a post-hook")
 
 
 def with_a_hook_that_keeps_its_dict() -> Any:
-    model = nested(nn.Linear(2, 2), nn.Linear(2, 2))
     kept: list[Any] = []
-    model[1].register_load_state_dict_pre_hook(lambda _, entries, *rest: kept.append(entries))
+    model = with_hook(lambda _, entries, *rest: kept.append(entries))
     model[1][0].register_load_state_dict_post_hook(lambda *_: kept[0].update({"1.1.late": 1}))
     return model
 
 
-def with_a_hook_that_raises() -> Any:
-    model = nested(nn.Linear(2, 2))
-
-    def fail(*_: Any) -> None:
-        raise LookupError("of a hook")
-
-    model[1].register_load_state_dict_pre_hook(fail)
-    return model
-
-
-def with_a_post_hook_that_returns() -> Any:
-    model = nested(nn.Linear(2, 2))
-    model[1].register_load_state_dict_post_hook(lambda *_: 1)
-    return model
+def fail(*_: Any) -> None:
+    raise LookupError("of a hook")
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "hook that looks": with_a_hook_that_looks,
-    "hook that renames": with_a_hook_that_renames,
-    "hook that adds errors": with_a_hook_that_adds_errors,
-    "post-hook": with_a_post_hook,
+    "hook that looks": lambda: with_hook(lambda *_: None),
+    "hook that renames": lambda: with_hook(rename),
+    "hook that adds errors": lambda: with_hook(add_errors),
+    "post-hook": lambda: with_hook(edit_keys, "post"),
     "hook that keeps its dict": with_a_hook_that_keeps_its_dict,
-    "hook that raises": with_a_hook_that_raises,
-    "post-hook that returns": with_a_post_hook_that_returns,
+    "hook that raises": lambda: with_hook(fail),
+    "post-hook that returns": lambda: with_hook(lambda *_: 1, "post"),
     "lazy buffer": lambda: nested(Lazy()),
     "lazy module": lambda: nested(nn.Linear(2, 2), nn.LazyLinear(2)),
     "extra state": lambda: nested(Extra(2, 2), nn.Linear(2, 2)),
@@ -163,8 +132,7 @@ def test_hooks_run_once(tmp_path: Path) -> None:
     """Also where the error is found without them."""
     calls: list[str] = []
     for weight in (torch.ones(3, 3), torch.ones(2, 2)):
-        model = with_a_hook_that_looks()
-        model[1].register_load_state_dict_pre_hook(lambda *_: calls.append("pre"))
+        model = with_hook(lambda *_: calls.append("pre"))
         model[1].register_load_state_dict_post_hook(lambda *_: calls.append("post"))
         stock_save({**model.state_dict(), "0.weight": weight}, tmp_path / "state.pt")
         calls.clear()
