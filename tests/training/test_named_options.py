@@ -21,8 +21,6 @@ from test_names import LOADERS, Loader
 from torch import nn
 
 import ptsave
-from ptsave import serialization
-from ptsave.writing import targets as writing
 
 OPTIONS = ["fsync", "atomic", "progress", "weights_only_check"]
 DEFAULT_TO_THE_CHECKPOINTERS = ("fsync", "weights_only_check")
@@ -250,22 +248,6 @@ def test_fsync_syncs_as_save_does(tmp_path: Path) -> None:
         _, fsync, atomic = options.split(" ")
         assert (counts[0] > 0) == (fsync == "True"), key
         assert (counts[1] > 0) == (fsync == atomic == "True"), key
-
-
-def test_all_three_reach_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = []
-
-    class Writer(writing.TargetWriter):
-        def __init__(self, plan: Any, **options: Any) -> None:
-            given.append(options)
-            super().__init__(plan, **options)
-
-    monkeypatch.setattr(serialization, "TargetWriter", Writer)
-    ptsave.save_checkpoint(tmp_path / "c.pt", value=1, fsync=True, atomic=False, progress=True)
-    (options,) = given
-    assert options["fsync"]
-    assert not options["atomic"]
-    assert options["progress"] is not None
 
 
 @pytest.mark.parametrize("loader", LOADERS)
