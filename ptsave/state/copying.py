@@ -155,11 +155,7 @@ def tensors_in(obj: Any) -> list[Tensor]:
 
 
 def shares_bytes(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share bytes: torch cannot copy it or a part of it.
-
-    >>> shares_bytes(torch.ones(2))
-    False
-    """
+    """Return whether elements of a tensor share bytes: torch cannot copy it or a part of it."""
     return tensor.dtype in _SUB_BYTE_DTYPES
 
 

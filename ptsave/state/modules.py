@@ -468,18 +468,15 @@ class Loading:
         lazy_buffers = self._plan_lazy_buffers(module, entries, prefix, make)
         if lazy_buffers:
             own = own_tensors(module, lazy_buffers)
-        if not self._copies_itself():
-            plan = None
-        elif assigns:
+        plan, plainly = None, False
+        if self._copies_itself() and assigns:
             plainly = assigns_plainly(module)
-            self._load_by_torch(module, own, part, metadata, has_extra_state, plainly=plainly)
-            return True
-        else:
+        elif self._copies_itself():
             plan = plan_module(
                 own, entries, prefix, skip_mismatched=self.skip_mismatched, copies=self.copies
             )
         if plan is None:
-            self._load_by_torch(module, own, part, metadata, has_extra_state, plainly=False)
+            self._load_by_torch(module, own, part, metadata, has_extra_state, plainly=plainly)
             return True
         if lazy_buffers:
             self._copy_lazy_buffers(module, lazy_buffers, plan)

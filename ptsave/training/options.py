@@ -85,15 +85,7 @@ _RESTORING_ADVICE = "the call returns the entry of that name, for you to load_st
 def check_named(
     function: str, options: SaveOptions | RestoreOptions, objects: Mapping[str, Any]
 ) -> None:
-    """Refuse objects named like an option, and options of other functions.
-
-    >>> from ptsave.writing.options import SaveOptions
-    >>> check_named("ptsave.save_checkpoint", SaveOptions(fsync=True), {"strict": False})
-    Traceback (most recent call last):
-    ...
-    TypeError: strict=False is an option of ptsave.load_checkpoint, which ptsave.save_checkpoint \
-does not have: leave it out, or give what it stands for another name
-    """
+    """Refuse objects named like an option, and options of other functions."""
     for option in fields(options):
         value = getattr(options, option.name)
         is_own = option.name not in _OWNERS
