@@ -9,8 +9,7 @@ may do it at any time. torch decides on everything else. Errors are in the words
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -53,7 +52,7 @@ class Replacement(NamedTuple):
 class Copier:
     """Decides when tensors of a state dict are copied; this one copies at once, as torch does.
 
-    The tensors of the state dict have values for this copier, and need not have any for another.
+    For another one, the tensors of the state dict need not have values.
     """
 
     def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
@@ -109,53 +108,34 @@ class Copier:
         return entries
 
 
-class CopyLater(Copier):
-    """Copies when it must, or at the end, so that errors are known before the first copy."""
-
-    def __init__(self) -> None:
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._replacements: deque[Replacement] = deque()
-
-    def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
-        self._copies += copies
-
-    def replace(self, replacement: Replacement) -> None:
-        self._replacements.append(replacement)
-
-    def show(self, state_dict: Mapping[Any, Any]) -> None:
-        self.finish()
-
-    def finish(self) -> None:
-        """Make all copies."""
-        super().copy(self._copies)
-        self._copies.clear()
-        while self._replacements:
-            self._make(self._replacements.popleft())
-
-    def _make(self, replacement: Replacement) -> None:
-        if replacement.new is not None and replacement.source is not None:
-            super().copy([(replacement.new, replacement.source)])
-        replacement.make()
-
-
-class CopyNothing(Copier):
-    """Copies nothing, for a trial run that finds the errors of a load."""
-
-    def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
-        """Do nothing."""
-
-    def replace(self, replacement: Replacement) -> None:
-        """Do nothing."""
-
-
-class LookOnly(CopyNothing):
-    """Copies nothing, and lets `copier` lend values to code that looks at them."""
+class LookOnly(Copier):
+    """Copies nothing, for a trial run; `copier` lends values to code that looks at them."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
 
+    def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
+        """Do nothing."""
+
+    def replace(self, replacement: Replacement) -> None:
+        """Do nothing."""
+
     def show(self, state_dict: Mapping[Any, Any]) -> None:
         self._copier.lend(state_dict)
+
+
+def overlapping(spans: Iterable[tuple[Any, int, int, int]]) -> set[int]:
+    """Return the keys of the spans (memory, begin, end, key) that overlap another one."""
+    found: set[int] = set()
+    memory, end, last = None, 0, 0
+    for this_memory, begin, this_end, key in sorted(spans):
+        if this_memory != memory:
+            memory, end = this_memory, begin
+        if begin < end:
+            found |= {last, key}
+        if this_end > end:
+            end, last = this_end, key
+    return found
 
 
 def tensors_in(obj: Any) -> list[Tensor]:
@@ -175,11 +155,7 @@ def tensors_in(obj: Any) -> list[Tensor]:
 
 
 def shares_bytes(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share bytes: torch cannot copy it or a part of it.
-
-    >>> shares_bytes(torch.ones(2))
-    False
-    """
+    """Return whether elements of a tensor share bytes: torch cannot copy it or a part of it."""
     return tensor.dtype in _SUB_BYTE_DTYPES
 
 
@@ -310,17 +286,20 @@ def no_copy_message(key: str, target: torch.Tensor) -> str:
 
 
 def raise_load_errors(
-    target: object, errors: list[str], missing: list[str], unexpected: list[str], *, strict: bool
+    target: object,
+    errors: list[str],
+    missing: list[str],
+    unexpected: list[str],
+    *,
+    strict: bool,
+    noun: str = "key",
 ) -> None:
-    """Raise one error for everything that was found, if anything was.
-
-    With `strict`, missing and unexpected keys are errors, too, and named before the others.
-    """
+    """Raise one error for all that was found; `strict` adds missing and unexpected keys."""
     if strict:
         for kind, keys in (("Unexpected", unexpected), ("Missing", missing)):
             if len(keys) > 0:
                 names = ", ".join(f'"{key}"' for key in keys)
-                errors.insert(0, f"{kind} key(s) in state_dict: {names}. ")
+                errors.insert(0, f"{kind} {noun}(s) in state_dict: {names}. ")
     if len(errors) > 0:
         reasons = "\n\t".join(errors)
         raise RuntimeError(

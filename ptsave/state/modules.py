@@ -1,24 +1,65 @@
-"""`load_state_dict` of modules with an early check, and the tensors that state dicts lack."""
+"""`load_state_dict` of modules in linear time, and the tensors that state dicts lack.
+
+torch filters the state dict of a module once for each of its children; here it is divided among
+them in one pass. A module's own entries are loaded here if only torch's code would run and all are
+copied plainly. Otherwise the module's own method is called before anything is touched, so that its
+errors, warnings and calls are torch's.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import is_tensor_like
 
-from ptsave.state.copying import Copier, Mismatch, no_mapping_error, tensors_in
-from ptsave.state.module_loading import Checking, Loading, Report
+from ptsave.state.copying import (
+    Copier,
+    LookOnly,
+    Mismatch,
+    ModulePlan,
+    Replacement,
+    are_plain,
+    differ,
+    mismatch_message,
+    no_mapping_error,
+    no_tensor_message,
+    plan_module,
+    raise_load_errors,
+    tensors_in,
+)
+from ptsave.state.lazy_buffers import lazy_buffer_hooks, new_buffer
 from ptsave.state.trusted_loading import (
+    assigns_plainly,
+    begin_plainly,
     gives_lists_away,
+    hooks_that_look,
     may_run_others_code,
     overrides_load_state_dict,
+    own_tensors,
+    run_trusted_code,
+    runs_torchs_method,
+    sets_extra_state,
 )
-from ptsave.support.torch_modules import METADATA, post_hooks_of
+from ptsave.support.torch_modules import (
+    EXTRA_STATE_KEY_SUFFIX,
+    METADATA,
+    buffers_of,
+    children_of,
+    load_method_of,
+    post_hooks_of,
+    pre_hooks_of,
+    register_pre_hook,
+)
 from ptsave.support.torch_modules import IncompatibleKeys as TorchsIncompatibleKeys
-from ptsave.support.torch_names import storage_id_of
+from ptsave.support.torch_names import modes_are_active, storage_id_of
 from ptsave.tree.containers import is_container, items_of, walk, walk_entries
 
 
@@ -151,7 +192,7 @@ def load_module(
     if check_first:
 
         def check() -> None:
-            checking = Checking(metadata, copier, ignore_mismatched_sizes)
+            checking = Checking(metadata, LookOnly(copier), ignore_mismatched_sizes)
             checking.copies = not assign
             _check(module, entries, strict, checking)
             if tensors_in(metadata):  # hooks and overrides get their part of it
@@ -182,7 +223,8 @@ def check_module(
     if not isinstance(state_dict, Mapping):
         raise no_mapping_error(state_dict)
     metadata = getattr(state_dict, METADATA, None)
-    _check(module, state_dict, strict, Checking(metadata, copier, ignore_mismatched_sizes))
+    checking = Checking(metadata, LookOnly(copier), ignore_mismatched_sizes)
+    _check(module, state_dict, strict, checking)
 
 
 def _check(module: nn.Module, entries: Mapping[str, Any], strict: bool, checking: Checking) -> None:
@@ -198,7 +240,7 @@ def _check(module: nn.Module, entries: Mapping[str, Any], strict: bool, checking
     if not (checking.errors or certain):
         return
     if not (checking.is_complete and keys_are_final):
-        report = Report(checking.metadata, checking.lender, checking.skip_mismatched)
+        report = Report(checking.metadata, checking.copier, checking.skip_mismatched)
         report.run(module, entries, strict)
     checking.raise_errors(module, certain)
 
@@ -285,3 +327,440 @@ def _tensors_of(
                 yield name, value
             elif isinstance(value, nn.Module):
                 yield from _tensors_of(value, name, seen)
+
+
+# ------------------------------------------------------------------------------ one load
+
+
+class StateDictPart:
+    """The part of a state dict that one module is given, and the parts of its children.
+
+    A hook may keep this dict and edit it while a later child loads, which torch would notice. Only
+    a dict that is kept is divided again, and only after other people's code has run.
+    """
+
+    __slots__ = ("_grouped_at", "_groups", "entries", "is_kept", "prefix")
+
+    _groups: dict[str, dict[str, Any]] | None
+
+    def __init__(self, entries: dict[str, Any], prefix: str) -> None:
+        self.entries = entries
+        self.prefix = prefix
+        self.is_kept = False  # by other people's code, which may change it when it runs
+        self._grouped_at = -1
+
+    def groups(self, foreign_runs: int) -> dict[str, dict[str, Any]] | None:
+        """Return the entries with a dot behind the prefix, by the name before the dot.
+
+        None if there are keys that are not plain strings.
+        """
+        if self._grouped_at < 0 or (self.is_kept and self._grouped_at != foreign_runs):
+            self._groups = _group(self.entries, self.prefix)
+            self._grouped_at = foreign_runs
+        return self._groups
+
+    def own_entries(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the module's own entries that are there, by their names in the module."""
+        entries, prefix = self.entries, self.prefix
+        return {name: entries[prefix + name] for name in names if prefix + name in entries}
+
+    def of_child(self, name: str, child_prefix: str, foreign_runs: int) -> dict[str, Any]:
+        """Return the entries under `child_prefix` as a new dict, in this one's order."""
+        groups = self.groups(foreign_runs)
+        if groups is None or type(name) is not str or "." in name:
+            items = getattr(self.entries, "unread_items", self.entries.items)()
+            return {key: entry for key, entry in items if key.startswith(child_prefix)}
+        return groups.pop(name, {})  # so that the child's load can free it
+
+
+def _group(entries: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]] | None:
+    groups: dict[str, dict[str, Any]] = {}
+    start = len(prefix)
+    # A dict that reads entries on demand passes unread ones to the children.
+    for key, entry in getattr(entries, "unread_items", entries.items)():
+        if type(key) is not str:
+            return None
+        end = key.find(".", start)
+        if end >= 0 and key.startswith(prefix):
+            name = key[start:end]
+            group = groups.get(name)
+            if group is None:
+                groups[name] = {key: entry}
+            else:
+                group[key] = entry
+    return groups
+
+
+# Makes a lazy buffer of a module from the present one and the entry.
+_MakeBuffer = Callable[[nn.Module, "Tensor | None", Tensor], Tensor]
+
+
+def _like(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
+    """Return a tensor of the shape that the buffer will have."""
+    return saved
+
+
+class Loading:
+    """One load: its options, and the missing, unexpected and mismatched keys found so far.
+
+    Nothing here looks at a value, because a `Copier` decides when values arrive. Before other
+    people's code runs (hooks, overrides, extra state, tensor subclasses), the copier is shown the
+    entries that this code can reach.
+    """
+
+    copies = True  # whether entries are copied into the present tensors in the end
+    calls_others = True  # whether modules' own code is called
+    _new_buffer: _MakeBuffer = staticmethod(new_buffer)
+
+    def __init__(self, metadata: Any, assign: bool, copier: Copier, skip_mismatched: bool) -> None:
+        self.metadata = metadata
+        self.assign = assign
+        self.copier = copier
+        self.skip_mismatched = skip_mismatched
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.errors: list[str] = []
+        self.mismatched: list[Mismatch] = []
+        # Counts the runs of other people's code, which may change any dict that it holds, and how
+        # torch behaves.
+        self.foreign_runs = 0
+        self._copies = True
+        self._asked_after = -1
+        self.check: Callable[[], None] | None = None  # called before the first of those runs
+        # Tensors of lazy buffers after the copies, by the module's id.
+        self._lazy_buffers: dict[int, dict[str, Tensor | None]] = {}
+
+    def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
+        """Load a module and its children; one Python frame for each level, as in torch."""
+        part = StateDictPart(entries, prefix)
+        if not self._load_own(module, part, self._metadata_at(prefix)):
+            return
+        for name, child in children_of(module).items():
+            if child is not None:
+                child_prefix = prefix + name + "."
+                self.load(child, part.of_child(name, child_prefix, self.foreign_runs), child_prefix)
+        if self.calls_others and post_hooks_of(module):
+            self._run_post_hooks(module)
+
+    def raise_errors(self, module: nn.Module, strict: bool) -> None:
+        """Raise torch's error for all problems that were found, if there are any."""
+        raise_load_errors(module, self.errors, self.missing, self.unexpected, strict=strict)
+
+    # ---------------------------------------------------------------------- one module's own part
+
+    def _metadata_at(self, prefix: str) -> dict[str, Any]:
+        """Return the metadata of the module at a prefix, as torch passes it to the module."""
+        metadata: dict[str, Any]
+        metadata = {} if self.metadata is None else self.metadata.get(prefix[:-1], {})
+        if self.assign:
+            metadata["assign_to_params_buffers"] = self.assign
+        return metadata
+
+    def _load_own(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> bool:
+        """Load a module's own entries, and return whether its children come next."""
+        entries, prefix = part.entries, part.prefix
+        found = begin_plainly(module, entries, prefix, metadata)
+        if found is None or (found[1] and not self.calls_others):
+            return self._load_by_others(module, part, metadata)
+        own, has_extra_state = found
+        assigns = metadata.get("assign_to_params_buffers", False)
+        make = _like if assigns else self._new_buffer
+        lazy_buffers = self._plan_lazy_buffers(module, entries, prefix, make)
+        if lazy_buffers:
+            own = own_tensors(module, lazy_buffers)
+        plan, plainly = None, False
+        if self._copies_itself() and assigns:
+            plainly = assigns_plainly(module)
+        elif self._copies_itself():
+            plan = plan_module(
+                own, entries, prefix, skip_mismatched=self.skip_mismatched, copies=self.copies
+            )
+        if plan is None:
+            self._load_by_torch(module, own, part, metadata, has_extra_state, plainly=plainly)
+            return True
+        if lazy_buffers:
+            self._copy_lazy_buffers(module, lazy_buffers, plan)
+        if plan.copies:
+            self.copier.copy(plan.copies)
+        self.missing += plan.missing
+        self.mismatched += plan.mismatched
+        self.errors += plan.errors
+        n_found = len(own) - len(plan.missing)
+        n_found += self._load_extra_state(module, own, part, has_extra_state)
+        self._find_unexpected(module, own, part, n_found)
+        return True
+
+    def _plan_lazy_buffers(
+        self, module: nn.Module, entries: dict[str, Any], prefix: str, make: _MakeBuffer
+    ) -> dict[str, Tensor | None]:
+        """Return the future tensors of the lazy buffers that change.
+
+        A module that has several places in the model may have been planned for one of them already.
+        """
+        if not pre_hooks_of(module):
+            return {}
+        planned = self._lazy_buffers.setdefault(id(module), {})
+        for hook in lazy_buffer_hooks(module):
+            name = hook.name
+            present = planned[name] if name in planned else buffers_of(module).get(name)
+            saved = hook.wanted(entries, prefix + name, present)
+            if saved is not present:
+                planned[name] = None if saved is None else make(module, present, saved)
+        return planned
+
+    def _copy_lazy_buffers(
+        self, module: nn.Module, lazy_buffers: dict[str, Tensor | None], plan: ModulePlan
+    ) -> None:
+        """Take the copies into new buffers out of a plan, and pass them on as replacements."""
+        sources = {id(target): source for target, source in plan.copies}
+        for name, new in lazy_buffers.items():
+            if new is None or id(new) in sources:
+                source = None if new is None else sources[id(new)]
+                self.copier.replace(Replacement(buffers_of(module), name, new, source))
+        new_ones = {id(new) for new in lazy_buffers.values()}
+        plan.copies = [each for each in plan.copies if id(each[0]) not in new_ones]
+
+    def _copies_itself(self) -> bool:
+        """Return whether this code may copy: no mode or option of torch changes copies."""
+        if self._asked_after != self.foreign_runs:
+            self._asked_after = self.foreign_runs
+            swaps = torch.__future__.get_swap_module_params_on_conversion()
+            self._copies = not (swaps or modes_are_active())
+        return self._copies
+
+    def _load_by_torch(
+        self,
+        module: nn.Module,
+        own: dict[str, Tensor],
+        part: StateDictPart,
+        metadata: dict[str, Any],
+        has_extra_state: bool,
+        *,
+        plainly: bool,
+    ) -> None:
+        """Let torch's code load the module, after showing the entries it passes to others' code."""
+        names = [*own, EXTRA_STATE_KEY_SUFFIX] if has_extra_state else [*own]
+        found = part.own_entries(names)
+        seen = {part.prefix + name: entry for name, entry in found.items()}
+        # With `assign` all values are there; without, they are read first, whatever metadata says.
+        plainly &= self.assign
+        plainly &= all(are_plain(own.get(name), entry) for name, entry in found.items())
+        if seen and not plainly:
+            self._show(seen)
+        elif seen:
+            self.copier.note_assigned(seen)
+        part.entries.update(seen)  # values replace stand-ins
+        self._lazy_buffers.pop(id(module), None)  # torch calls the hooks
+        self._call_torch(module, part, metadata)
+
+    def _load_extra_state(
+        self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, is_set: bool
+    ) -> int:
+        """Load a module's extra state; return 1 if it is an entry beside the tensors, or 0."""
+        key = part.prefix + EXTRA_STATE_KEY_SUFFIX
+        found = key in part.entries
+        if is_set:
+            if found:
+                seen = {key: part.entries[key]}
+                self._show(seen)
+                module.set_extra_state(seen[key])
+            else:
+                self.missing.append(key)
+        elif found:
+            self.unexpected.append(key)
+        return int(found and EXTRA_STATE_KEY_SUFFIX not in own)
+
+    def _find_unexpected(
+        self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, n_found: int
+    ) -> None:
+        """Note the keys that belong to neither the module nor a child; `n_found` are its own."""
+        entries, prefix = part.entries, part.prefix
+        if len(entries) == n_found:
+            return
+        groups = part.groups(self.foreign_runs)
+        modules = children_of(module)
+        if groups is not None and all(name in modules for name in groups):
+            n_found += sum(map(len, groups.values()))
+            if len(entries) == n_found:
+                return
+        extra_state_key = prefix + EXTRA_STATE_KEY_SUFFIX
+        for key in entries:
+            if key.startswith(prefix) and key != extra_state_key:
+                name, dot, _ = key[len(prefix) :].partition(".")
+                if name not in (modules if dot else own):
+                    self.unexpected.append(key)
+
+    # ------------------------------------------------------------------------ other people's code
+
+    def check_first(self) -> None:
+        """Raise the errors that are certain, unless the check has been made already."""
+        if self.check is not None:
+            self.check()
+            self.check = None
+
+    def _load_by_others(
+        self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]
+    ) -> bool:
+        """Load a module's own entries by its own method."""
+        self.check_first()
+        part.entries = self.copier.show_dict(part.entries)
+        self._note_foreign_run()
+        self._call_torch(module, part, metadata)
+        return True
+
+    def _run_post_hooks(self, module: nn.Module) -> None:
+        keys = TorchsIncompatibleKeys(self.missing, self.unexpected)
+        for hook in post_hooks_of(module).values():
+            self._show({})
+            if hook(module, keys) is not None:  # for torch's error, in its version's words
+                other = nn.Module()
+                other.register_load_state_dict_post_hook(lambda *_: True)
+                other.load_state_dict({})
+
+    def _show(self, entries: dict[str, Any]) -> None:
+        self.check_first()
+        self.copier.show(entries)
+        self._note_foreign_run()
+
+    def _note_foreign_run(self) -> None:
+        self._lazy_buffers.clear()  # the planned tensors are in place
+        self.foreign_runs += 1
+
+    def _call_torch(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> None:
+        """Call the module's own method, and note whether its dict is referenced afterwards."""
+        n_references = sys.getrefcount(part.entries)
+        with self._skipping_mismatched(module):
+            load_method_of(module)(
+                part.entries,
+                part.prefix,
+                metadata,
+                True,
+                self.missing,
+                self.unexpected,
+                self.errors,
+            )
+        part.is_kept = (
+            sys.getrefcount(part.entries) > n_references
+            or weakref.getweakrefcount(part.entries) > 0
+        )
+
+    @contextlib.contextmanager
+    def _skipping_mismatched(self, module: nn.Module) -> Iterator[None]:
+        """Ignore entries of other shapes while the module's own method runs.
+
+        A last pre-hook, which sees the same entries as torch, replaces them with the module's own
+        tensors. A tensor that is copied to itself keeps its value, and is neither missing nor
+        unexpected.
+        """
+        if not self.skip_mismatched:
+            yield
+            return
+        replaced: list[tuple[dict[str, Any], str, Any]] = []
+
+        lazy = {hook.name for hook in lazy_buffer_hooks(module)}
+
+        def replace(entries: dict[str, Any], prefix: str, *_: Any) -> None:
+            for name, target in own_tensors(module).items():
+                key = prefix + name
+                if key in entries and name not in lazy and differ(target, entries[key]):
+                    replaced.append((entries, key, entries[key]))
+                    self.mismatched.append((key, entries[key].shape, target.shape))
+                    entries[key] = target
+
+        handle = register_pre_hook(module, replace)
+        try:
+            yield
+        finally:
+            handle.remove()
+            for entries, key, entry in replaced:
+                entries[key] = entry
+
+
+class Checking(Loading):
+    """Finds the errors of modules that only torch's code loads, and changes nothing."""
+
+    calls_others = False
+    _new_buffer: _MakeBuffer = staticmethod(_like)
+
+    def __init__(self, metadata: Any, copier: Copier, skip_mismatched: bool) -> None:
+        super().__init__(metadata, False, copier, skip_mismatched)
+        self.is_complete = True
+
+    def _metadata_at(self, prefix: str) -> dict[str, Any]:
+        return dict(super()._metadata_at(prefix))
+
+    def _load_by_others(self, *_: Any) -> bool:
+        """Leave the module and its children out, because only calling its code tells more."""
+        self.is_complete = False
+        return False
+
+    def _load_by_torch(
+        self,
+        module: nn.Module,
+        own: dict[str, Tensor],
+        part: StateDictPart,
+        metadata: dict[str, Any],
+        has_extra_state: bool,
+        **_: Any,
+    ) -> None:
+        """Compare keys and shapes; other errors appear only when torch's code really runs."""
+        prefix = part.prefix
+        found = part.own_entries(own)
+        self.missing += [prefix + name for name in own if name not in found]
+        for name, entry in found.items():
+            if not is_tensor_like(entry):
+                self.errors.append(no_tensor_message(prefix + name, entry))
+            elif differ(own[name], entry) and not self.skip_mismatched:
+                self.errors.append(mismatch_message(prefix + name, own[name], entry))
+        n_found = len(found) + self._load_extra_state(module, own, part, has_extra_state)
+        self._find_unexpected(module, own, part, n_found)
+
+
+class _UnknownMethodError(Exception):
+    """Raised for a module with its own method for loading: only a call tells its errors."""
+
+
+class Report(Checking):
+    """Finds everything that torch would list, once an error is certain.
+
+    Hooks run as under torch, because they may rename entries and edit the lists of keys, but
+    nothing is copied.
+    """
+
+    def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
+        """Raise all errors, unless they cannot be known, or hooks have mended them."""
+        with contextlib.suppress(_UnknownMethodError):
+            self.load(module, OrderedDict(items_of(entries)), "")
+            self.raise_errors(module, strict)
+
+    def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
+        metadata = self._metadata_at(prefix)
+        if not runs_torchs_method(module, entries, prefix, metadata):
+            raise _UnknownMethodError
+        part = StateDictPart(entries, prefix)
+        part.is_kept = True  # hooks may keep it
+        run_trusted_code(module, entries, prefix, metadata)
+        for hook in hooks_that_look(module):
+            self._show(entries)
+            hook(entries, prefix, metadata, True, self.missing, self.unexpected, self.errors)
+        present = buffers_of(module)
+        wanted: dict[str, Any] = {
+            hook.name: hook.wanted(entries, prefix + hook.name, present.get(hook.name))
+            for hook in lazy_buffer_hooks(module)
+        }
+        own = own_tensors(module, wanted)
+        self._load_by_torch(module, own, part, metadata, sets_extra_state(module))
+        for name, child in children_of(module).items():
+            if child is not None:
+                child_prefix = prefix + name + "."
+                self.load(child, part.of_child(name, child_prefix, self.foreign_runs), child_prefix)
+        self._run_post_hooks(module)
+
+    def _load_extra_state(
+        self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, is_set: bool
+    ) -> int:
+        key = part.prefix + EXTRA_STATE_KEY_SUFFIX
+        found = key in part.entries
+        if found != is_set:
+            (self.unexpected if found else self.missing).append(key)
+        return int(found and EXTRA_STATE_KEY_SUFFIX not in own)

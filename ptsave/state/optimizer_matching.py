@@ -6,23 +6,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from ptsave.state.copying import Copier, Mismatch
-from ptsave.state.name_keyed import (
-    Named,
-    best_names,
-    is_flat,
-    is_name_keyed,
-    names_in,
-    refuse_sharded,
-    ways_of_naming,
-)
-from ptsave.tree.containers import items_of
+from ptsave.state.copying import Copier, Mismatch, raise_load_errors
+from ptsave.support.torch_names import is_distributed_tensor
+from ptsave.tree.containers import items_of, walk
 
 # Keys under which torch's optimizers keep a value for each element of a parameter.  Under other
 # keys, except those below, they keep a number for the whole parameter.
@@ -72,11 +64,11 @@ class Matching:
     """The rule that pairs saved parameters with an optimizer's.
 
     The fields are those of `load_optimizer_state_dict`, but `match` may be None. Then parameters
-    match by name if the file has names in place of numbers, in any form of
-    torch.distributed.checkpoint, and something names the optimizer's parameters; otherwise by
-    order. `namings` are ways of naming these beside the optimizer's own names. `rename` leaves out
-    a saved parameter if it returns None. `mismatched` gets state of other shapes, which is then
-    left out; if it is None, they are an error (by order, torch loads them).
+    match by name if the file has names in place of numbers and something names the optimizer's
+    parameters; otherwise by order. `namings` are ways of naming these beside the optimizer's own
+    names. `rename` leaves out a saved parameter if it returns None. `mismatched` gets state of
+    other shapes, which is then left out; if it is None, they are an error (by order, torch loads
+    them).
     """
 
     match: Literal["order", "name"] | None = "order"
@@ -112,11 +104,18 @@ class Matching:
                 return match_by_name(optimizer, state_dict, copier, self)
             named = [pair for naming in self.namings or () for pair in naming]
             refuse_sharded(optimizer, named, state_dict["state"])
-            keyed = replace(self, names=names_in(state_dict))
-            return match_by_name(optimizer, state_dict, copier, keyed)
+            names = [name for group in state_dict[_GROUPS] for name in _params_of(group)]
+            return match_by_name(optimizer, state_dict, copier, replace(self, names=names))
         assignment = match_by_order(optimizer, state_dict["param_groups"], copier)
-        if self.mismatched is not None:
-            leave_mismatched_out(assignment, optimizer, state_dict["state"], self.mismatched)
+        saved_state = state_dict["state"]
+        if self.mismatched is not None and isinstance(saved_state, Mapping):
+            ids: dict[str, Hashable] = {str(param_id): param_id for param_id in assignment.params}
+            states = {
+                name: (assignment.params[param_id], saved_state.get(param_id))
+                for name, param_id in ids.items()
+            }
+            shapes = [*_mismatches(optimizer, states)]
+            _leave_out(assignment, shapes, ids, self.mismatched)
         return assignment
 
     def _goes_by_keys(self, state_dict: Any) -> bool:
@@ -175,15 +174,6 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _ATOMS
 
 
-def is_torchs(optimizer: Optimizer, method: str) -> bool:
-    """Return whether ``torch.optim`` alone defines this method of an optimizer's class."""
-    return all(
-        f"{owner.__module__}.".startswith("torch.optim.")
-        for owner in type(optimizer).__mro__
-        if method in vars(owner)
-    )
-
-
 # ----------------------------------------------------------------------------------------- by name
 
 
@@ -210,7 +200,11 @@ def match_by_name(
     as_torch = matching.match is None
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     everything = _saved_parameters(saved_groups, matching.names)
-    saved = everything if rename is None else _renamed(everything, rename)
+    saved: Mapping[str, _Saved] = everything
+    if rename is not None:
+        from ptsave.state.renaming import renamed
+
+        saved = renamed(everything, rename)
     named_parameters = matching.named_parameters
     if matching.namings is not None and named_parameters is None:
         named_parameters = _named_best(groups, matching.namings, {*saved}, bare=as_torch)
@@ -228,24 +222,18 @@ def match_by_name(
         name: (param, state_dict["state"].get(partner.param_id))
         for name, (partner, (param, _)) in pairs.items()
     }
-    problems: list[str] = []
-    if strict and as_torch:
-        needed = [name for name in unmatched.missing if own[name].param.requires_grad]
-        problems.extend(_unmatched_messages(UnmatchedParameters(needed, [])))
-    elif strict:
-        problems.extend(_unmatched_messages(unmatched))
     shapes = [*_mismatches(optimizer, states)]
-    if mismatched is None:
-        problems.extend(
-            f"size mismatch for {shape.name}: its {shape.key} has shape {shape.saved} in the "
-            f"checkpoint, but must have shape {shape.expected}."
-            for shape in shapes
-        )
-    if problems:
-        listed = "\n\t".join(problems)
-        raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(optimizer).__name__}:\n\t{listed}"
-        )
+    problems = [
+        f"size mismatch for {shape.name}: its {shape.key} has shape {shape.saved} in the "
+        f"checkpoint, but must have shape {shape.expected}."
+        for shape in shapes
+        if mismatched is None
+    ]
+    missing, unexpected = unmatched
+    if as_torch:
+        missing = [name for name in missing if own[name].param.requires_grad]
+        unexpected = []
+    raise_load_errors(optimizer, problems, missing, unexpected, strict=strict, noun="parameter")
     sources: list[set[int]] = [set() for _ in groups]
     for partner, (_, index) in pairs.values():
         sources[index].add(partner.group)
@@ -290,23 +278,6 @@ def _saved_parameters(groups: Any, names: Sequence[str] | None) -> dict[str, _Sa
     return dict(zip(names, places, strict=True))
 
 
-def _renamed(saved: Mapping[str, _Saved], rename: Callable[[str], str | None]) -> dict[str, _Saved]:
-    """Return saved parameters under new names, without those that get none."""
-    result: dict[str, _Saved] = {}
-    origins: dict[str, str] = {}
-    for name, place in saved.items():
-        new = rename(name)
-        if new is None:
-            continue
-        if new in origins:
-            raise ValueError(
-                f"the parameters {origins[new]!r} and {name!r} would both become {new!r}"
-            )
-        origins[new] = name
-        result[new] = place
-    return result
-
-
 def _own_parameters(
     groups: list[dict[str, Any]], named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> dict[str, _Own]:
@@ -314,15 +285,14 @@ def _own_parameters(
     places = [_Own(param, i) for i, group in enumerate(groups) for param in group["params"]]
     if named_parameters is not None:
         names = _names_of([place.param for place in places], named_parameters)
-    else:
-        own_names = _names_in(groups, "the optimizer")
-        if own_names is None:
-            raise ValueError(
-                "the optimizer's parameters have no names: pass "
-                "named_parameters=model.named_parameters(), make the optimizer from them, or give "
-                "ptsave.load_checkpoint() the model, too"
-            )
+    elif (own_names := _names_in(groups, "the optimizer")) is not None:
         names = own_names
+    else:
+        raise ValueError(
+            "the optimizer's parameters have no names: pass "
+            "named_parameters=model.named_parameters(), make the optimizer from them, or give "
+            "ptsave.load_checkpoint() the model, too"
+        )
     _check_unique(names, "the optimizer")
     return dict(zip(names, places, strict=True))
 
@@ -336,8 +306,7 @@ def _named_best(
     own_names = _names_in(groups, "the optimizer")
     if own_names is not None:
         candidates += ways_of_naming(zip(own_names, params, strict=True))
-    best: Named | None = best_names(candidates[::-1] if bare else candidates, params, saved)
-    return best
+    return best_names(candidates[::-1] if bare else candidates, params, saved)
 
 
 def _names_in(groups: Any, owner: str) -> list[str] | None:
@@ -383,13 +352,6 @@ def _check_unique(names: Sequence[str], owner: str) -> None:
         seen.add(name)
 
 
-def _unmatched_messages(unmatched: UnmatchedParameters) -> Iterator[str]:
-    for title, names in (("Missing", unmatched.missing), ("Unexpected", unmatched.unexpected)):
-        if names:
-            listed = ", ".join(f'"{name}"' for name in names)
-            yield f"{title} parameter(s) in state_dict: {listed}. "
-
-
 # ------------------------------------------------------------------------------------------ shapes
 
 
@@ -400,25 +362,6 @@ class _Shape(NamedTuple):
     key: Any
     saved: torch.Size
     expected: torch.Size
-
-
-def leave_mismatched_out(
-    assignment: Assignment, optimizer: Optimizer, saved_state: Any, mismatched: list[Mismatch]
-) -> None:
-    """Let parameters keep their state if the saved one has another shape.
-
-    `assignment` is from `match_by_order`. `mismatched` gets what is left out, with saved numbers as
-    names.
-    """
-    if not isinstance(saved_state, Mapping):
-        return
-    states = {
-        str(param_id): (param, saved_state.get(param_id))
-        for param_id, param in assignment.params.items()
-    }
-    ids: dict[str, Hashable] = {str(param_id): param_id for param_id in assignment.params}
-    shapes = [*_mismatches(optimizer, states)]
-    _leave_out(assignment, shapes, ids, mismatched)
 
 
 def _leave_out(
@@ -436,7 +379,12 @@ def _leave_out(
 
 def _mismatches(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> Iterator[_Shape]:
     """Yield the wrong shapes in the state saved for parameters, by name."""
-    is_known = is_torchs(optimizer, "step")
+    # Whether torch.optim alone defines the optimizer's steps, and so its state.
+    is_known = all(
+        f"{owner.__module__}.".startswith("torch.optim.")
+        for owner in type(optimizer).__mro__
+        if "step" in vars(owner)
+    )
     for name, (param, state) in states.items():
         if not isinstance(state, dict):
             continue
@@ -492,14 +440,177 @@ def _new_group(
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     nothing = object()
+
+    def are_equal(key: str) -> bool:
+        a, b = one.get(key, nothing), other.get(key, nothing)
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return a.dtype == b.dtype and torch.equal(a, b)
+        return type(a) is type(b) and bool(a == b)
+
     return [
         f"{key} ({one.get(key)!r} and {other.get(key)!r})"
         for key in {**one, **other}
-        if not _are_equal(one.get(key, nothing), other.get(key, nothing))
+        if not are_equal(key)
     ]
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+# ------------------------------------------------------------------ names in place of numbers
+# torch.distributed.checkpoint's get_optimizer_state_dict writes names in place of numbers:
+#     {"state": {"layer.weight": {"exp_avg": ...}},
+#      "param_groups": [{"params": ["layer.weight"], "lr": 0.1}]}
+# With flatten_optimizer_state_dict=True it writes one dict, with a group's options for each
+# parameter:
+#     {"state.layer.weight.exp_avg": ..., "param_groups.layer.weight.lr": 0.1}
+# The names are those of the bare model, without the prefixes of DistributedDataParallel, FSDP,
+# torch.compile and activation checkpointing.
+
+_STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+_FLAT = (f"{_STATE}.", f"{_GROUPS}.")
+# Parts of parameters' names that wrappers add.
+_WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_FLAT_PARAMETER = "_flat_param"  # of FSDP without use_orig_params
+
+Named: TypeAlias = "Sequence[tuple[str, Tensor]]"
+
+
+def is_name_keyed(state_dict: Any) -> bool:
+    """Return whether the parameters of an optimizer's state dict are names, not numbers.
+
+    >>> is_name_keyed({"state": {}, "param_groups": [{"params": ["weight"]}]})
+    True
+    >>> is_name_keyed({"param_groups.weight.lr": 0.1}), is_name_keyed({"param_groups": []})
+    (True, False)
+    """
+    if not isinstance(state_dict, Mapping):
+        return False
+    if is_flat(state_dict):
+        return True
+    groups = state_dict.get(_GROUPS)
+    if not isinstance(groups, (list, tuple)):
+        return False
+    ids = [each for group in groups if isinstance(group, Mapping) for each in _params_of(group)]
+    return bool(ids) and all(isinstance(each, str) for each in ids)
+
+
+def is_flat(state_dict: Mapping[Any, Any]) -> bool:
+    """Return whether a state dict has no groups, but a key for each of their values."""
+    keys = [*state_dict]
+    return bool(keys) and all(isinstance(key, str) and key.startswith(_FLAT) for key in keys)
+
+
+def _params_of(group: Mapping[Any, Any]) -> Sequence[Any]:
+    params = group.get(_PARAMS)
+    return params if isinstance(params, (list, tuple)) else ()
+
+
+def regrouped(state_dict: Any) -> Any:
+    """Return the flat form as groups, one for each parameter; any other state dict as it is.
+
+    >>> regrouped({"state.a.b.step": 1, "param_groups.a.b.lr": 0.1})
+    {'state': {'a.b': {'step': 1}}, 'param_groups': [{'params': ['a.b'], 'lr': 0.1}]}
+    """
+    if not is_flat(state_dict):
+        return state_dict
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in items_of(state_dict):
+        if key.startswith(_FLAT[1]):
+            name, _, option = key[len(_FLAT[1]) :].rpartition(".")
+            groups.setdefault(name, {_PARAMS: [name]})[option] = value
+    state: dict[str, dict[str, Any]] = {}
+    for key, value in items_of(state_dict):
+        if key.startswith(_FLAT[0]):
+            name, rest = _split(key[len(_FLAT[0]) :], groups)
+            *parents, last = rest.split(".")
+            inner = state.setdefault(name, {})
+            for parent in parents:
+                inner = inner.setdefault(parent, {})
+            inner[last] = value
+    return {_STATE: state, _GROUPS: [*groups.values()]}
+
+
+def _split(path: str, names: Mapping[str, Any]) -> tuple[str, str]:
+    """Divide a path into a parameter's name, as long as possible, and the key of its state."""
+    end = path.rfind(".")
+    while end > 0 and path[:end] not in names:
+        end = path.rfind(".", 0, end)
+    if end <= 0:
+        raise ValueError(f"the state dict has a state, {path!r}, of a parameter of no group")
+    return path[:end], path[end + 1 :]
+
+
+# ------------------------------------------------------------------------------------- own names
+
+
+def bare_name(module: nn.Module, name: str) -> str:
+    """Return a parameter's name without the additions of wrappers, as torch has it.
+
+    >>> wrapped = nn.ModuleDict({"_orig_mod": nn.Linear(1, 1)})  # as torch.compile does it
+    >>> bare_name(wrapped, "_orig_mod.weight")
+    'weight'
+    """
+    parts = []
+    owner: Any = module
+    for part in name.split("."):
+        is_ddp = isinstance(owner, nn.parallel.DistributedDataParallel) and part == "module"
+        if not is_ddp and part not in _WRAPPED:
+            parts.append(part)
+        owner = getattr(owner, part, None)
+    return ".".join(parts)
+
+
+def best_names(
+    candidates: Iterable[Named], params: Iterable[Tensor], saved: set[str]
+) -> Named | None:
+    """Return the way of naming parameters that has most names in common with the saved ones.
+
+    `candidates` may have several names for a parameter, and the preferred candidate comes first.
+    Each parameter gets one name, a saved one if it has any. None if no candidate names all
+    parameters.
+    """
+    wanted = {id(param) for param in params}
+    best: Named | None = None
+    n_best = -1
+    for named in candidates:
+        chosen: dict[int, tuple[str, Tensor]] = {}
+        for name, param in named:
+            known = chosen.get(id(param))
+            if id(param) in wanted and (known is None or (known[0] not in saved and name in saved)):
+                chosen[id(param)] = (name, param)
+        n_found = len(saved.intersection(name for name, _ in chosen.values()))
+        if len(chosen) == len(wanted) and n_found > n_best:
+            best, n_best = [*chosen.values()], n_found
+    return best
+
+
+def ways_of_naming(named: Iterable[tuple[str, Tensor]]) -> Iterator[Named]:
+    """Yield names as they are, without the additions of wrappers, and without ``module.``.
+
+    >>> one = Tensor()
+    >>> [names[0][0] for names in ways_of_naming([("module._orig_mod.weight", one)])]
+    ['module._orig_mod.weight', 'module.weight', 'weight']
+    """
+    pairs = [*named]
+    yield pairs
+    parts = [([part for part in name.split(".") if part not in _WRAPPED], p) for name, p in pairs]
+    bare = [(".".join(each), param) for each, param in parts]
+    yield bare
+    if all(name.startswith("module.") for name, _ in bare):
+        yield [(name.removeprefix("module."), param) for name, param in bare]
+
+
+def refuse_sharded(
+    optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], state: Mapping[Any, Any]
+) -> None:
+    """Raise TypeError if each rank has a part of the parameters, but the saved state is whole.
+
+    The error names torch's function, which divides the state among the ranks.
+    """
+    params = [param for group in optimizer.param_groups for param in group[_PARAMS]]
+    is_flat = any(name.rpartition(".")[2] == _FLAT_PARAMETER for name, _ in named)
+    is_whole = not any(is_distributed_tensor(value) for value in walk(state))
+    if is_flat or (is_whole and any(is_distributed_tensor(param) for param in params)):
+        raise TypeError(
+            f"the parameters of this {type(optimizer).__name__} are parts of what the file has, "
+            "which has no ranks: use torch.distributed.checkpoint.state_dict."
+            "set_optimizer_state_dict() with what ptsave.load() returns"
+        )

@@ -18,9 +18,8 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ptsave.state.copying import Copier, LookOnly, Mismatch
-from ptsave.state.name_keyed import regrouped
-from ptsave.state.optimizer_matching import Assignment, Matching, UnmatchedParameters
+from ptsave.state.copying import Copier, LookOnly, Mismatch, overlapping
+from ptsave.state.optimizer_matching import Assignment, Matching, UnmatchedParameters, regrouped
 from ptsave.support.torch_modules import (
     optimizer_policy,
     optimizer_post_hooks_of,
@@ -206,18 +205,13 @@ def check_optimizer(
         trial = replace(matching, mismatched=skipped)
         trial.check()
         state_dict = state_dict if matching.match == "order" else regrouped(state_dict)
-        _check_keys(optimizer, state_dict)
+        for key in ("param_groups", "state"):
+            if key not in state_dict:
+                raise KeyError(
+                    f"{key!r} is not in it, so it is no state of an optimizer, which "
+                    f"{type(optimizer).__name__} needs"
+                )
         trial.assign(optimizer, state_dict, LookOnly(copier))
-
-
-def _check_keys(optimizer: Any, state_dict: Mapping[Any, Any]) -> None:
-    """Raise KeyError, as torch does, for a state dict that is not an optimizer's."""
-    lacking = [key for key in ("param_groups", "state") if key not in state_dict]
-    if lacking:
-        raise KeyError(
-            f"{lacking[0]!r} is not in it, so it is no state of an optimizer, which "
-            f"{type(optimizer).__name__} needs"
-        )
 
 
 def _overrides_load_state_dict(optimizer: Any) -> bool:
@@ -272,8 +266,9 @@ class PresentState:
         present = list(_tensors_in(list(optimizer.state.values())))
         params = [param for group in optimizer.param_groups for param in group["params"]]
         # Tensors that share memory would be filled twice; ones shared in the file stay shared.
-        self._shared = _overlapping([*present, *params], _address)
-        self._shared |= _overlapping(_tensors_in(list(saved_state.values())), _place_in_storage)
+        self._shared = overlapping(_spans([*present, *params], _address))
+        saved = _tensors_in(list(saved_state.values()))
+        self._shared |= overlapping(_spans(saved, _place_in_storage))
         self._state = dict(optimizer.state)
         self.copies: list[tuple[Tensor, Tensor]] = []
 
@@ -405,21 +400,19 @@ def _place_in_storage(tensor: Tensor) -> _Place:
     return storage_id(tensor.untyped_storage()), int(tensor.storage_offset()) * tensor.itemsize
 
 
-def _overlapping(tensors: Iterable[Tensor], place: Callable[[Tensor], _Place]) -> set[int]:
-    """Return the `id` of every tensor whose range of bytes overlaps that of another one."""
-    spans = sorted(
-        (*place(tensor), _extent(tensor), id(tensor)) for tensor in tensors if _has_bytes(tensor)
-    )
-    overlapping: set[int] = set()
-    memory, end, last = 0, 0, 0
-    for this_memory, begin, nbytes, identity in spans:
-        if this_memory != memory:
-            memory, end = this_memory, 0
-        if begin < end:
-            overlapping |= {last, identity}
-        if begin + nbytes > end:
-            end, last = begin + nbytes, identity
-    return overlapping
+def _spans(
+    tensors: Iterable[Tensor], place: Callable[[Tensor], _Place]
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the memory, begin and end of each tensor that has bytes, and its `id`."""
+    for tensor in tensors:
+        if _has_bytes(tensor):
+            memory, begin = place(tensor)
+            if tensor.is_contiguous():
+                nbytes = tensor.nbytes
+            else:
+                first, end = span_of(tensor)
+                nbytes = end - first
+            yield memory, begin, begin + nbytes, id(tensor)
 
 
 def _has_bytes(tensor: Tensor) -> bool:
@@ -432,14 +425,6 @@ def _has_bytes(tensor: Tensor) -> bool:
         )
         and tensor.numel() > 0
     )
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the number of bytes from a tensor's first one to its last."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    begin, end = span_of(tensor)
-    return end - begin
 
 
 def _is_real(tensor: Tensor) -> bool:

@@ -123,12 +123,6 @@ class Renaming:
             raise TypeError(f"rename({name!r}) is {type(renamed).__name__}, not a string or None")
         return renamed
 
-    def of_state_dict(self, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-        """Return a state dict, with its metadata, under the model's names."""
-        return renamed(
-            state_dict, self, lambda metadata, _: OrderedDict(renamed_metadata(metadata, self))
-        )
-
     def _by_mapping(self, name: str) -> str | None:
         if name in self._new_names:
             new_name: str | None = self._new_names[name]
@@ -146,14 +140,25 @@ class Renaming:
 
 
 def renamed_metadata(
-    metadata: Mapping[str, Any], renaming: Callable[[str], str | None]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the versions of modules by their names in the model: copies, as loads edit them."""
+    metadata: Mapping[str, Any], rename: Callable[[str], str | None]
+) -> OrderedDict[str, Any]:
+    """Return the versions of modules by their names in the model: copies, as loads edit them.
+
+    If a name is that of two modules, the one that was renamed counts: it was in a wrapper.
+    """
+    result: OrderedDict[str, Any] = OrderedDict()
+    moved: set[str] = set()
     marker = ".weight"
     for key, versions in items_of(metadata):
-        name = renaming(f"{key}{marker}" if key else marker[1:])
-        if name is not None and f".{name}".endswith(marker):
-            yield f".{name}".removesuffix(marker).removeprefix("."), dict(versions)
+        name = rename(f"{key}{marker}" if key else marker[1:])
+        if name is None or not f".{name}".endswith(marker):
+            continue
+        name = f".{name}".removesuffix(marker).removeprefix(".")
+        if name != key or name not in moved:
+            result[name] = copy.copy(versions)
+        if name != key:
+            moved.add(name)
+    return result
 
 
 # ---------------------------------------------------------------------------------- prefixes
@@ -206,7 +211,7 @@ def strip_prefix(
         def strip(key: str) -> str:
             return key.removeprefix(prefix)
 
-    return renamed(state_dict, strip, _prefixed_metadata)
+    return renamed(state_dict, strip)
 
 
 def add_prefix(state_dict: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:
@@ -236,7 +241,7 @@ def add_prefix(state_dict: Mapping[str, Any], prefix: str) -> OrderedDict[str, A
     ['module.weight', 'module.bias']
     """
     _check_prefix(prefix)
-    return renamed(state_dict, lambda key: prefix + key, _prefixed_metadata)
+    return renamed(state_dict, lambda key: prefix + key)
 
 
 def _check_prefix(prefix: str) -> None:
@@ -245,14 +250,12 @@ def _check_prefix(prefix: str) -> None:
 
 
 def renamed(
-    state_dict: Mapping[str, Any],
-    rename: Callable[[str], str | None],
-    renamed_metadata: Callable[[Mapping[str, Any], Any], OrderedDict[str, Any]],
+    state_dict: Mapping[str, Any], rename: Callable[[str], str | None]
 ) -> OrderedDict[str, Any]:
     """Return a state dict with other keys, in the same order, and its metadata.
 
-    `rename` returns None to leave an entry out; keys that are no text stay. `renamed_metadata` gets
-    the metadata and `rename`. Two keys that would become one raise ValueError.
+    `rename` returns None to leave an entry out; keys that are no text stay. Two keys that would
+    become one raise ValueError.
     """
     result: OrderedDict[str, Any] = OrderedDict()
     origins: dict[str, str] = {}
@@ -270,24 +273,4 @@ def renamed(
     metadata = getattr(state_dict, METADATA, None)
     if metadata is not None:
         setattr(result, METADATA, renamed_metadata(metadata, rename))
-    return result
-
-
-def _prefixed_metadata(
-    metadata: Mapping[str, Any], rename: Callable[[str], str]
-) -> OrderedDict[str, Any]:
-    """Rename the keys, which are prefixes of the state dict's without the last dot.
-
-    The entries are copied, because loading with ``assign=True`` writes to them.
-    """
-    result: OrderedDict[str, Any] = OrderedDict()
-    renamed: set[str] = set()
-    for key, entry in items_of(metadata):
-        old_prefix = key + "." if key else ""
-        new_prefix = rename(old_prefix)
-        new_key = new_prefix[:-1]
-        if new_prefix != old_prefix or new_key not in renamed:
-            result[new_key] = copy.copy(entry)
-        if new_prefix != old_prefix:
-            renamed.add(new_key)
     return result

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Set
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ptsave.archive.loading import LoadOptions
 from ptsave.contents.loading import load_source
+from ptsave.errors import CheckpointWarning
 from ptsave.sources.locations import describe
-from ptsave.state.copying import tensors_in
-from ptsave.state.modules import IncompatibleKeys
-from ptsave.support.calls import check_flags, failing_together, has_others
+from ptsave.state.copying import Copier, Mismatch, tensors_in
+from ptsave.state.modules import IncompatibleKeys, check_module, load_module
+from ptsave.support.calls import check_flags, failing_together, has_others, warn_user
 from ptsave.training.options import RestoreOptions, check_named, entries_of
-from ptsave.training.restoring import RestoringCopier, check_locations, restoring
-from ptsave.training.targets import (
-    Target,
-    key_mappings,
-    names_of_modules,
-    part_named,
-    refuse_module,
-    warn_if_nothing_fits,
-)
+from ptsave.training.restoring import check_locations, restoring
 from ptsave.tree.containers import items_of
 
 if TYPE_CHECKING:
-    from ptsave.state.name_keyed import Named
-    from ptsave.state.renaming import Rename
+    from ptsave.state.optimizer_matching import Matching, Named
+    from ptsave.state.renaming import Rename, Renaming
     from ptsave.training.options import KeyMapping, Match
 
 
@@ -159,11 +152,11 @@ def load_into(
         renaming = key_mappings(options.key_mapping, {"": target}).get("")
         namings: list[Named] = []
         if named_parameters is not None:
-            from ptsave.state.name_keyed import ways_of_naming
+            from ptsave.state.optimizer_matching import ways_of_naming
 
             namings += ways_of_naming(named_parameters)
         whole = Target(target, options, renaming, namings)
-    with _restoring(f, options) as (obj, copier, _):
+    with restoring(f, options) as (obj, copier, _):
         try:
             refuse_module(obj)
             if copier.is_shared:  # otherwise the load itself checks
@@ -189,22 +182,6 @@ def _check_arguments(f: Any, target: Any, options: RestoreOptions) -> None:
         raise TypeError("match is for optimizers: everything else has names")
     if options.key_mapping is not None and not (is_module or is_optimizer):
         raise TypeError("key_mapping is for modules and optimizers")
-
-
-def _restoring(
-    f: Any, options: RestoreOptions
-) -> AbstractContextManager[tuple[Any, RestoringCopier, Set[str]]]:
-    """Open a file as `restoring` does; tensors to assign stay in the memory they are read to."""
-    return restoring(
-        f,
-        options.map_location,
-        weights_only=options.weights_only,
-        verify=options.verify,
-        progress=options.progress,
-        storage_options=options.storage_options,
-        process_group=options.process_group,
-        deferred=not options.assign,
-    )
 
 
 def save_checkpoint(
@@ -381,21 +358,22 @@ def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions)
     group = options.process_group
     with failing_together(group, describe(f)):
         renamings = key_mappings(options.key_mapping, targets)
-    named = names_of_modules(each for each in targets.values() if isinstance(each, nn.Module))
+    modules = [name for name, each in targets.items() if isinstance(each, nn.Module)]
+    optimizers = [name for name, each in targets.items() if isinstance(each, Optimizer)]
+    named = names_of_modules([targets[name] for name in modules]) if optimizers else []
     parts = {
         name: Target(target, options, renamings.get(name), named)
         for name, target in targets.items()
     }
     report: dict[str, IncompatibleKeys] = {}
-    with _restoring(f, options) as (obj, copier, locations):
+    with restoring(f, options) as (obj, copier, locations):
         try:
             _check_entries(obj, targets)
             for name in targets:
                 refuse_module(obj[name])
             rest = {name: value for name, value in items_of(obj) if name not in targets}
             moves = locations if tensors_in(rest) else set()
-            if moves:
-                check_locations(moves)
+            check_locations(moves)
             for name, part in parts.items():
                 try:
                     part.check(obj[name], copier)
@@ -403,9 +381,9 @@ def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions)
                     message = f"the entry {name!r} cannot be restored: {error.args[0]}"
                     raise KeyError(message) from None
             copier.agree()
-            for name in sorted(targets, key=lambda name: _rank(targets[name])):
+            for name in dict.fromkeys([*modules, *optimizers, *targets]):
                 keys = _keys_of(parts[name].load(obj[name], copier))
-                if keys is None and isinstance(targets[name], Optimizer):
+                if keys is None and name in optimizers:
                     keys = IncompatibleKeys([], [])  # matched by order: all or nothing
                 if keys is not None:
                     report[name] = keys
@@ -419,20 +397,15 @@ def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions)
         from ptsave.support.group_call import GroupCall
 
         any_moves = any(GroupCall(group).agree(any_moves))
-    if not any_moves:
-        return RestoredEntries(rest, report)
-    # These entries belong on another device: load them again, by torch's rules for devices.
-    again = load_source(
-        f,
-        LoadOptions(
+    if any_moves:
+        # These entries belong on another device: load them again, by torch's rules for devices.
+        loading = LoadOptions(
             options.map_location, weights_only=options.weights_only, verify=False, wants_state=True
-        ),
-        options.storage_options,
-        group,
-    )
-    if not moves:
-        return RestoredEntries(rest, report)
-    return RestoredEntries({key: each for key, each in items_of(again) if key in names}, report)
+        )
+        again = load_source(f, loading, options.storage_options, group)
+        if moves:
+            rest = {key: each for key, each in items_of(again) if key in names}
+    return RestoredEntries(rest, report)
 
 
 def _keys_of(result: Any) -> IncompatibleKeys | None:
@@ -444,10 +417,6 @@ def _keys_of(result: Any) -> IncompatibleKeys | None:
     if not isinstance(missing, list) or not isinstance(unexpected, list):
         return None
     return IncompatibleKeys(missing, unexpected, getattr(result, "mismatched_keys", None))
-
-
-def _rank(target: Any) -> int:
-    return 0 if isinstance(target, nn.Module) else 1 if isinstance(target, Optimizer) else 2
 
 
 def _check_entries(obj: Any, targets: Mapping[str, Any]) -> None:
@@ -464,3 +433,208 @@ def _check_entries(obj: Any, targets: Mapping[str, Any]) -> None:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             known = ", ".join(repr(key) for key in list(obj)[:8])
             raise KeyError(f"the checkpoint has no entry {name!r}, only {known}{hint}")
+
+
+# ------------------------------------------------------------------------------- the targets
+
+
+class Target(NamedTuple):
+    """An object to restore; `namings` name an optimizer's parameters beside its own names."""
+
+    target: Any
+    options: RestoreOptions
+    renaming: Renaming | None
+    namings: Sequence[Named]
+
+    def check(self, state: Any, copier: Copier) -> None:
+        """Raise the errors that `load` is certain to raise, and change nothing."""
+        target, options = self.target, self.options
+        if isinstance(target, nn.Module):
+            check_module(
+                target,
+                self._renamed(state),
+                options.strict,
+                copier,
+                ignore_mismatched_sizes=options.ignore_mismatched_sizes,
+            )
+        elif isinstance(target, Optimizer):
+            from ptsave.state.optimizers import check_optimizer
+
+            check_optimizer(target, state, copier, self._matching(state, []))
+        elif isinstance(target, Mapping):
+            from ptsave.state.nested_state import check_mapping
+
+            check_mapping(target, state, options.strict)
+        else:
+            _check_type(target)
+
+    def load(self, state: Any, copier: Copier) -> Any:
+        """Load a state dict into the target in place, and return the result of that load."""
+        target, options = self.target, self.options
+        if isinstance(target, nn.Module):
+            return load_module(
+                target,
+                self._renamed(state),
+                options.strict,
+                options.assign,
+                copier,
+                ignore_mismatched_sizes=options.ignore_mismatched_sizes,
+                check_first=True,
+            )
+        if isinstance(target, Optimizer):
+            return self._load_optimizer(target, state, copier)
+        if isinstance(target, Mapping):
+            from ptsave.state.nested_state import load_mapping
+
+            return load_mapping(target, state, options.strict, copier)
+        _check_type(target)
+        copier.show({"": state})
+        return target.load_state_dict(state)
+
+    def _load_optimizer(self, target: Optimizer, state: Any, copier: Copier) -> Any:
+        from ptsave.state.optimizer_matching import UnmatchedParameters
+        from ptsave.state.optimizers import load_optimizer
+
+        mismatched: list[Mismatch] = []
+        result = load_optimizer(
+            target, state, copier, self._matching(state, mismatched), in_place=True
+        )
+        if isinstance(result, UnmatchedParameters):
+            return IncompatibleKeys(result.missing, result.unexpected, mismatched)
+        return IncompatibleKeys([], [], mismatched) if mismatched else result
+
+    def _matching(self, state: Any, mismatched: list[Mismatch]) -> Matching:
+        from ptsave.state.optimizer_matching import Matching, is_name_keyed
+
+        match = self.options.match
+        by_name = match == "name" or (match is None and is_name_keyed(state))
+        return Matching(
+            match,
+            namings=self.namings if by_name else None,
+            rename=self.renaming if by_name else None,
+            strict=self.options.strict,
+            mismatched=mismatched if self.options.ignore_mismatched_sizes else None,
+        )
+
+    def _renamed(self, state: Any) -> Any:
+        if self.renaming is None or not isinstance(state, Mapping):
+            return state
+        from ptsave.state.renaming import renamed
+
+        return renamed(state, self.renaming)
+
+
+def _check_type(target: Any) -> None:
+    if isinstance(target, type) or not callable(getattr(target, "load_state_dict", None)):
+        name = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
+        raise TypeError(
+            f"cannot restore into {name}: expected a module, an optimizer, a dict or an object "
+            "with load_state_dict()"
+        )
+
+
+def names_of_modules(modules: Iterable[nn.Module]) -> list[Named]:
+    """Return each module's names of parameters, and all together, with and without wrappers'."""
+    from ptsave.state.optimizer_matching import bare_name
+
+    found: list[Named] = []
+    all_named: list[tuple[str, Tensor]] = []
+    all_bare: list[tuple[str, Tensor]] = []
+    for module in modules:
+        named = [*module.named_parameters(remove_duplicate=False)]
+        bare = [(bare_name(module, name), param) for name, param in named]
+        found += [named, bare]
+        all_named += named
+        all_bare += bare
+    return [*found, all_named, all_bare] if len(found) > 2 else found
+
+
+def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> dict[str, Renaming]:
+    """Return the renaming of each module and optimizer among the targets.
+
+    `key_mapping` is one renaming for all of them, or a mapping of targets' names to renamings.
+    """
+    if key_mapping is None:
+        return {}
+    from ptsave.state.renaming import Renaming
+
+    def renaming(rename: Any) -> Renaming:
+        if not (callable(rename) or isinstance(rename, Mapping)):
+            raise TypeError(
+                f"key_mapping must be a function or a mapping of names, not {type(rename).__name__}"
+            )
+        return Renaming(rename)
+
+    named = {name for name, each in targets.items() if isinstance(each, (nn.Module, Optimizer))}
+    by_target: Any = key_mapping
+    if not isinstance(by_target, Mapping) or not any(
+        isinstance(value, Mapping) or callable(value) for value in by_target.values()
+    ):
+        return dict.fromkeys(named, renaming(key_mapping))
+    for name in by_target:
+        if name not in named:
+            raise TypeError(
+                f"key_mapping is of {name!r}, which is no module and no optimizer among the targets"
+            )
+    return {name: renaming(rename) for name, rename in by_target.items()}
+
+
+# ------------------------------------------------------------ the part that was probably meant
+
+
+def refuse_module(state: Any) -> None:
+    """Raise if the file holds a whole module where a state dict is expected."""
+    if isinstance(state, nn.Module):
+        raise TypeError(
+            f"the file holds a module that was saved whole ({type(state).__name__}), not a state "
+            "dict: get it with ptsave.load(), and load its state_dict()"
+        )
+
+
+@contextmanager
+def part_named(obj: Any, target: Any) -> Iterator[None]:
+    """Add to errors about keys the name of the part of `obj` that probably fits `target`."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_plain = type(error) is RuntimeError and not hasattr(error, "overwritten")
+        message = str(error)
+        if is_plain and "key(s) in state_dict" in message:
+            sentence = _advice(obj, target)
+            if sentence:
+                error.args = (f"{message}\n\t{sentence}",)
+        raise
+    except KeyError as error:
+        if not isinstance(target, Optimizer) or error.args not in [("param_groups",), ("state",)]:
+            raise
+        from ptsave.state.nested_state import optimizer_advice
+
+        missing = error.args[0]
+        words = f"the file holds no state dict of an optimizer: it has no {missing!r}"
+        raise KeyError(". ".join(filter(None, (words, optimizer_advice(obj, target))))) from None
+
+
+def warn_if_nothing_fits(obj: Any, target: Any, keys: Any) -> None:
+    """Warn if the file has none of the target's keys, but a part of it has them."""
+    missing = getattr(keys, "missing_keys", None)
+    if not missing or not isinstance(obj, Mapping) or not isinstance(target, (nn.Module, Mapping)):
+        return
+    if not {*obj}.intersection(_names_of(target)):
+        sentence = _advice(obj, target)
+        if sentence:
+            message = f"nothing was loaded: the file has none of the target's keys. {sentence}"
+            warn_user(message, CheckpointWarning)
+
+
+def _advice(obj: Any, target: Any) -> str:
+    if not isinstance(target, (nn.Module, Mapping)):
+        return ""
+    from ptsave.state.nested_state import advice
+
+    return advice(obj, _names_of(target), "model" if isinstance(target, nn.Module) else "target")
+
+
+def _names_of(target: Any) -> Iterable[str]:
+    if isinstance(target, nn.Module):
+        return [*dict(target.named_parameters()), *dict(target.named_buffers())]
+    return [key for key in target if isinstance(key, str)]

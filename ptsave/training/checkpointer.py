@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Collection, Mapping
@@ -20,7 +21,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.serialization import config as torch_config
@@ -31,11 +32,9 @@ from ptsave.background.saves import release_own
 from ptsave.errors import CheckpointWarning, SaveError, add_note
 from ptsave.support.calls import check_flags
 from ptsave.support.ranks import check_rank_saves, group_of_job
-from ptsave.training.directory import CheckpointDirectory, create_directory
+from ptsave.training.directory import CheckpointDirectory, Retention, create_directory
 from ptsave.training.options import RestoreOptions, check_named, entries_of
 from ptsave.training.rank_parts import RankParts, check_ranks, rank_parts
-from ptsave.training.retention import Retention
-from ptsave.training.stop_signals import StopSignals
 from ptsave.writing.planning import SaveOptions
 
 if TYPE_CHECKING:
@@ -171,6 +170,7 @@ class AsyncCheckpointer:
             for name, number in numbers.items()
         }
         self._retention = Retention(**checked, metric=metric, mode=mode, keep_marked=keep_marked)
+        self._retention.check_rules()
         self._rank = None if rank is None else _checked(rank, "rank", 0)
         world_size = None if world_size is None else _checked(world_size, "world_size", 1)
         check_ranks(os.fsdecode(directory), self._rank, world_size, process_group)
@@ -660,3 +660,66 @@ def _checked(value: Any, name: str, minimum: int) -> int:
     if number < minimum:
         raise ValueError(f"{name} must be at least {minimum}, not {number}")
     return number
+
+
+# -------------------------------------------------------------------------------- stop signals
+
+_before: dict[int, Any] = {}  # the handlers that `_note` has replaced
+_waiting: list[StopSignals] = []
+
+
+class StopSignals:
+    """Takes signals until it is released, and then puts the earlier handlers back.
+
+    `came` tells whether a signal has come.  Only the main thread may take signals: other threads
+    get a ValueError.
+    """
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        self.came = False
+        self._pid = os.getpid()
+        self._numbers = frozenset(numbers)
+        _waiting.append(self)
+        try:
+            for number in self._numbers:
+                handler = signal.signal(number, _note)
+                if handler is not _note:
+                    _before[number] = handler
+        except (OSError, TypeError, ValueError) as error:
+            self.release()
+            raise ValueError(f"stop_signals={numbers!r} cannot be taken: {error}") from error
+
+    def takes(self, number: int) -> bool:
+        """Return whether this object takes a signal; SIGTERM ends a forked child instead."""
+        return number in self._numbers and (number != signal.SIGTERM or self._pid == os.getpid())
+
+    def release(self) -> None:
+        """Put the earlier handlers back.
+
+        Outside the main thread that is impossible: there a handler stays until its signal comes.
+        """
+        if self in _waiting:
+            _waiting.remove(self)
+        for number in self._numbers & _before.keys():
+            if not any(number in each._numbers for each in _waiting):
+                _put_back(number)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    takers = [each for each in _waiting if each.takes(number)]
+    for each in takers:
+        each.came = True
+    if not takers and signal.getsignal(number) is _note:  # not called by another handler
+        _put_back(number)
+        os.kill(os.getpid(), number)
+
+
+def _put_back(number: int) -> None:
+    """Put the earlier handler back, unless other code has taken the signal since."""
+    try:
+        if signal.getsignal(number) is _note:
+            before = _before.get(number)
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        _before.pop(number, None)
+    except ValueError:  # not the main thread
+        return

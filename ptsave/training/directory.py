@@ -1,4 +1,4 @@
-"""The checkpoints in a directory, local or at a URL: lists, opens and removes them.
+"""The checkpoints in a directory, local or at a URL: their names, and which of them stay.
 
 The directory is the only record, so no index can disagree with it.  An object store needs no locks
 and no renames, because a save shows a key only when the checkpoint is complete.  Only one process
@@ -8,19 +8,19 @@ removes old checkpoints there: the rank that saves, or rank 0.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import pickle
+import re
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ptsave.errors import CheckpointWarning, SaveError
 from ptsave.sources.locations import LocalFolder, sync_path
-from ptsave.training.naming import Naming, WholeFiles
-from ptsave.training.retention import Retention
 from ptsave.writing.targets import resolve_folder
 
 # Errors of opening a file that another process, or another host, has removed.
@@ -240,3 +240,283 @@ class CheckpointDirectory:
         """Return the path, or the URL, of a file of this name."""
         place = self.folder.file(name)
         return Path(place) if isinstance(place, str) else place.path
+
+
+# -------------------------------------------------------------------------------------- names
+# A step saved by several ranks is complete when the parts of all ranks exist.  The names of parts
+# hold a session and a number, so parts of different saves never make one checkpoint.
+
+_WHOLE = r"step-([0-9]+)\.pt"
+_PART = r"step-([0-9]+)\.([0-9a-f]{16})-([0-9]{1,9})\.rank-([0-9]{1,9})-of-([0-9]{1,9})\.pt"
+_MIN_N_DIGITS = 8  # names sort like their steps below a hundred million
+
+
+class WholeFiles:
+    """Names of whole checkpoints: ``step-<number>.pt``, with any number of leading zeros."""
+
+    def checkpoints(self, files: Iterable[str]) -> dict[int, list[str]]:
+        """Return the files of each complete step; this process reads the first file."""
+        names: dict[int, list[str]] = {}
+        for name in files:
+            if match := re.fullmatch(_WHOLE, name):
+                names.setdefault(int(match[1]), []).append(name)
+        for step, several in names.items():
+            several.sort(key=lambda name: (name != self.name_of(step), name))
+        return names
+
+    def judged(self, names: list[str]) -> str:
+        """Return the file whose entries decide whether a step stays: the same on all ranks."""
+        return names[0]
+
+    def dead(self, files: Iterable[str]) -> list[str]:
+        """Return the files to remove: no checkpoint needs them, and no process writes them."""
+        return []
+
+    def is_checkpoint(self, name: str) -> bool:
+        """Return whether a file of this name is a checkpoint, or a part of one."""
+        return re.fullmatch(_WHOLE, name) is not None
+
+    def name_of(self, step: int) -> str:
+        """Return the file name for a step that has no checkpoint."""
+        return f"step-{step:0{_MIN_N_DIGITS}d}.pt"
+
+    def new_name(self, step: int, names: list[str]) -> str:
+        """Return the name to save a step under; `names` are the step's existing files."""
+        return names[0] if names else self.name_of(step)
+
+    def remark(self, files: Iterable[str]) -> str:
+        """Return a remark in brackets on the other files, or an empty string."""
+        sizes = {part.size for part in map(_part, files) if part}
+        return f" (but parts of checkpoints of {_listed(sizes)} ranks)" if sizes else ""
+
+
+class _Part(NamedTuple):
+    """The parsed file name of one rank's part of a save."""
+
+    step: int
+    session: str
+    repeat: int
+    size: int
+    rank: int
+
+    @property
+    def save(self) -> tuple[int, str, int]:
+        return self.step, self.session, self.repeat
+
+
+class Parts:
+    """Names of checkpoints that consist of one part per rank.
+
+    `session` is 16 hexadecimal digits: the same on all ranks, and higher than in earlier jobs.  The
+    methods that `WholeFiles` has, too, mean the same.
+    """
+
+    def __init__(self, rank: int, size: int, session: str) -> None:
+        self._rank, self._size, self._session = rank, size, session
+        self._saves: list[tuple[int, str, int]] = []  # saves of this process, in order
+
+    def checkpoints(self, files: Iterable[str]) -> dict[int, list[str]]:
+        steps: dict[int, list[str]] = {}
+        for save in sorted(self._complete(files), reverse=True):  # the newest of a step first
+            names = steps.setdefault(save[0], [])
+            ranks = sorted(range(self._size), key=lambda rank: rank != self._rank)
+            names += [_name(save, rank, self._size) for rank in ranks]
+        return steps
+
+    def judged(self, names: list[str]) -> str:
+        return self.of_rank(0, names[0])
+
+    def dead(self, files: Iterable[str]) -> list[str]:
+        """Return the parts of saves that are replaced, or that can no longer be completed.
+
+        The saves of one rank end in the order in which they began.  So once a later save is
+        complete, an incomplete earlier save stays incomplete.
+        """
+        files = list(files)
+        complete = self._complete(files)
+        return [
+            name
+            for name in files
+            if (part := _part(name))
+            and part.size == self._size
+            and self._is_dead(part.save, complete)
+        ]
+
+    def _is_dead(self, save: tuple[int, str, int], complete: set[tuple[int, str, int]]) -> bool:
+        if any(other[0] == save[0] and other[1:] > save[1:] for other in complete):
+            return True
+        if save in complete:
+            return False
+        if any(other[1] > save[1] for other in complete):
+            return True
+        later = self._saves[self._saves.index(save) + 1 :] if save in self._saves else []
+        return any(other in complete for other in later)
+
+    def _complete(self, files: Iterable[str]) -> set[tuple[int, str, int]]:
+        ranks: dict[tuple[int, str, int], set[int]] = {}
+        for part in map(_part, files):
+            if part and part.size == self._size and part.rank < self._size:
+                ranks.setdefault(part.save, set()).add(part.rank)
+        return {save for save, there in ranks.items() if len(there) == self._size}
+
+    def is_checkpoint(self, name: str) -> bool:
+        return _part(name) is not None
+
+    def name_of(self, step: int) -> str:
+        count = sum(save[0] == step for save in self._saves)
+        return _name((step, self._session, count), self._rank, self._size)
+
+    def new_name(self, step: int, names: list[str]) -> str:
+        name = self.name_of(step)
+        part = _part(name)
+        assert part is not None
+        self._saves.append(part.save)
+        return name
+
+    def own(self, name: str) -> str:
+        """Return this rank's part of the save that the part `name` belongs to."""
+        return self.of_rank(self._rank, name)
+
+    def of_rank(self, rank: int, name: str) -> str:
+        """Return a rank's part of the save that the part `name` belongs to."""
+        part = _part(name)
+        if part is None or part.size != self._size:
+            raise ValueError(f"{name!r} is not a part of {self._size} ranks")
+        return _name(part.save, rank, self._size)
+
+    def save_of(self, name: str) -> str:
+        """Return the prefix that the names of all parts of a save share."""
+        return name.partition(".rank-")[0]
+
+    def remark(self, files: Iterable[str]) -> str:
+        files = list(files)
+        sizes = {part.size for part in map(_part, files) if part} - {self._size}
+        if sizes:
+            return f" (but parts of checkpoints of {_listed(sizes)} ranks, not {self._size})"
+        if WholeFiles().checkpoints(files):
+            return " (but checkpoints of one rank)"
+        return ""
+
+
+def _name(save: tuple[int, str, int], rank: int, size: int) -> str:
+    step, session, count = save
+    return f"step-{step:0{_MIN_N_DIGITS}d}.{session}-{count}.rank-{rank}-of-{size}.pt"
+
+
+def _part(name: str) -> _Part | None:
+    match = re.fullmatch(_PART, name)
+    if match is None:
+        return None
+    part = _Part(int(match[1]), match[2], int(match[3]), size=int(match[5]), rank=int(match[4]))
+    # A name that pads its numbers differently is not a file of ptsave.
+    return part if name == _name(part.save, part.rank, part.size) else None
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    return " or ".join(map(str, sorted(sizes)))
+
+
+Naming: TypeAlias = "WholeFiles | Parts"
+
+
+# -------------------------------------------------------------------- the checkpoints that stay
+# A checkpoint's metric is an entry of its own file, so a process that continues the run keeps the
+# same checkpoints.
+
+# Returns the named entries that a step's checkpoint has; None if it cannot be read.
+ReadEntries = Callable[[int, Collection[str]], "Mapping[str, Any] | None"]
+
+
+class Retention(NamedTuple):
+    """The rules by which checkpoints stay, from arguments of `AsyncCheckpointer`."""
+
+    keep: int | None = 3
+    keep_every: int | None = None
+    keep_best: int | None = None
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+    keep_marked: str | None = None
+
+    def check_rules(self) -> None:
+        """Raise for rules that contradict each other."""
+        for name in ("keep_every", "keep_best", "keep_marked"):
+            if self.keep is None and getattr(self, name) is not None:
+                raise ValueError(f"keep=None keeps all checkpoints: leave {name} out, or set keep")
+        if (self.keep_best is None) != (self.metric is None):
+            raise TypeError("keep_best and metric go together: keep_best=2, metric='val_loss'")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
+        for name, entry in (("metric", self.metric), ("keep_marked", self.keep_marked)):
+            if not isinstance(entry, (str, type(None))):
+                raise TypeError(f"{name} must be the name of an entry, not {entry!r}")
+
+    def check(self, entries: Mapping[str, Any]) -> None:
+        """Raise a TypeError if the metric is not a number."""
+        if self.metric is None or self.metric not in entries:
+            return
+        value = entries[self.metric]
+        if _number(value) is None:
+            kind = type(value).__name__
+            raise TypeError(f"the metric {self.metric!r} must be a number, not of type {kind}")
+
+    def spare(self, steps: Iterable[int], written: int, read: ReadEntries) -> list[int]:
+        """Return the steps whose checkpoints may go after the step `written` was saved.
+
+        The written step and the highest step stay: after training went back to an earlier step,
+        both are the newest of their runs.  A checkpoint that cannot be read stays, too, if its
+        entries would decide.
+        """
+        if self.keep is None:
+            return []
+        steps = sorted(steps)
+        newest = {written, max(steps, default=written)}
+        older = [step for step in steps if step not in newest]
+        spare = older[: max(len(steps) - self.keep, 0)]
+        if self.keep_every is not None:
+            spare = [step for step in spare if step % self.keep_every]
+        wanted = [name for name in (self.metric, self.keep_marked) if name is not None]
+        if not (spare and wanted):
+            return spare
+        entries = {step: read(step, wanted) for step in steps}
+        best = self._best(entries)
+        return [
+            step
+            for step in spare
+            if (values := entries[step]) is not None
+            and step not in best
+            and not (self.keep_marked is not None and _is_true(values.get(self.keep_marked)))
+        ]
+
+    def _best(self, entries: Mapping[int, Mapping[str, Any] | None]) -> set[int]:
+        """Return the steps with the best metric; of equal steps the newest."""
+        if self.metric is None:
+            return set()
+        sign = 1 if self.mode == "min" else -1
+        values = {step: _number((found or {}).get(self.metric)) for step, found in entries.items()}
+        ranked = sorted(
+            (sign * value, -step)
+            for step, value in values.items()
+            if value is not None and not math.isnan(value)
+        )
+        return {-step for _, step in ranked[: self.keep_best]}
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, or a tensor or array of one number, as a float; otherwise None.
+
+    Accepts only types that load from a checkpoint without running its code.
+    """
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        return float(value) if type(value) in (bool, int, float) else None
+    except OverflowError:  # of a large int
+        return math.inf if value > 0 else -math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _is_true(value: Any) -> bool:
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError):  # an array of several values
+        return True

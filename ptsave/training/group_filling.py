@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.archive.group_archive import CHECKED, PLANNED, GroupArchive, StorageView, is_viewable
+from ptsave.archive.group_archive import GroupArchive, StorageView, is_viewable
+from ptsave.state.copying import overlapping
 from ptsave.support.calls import ProgressCallback
+from ptsave.tree.extents import span_of
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,7 @@ class _Copy:
 
 
 class GroupFiller:
-    """A `restoring.Filler` that takes its bytes from what the group's reader sends.
-
-    All storages of the archive are reserved already.
-    """
-
-    is_shared = True
+    """An `EngineFiller` whose bytes are those that the group's reader sends."""
 
     def __init__(self, archive: GroupArchive, *, verify: bool) -> None:
         self._archive = archive
@@ -55,12 +52,6 @@ class GroupFiller:
     def _engine(self) -> _C.Reader:
         return self._archive.reader.engine
 
-    def agree(self) -> None:
-        self._archive.wait(CHECKED)
-
-    def begin(self) -> None:
-        self._archive.wait(PLANNED)
-
     def copy(self, target: Tensor, source: Tensor) -> None:
         record = self._engine.record_of(source)
         if record is None or self.is_filled(record) or not is_viewable(source):
@@ -71,9 +62,9 @@ class GroupFiller:
     def fill(self, records: Iterable[int], progress: ProgressCallback | None) -> None:
         copies, self._copies = _distinct(self._copies), []
         # Copies whose order counts, and those of whole storages, are made from filled storages.
-        overlapping = _overlapping([copy.target for copy in copies])
-        late = [c for i, c in enumerate(copies) if c.view is None or i in overlapping]
-        direct = [c for i, c in enumerate(copies) if c.view is not None and i not in overlapping]
+        mixed = overlapping((*_span_of(copy.target), i) for i, copy in enumerate(copies))
+        late = [c for i, c in enumerate(copies) if c.view is None or i in mixed]
+        direct = [c for i, c in enumerate(copies) if c.view is not None and i not in mixed]
         whole = {*records, *(copy.record for copy in late if copy.record is not None)}
         self._archive.progress = progress
         self._receive(whole - self._filled, direct)
@@ -85,12 +76,6 @@ class GroupFiller:
                     copy.target.copy_(copy.source)
                 elif copy.view is not None and copy.record is not None:
                     copy.view.copy_part(copy.target, self._engine.storage(copy.record), 0)
-
-    def read(self, view: Tensor, max_gap: int) -> Tensor:
-        record = self._engine.record_of(view)
-        if record is not None and not self.is_filled(record):
-            self._receive({record}, [])
-        return view
 
     def is_filled(self, record: int) -> bool:
         return record in self._filled
@@ -127,22 +112,8 @@ def _distinct(copies: Iterable[_Copy]) -> list[_Copy]:
     return [*found.values()]
 
 
-def _overlapping(targets: Sequence[Tensor]) -> set[int]:
-    """Return the numbers of the targets whose memory overlaps that of others."""
-    found: set[int] = set()
-    last_device, last_end, last = "", 0, -1
-    places = sorted((*_memory_of(target), i) for i, target in enumerate(targets))
-    for device, begin, end, number in places:
-        if device != last_device:
-            last_end = begin
-        elif begin < last_end:
-            found |= {last, number}
-        last_device, last_end, last = device, max(end, last_end), number
-    return found
-
-
-def _memory_of(tensor: Tensor) -> tuple[str, int, int]:
+def _span_of(tensor: Tensor) -> tuple[str, int, int]:
     """Return a tensor's device, and the addresses where its memory begins and ends."""
-    begin = tensor.data_ptr()
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return str(tensor.device), begin, begin + (last + 1) * tensor.itemsize
+    begin, end = span_of(tensor)
+    address = tensor.data_ptr()
+    return str(tensor.device), address, address + end - begin

@@ -45,8 +45,7 @@ class RestoreOptions:
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> RestoreOptions:
         """Return the options among a call's arguments, given as ``locals()``."""
-        names = [each.name for each in fields(cls) if each.name in arguments]
-        found = {name: arguments[name] for name in names}
+        found = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
         key_mapping, rename = arguments["key_mapping"], arguments["rename"]
         found["map_location"] = location_of(arguments["map_location"], arguments["device"])
         found["key_mapping"] = one_of(key_mapping=key_mapping, rename=rename)
@@ -86,15 +85,7 @@ _RESTORING_ADVICE = "the call returns the entry of that name, for you to load_st
 def check_named(
     function: str, options: SaveOptions | RestoreOptions, objects: Mapping[str, Any]
 ) -> None:
-    """Refuse objects named like an option, and options of other functions.
-
-    >>> from ptsave.writing.planning import SaveOptions
-    >>> check_named("ptsave.save_checkpoint", SaveOptions(fsync=True), {"strict": False})
-    Traceback (most recent call last):
-    ...
-    TypeError: strict=False is an option of ptsave.load_checkpoint, which ptsave.save_checkpoint \
-does not have: leave it out, or give what it stands for another name
-    """
+    """Refuse objects named like an option, and options of other functions."""
     for option in fields(options):
         value = getattr(options, option.name)
         is_own = option.name not in _OWNERS

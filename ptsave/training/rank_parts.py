@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ptsave.errors import SaveError
 from ptsave.support.ranks import check_rank_is_named, group_of_job
-from ptsave.training.naming import Parts
+from ptsave.training.directory import Parts
 
 if TYPE_CHECKING:
     from ptsave.support.rank_groups import FileRanks, GroupRanks
@@ -148,7 +148,10 @@ class RankParts:
         complete = [name for name in saved if self.naming.save_of(name) not in messages]
         if complete and not unknown and (apart := self._part_not_seen(complete[-1])):
             unknown.append(apart)
-        return lost, self._error(unknown[0]) if unknown else None
+        if not unknown:
+            return lost, None
+        message = unknown[0][0].upper() + unknown[0][1:]
+        return lost, SaveError(errno.EIO, message, str(self._place))
 
     def _part_not_seen(self, name: str) -> str:
         """Return a message if another rank's part of a complete save is not in the directory."""
@@ -209,9 +212,6 @@ class RankParts:
             meet(error=error)
             raise
         meet()
-
-    def _error(self, message: str) -> SaveError:
-        return SaveError(errno.EIO, message[0].upper() + message[1:], str(self._place))
 
     def release(self) -> None:
         """Unlock the directory, so that other jobs may save there."""

@@ -11,8 +11,8 @@ import os
 import pickle
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,35 +21,26 @@ from torch.utils.serialization import config as torch_config
 from ptsave import _C
 from ptsave.archive.filling import fill, verifies_storages
 from ptsave.archive.loading import LoadOptions, raise_with_advice, resolve_weights_only
-from ptsave.archive.opening import open_archive, spans_of
+from ptsave.archive.opening import open_archive
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import can_defer_reading, unpickle_unread
 from ptsave.contents.loading import load_source
 from ptsave.errors import add_note
 from ptsave.sources.locations import describe, is_url_source
-from ptsave.state.copying import Copier, CopyLater, Replacement, tensors_in
+from ptsave.state.copying import Copier, Replacement, tensors_in
 from ptsave.support.calls import ProgressCallback, has_others, progress_bar
 from ptsave.support.torch_names import restricted_unpickler, storage_id_of
 
 if TYPE_CHECKING:
     from ptsave.archive.group_archive import GroupArchive
     from ptsave.training.group_filling import GroupFiller
+    from ptsave.training.options import RestoreOptions
 
 _MAX_NAMED = 8
 
 
 @contextmanager
-def restoring(
-    f: Any,
-    map_location: Any,
-    *,
-    weights_only: bool | None,
-    verify: bool,
-    progress: bool,
-    storage_options: Mapping[str, Any] | None = None,
-    process_group: Any = None,
-    deferred: bool = True,
-) -> Iterator[tuple[Any, RestoringCopier, Set[str]]]:
+def restoring(f: Any, options: RestoreOptions) -> Iterator[tuple[Any, RestoringCopier, Set[str]]]:
     """Yield the object of a file, a copier for its tensors, and the locations to move them to.
 
     When the block ends without an exception, all copies are made, and every tensor of the object
@@ -57,50 +48,57 @@ def restoring(
     others that torch would have loaded them to.  If an exception leaves the block, its message and
     its attribute `overwritten` name the entries that hold new values.
 
-    `deferred` puts off reading until the copies are known.  That is impossible for a file
-    that only torch reads, and for an object whose making may look at values.  It is also impossible
-    with a callable or a dict as `map_location`.
+    Reading is put off until the copies are known.  That is impossible for tensors that are assigned
+    and for a file that only torch reads.  It is also impossible for an object whose making may look
+    at values, and with a callable or a dict as `map_location`.
     """
-    restricted = resolve_weights_only(weights_only, None)  # which may warn, once
+    map_location, verify = options.map_location, options.verify
+    restricted = resolve_weights_only(options.weights_only, None)  # which may warn, once
     module = restricted_unpickler if restricted else pickle
-    options = LoadOptions(
-        map_location, weights_only=restricted, verify=verify, progress=progress, wants_state=True
+    loading = LoadOptions(
+        map_location,
+        weights_only=restricted,
+        verify=verify,
+        progress=options.progress,
+        wants_state=True,
     )
-    if has_others(process_group):
-        from ptsave.archive.group_archive import PLANNED, group_archive, load_received
+    storage_options = options.storage_options
+    reader: RecordReader | None = None
+    archive: GroupArchive | None = None
+    with ExitStack() as stack:
+        if has_others(options.process_group):
+            from ptsave.archive.group_archive import group_archive, load_received
 
-        with group_archive(
-            f, process_group, verify=verify, storage_options=storage_options
-        ) as archive:
-            if deferred and _can_defer(archive.reader, map_location, module):
-                yield from _restoring_from(archive.reader, options, module, archive)
-            else:
-                obj = load_received(archive, options, waits=False)
-                in_memory = MemoryCopier(archive)
-                with _noting_changes(obj, in_memory, describe(f)):
-                    yield obj, in_memory, frozenset()
-                    archive.wait(PLANNED)
-                    in_memory.finish()
-        return
-    reader = None
-    if deferred and not is_url_source(f, storage_options):
-        reader = _reader_to_defer(f, map_location, module, verify)
-    if reader is None:
-        obj = load_source(f, options, storage_options)
-        in_memory = MemoryCopier()
-        with _noting_changes(obj, in_memory, describe(f)):
-            yield obj, in_memory, frozenset()
-            in_memory.finish()
-        return
-    with closing(reader):
-        yield from _restoring_from(reader, options, module)
+            archive = stack.enter_context(
+                group_archive(
+                    f, options.process_group, verify=verify, storage_options=storage_options
+                )
+            )
+            if not options.assign and _can_defer(archive.reader, map_location, module):
+                reader = archive.reader
+        elif not (options.assign or is_url_source(f, storage_options)):
+            reader = _reader_to_defer(f, map_location, module, verify)
+            if reader is not None:
+                stack.callback(reader.close)
+        if reader is not None:
+            yield from _restoring_from(reader, loading, module, archive)
+        elif archive is not None:
+            obj = load_received(archive, loading, waits=False)
+            yield from _restoring_in_memory(obj, describe(f), archive)
+        else:
+            obj = load_source(f, loading, storage_options)
+            yield from _restoring_in_memory(obj, describe(f), None)
 
 
-@contextmanager
-def _noting_changes(obj: Any, copier: MemoryCopier, path: str) -> Iterator[None]:
-    """Add a note of the changed entries to an exception that leaves the block."""
+def _restoring_in_memory(
+    obj: Any, path: str, archive: GroupArchive | None
+) -> Iterator[tuple[Any, MemoryCopier, Set[str]]]:
+    """Yield as `restoring` does, for an object whose tensors have their values."""
+    copier = MemoryCopier(archive)
     try:
-        yield
+        yield obj, copier, frozenset()
+        copier.begin()
+        copier.finish()
     except BaseException as error:
         if copier.changed:
             from ptsave.archive.damage import entries_in
@@ -110,23 +108,13 @@ def _noting_changes(obj: Any, copier: MemoryCopier, path: str) -> Iterator[None]
 
 
 def _restoring_from(
-    reader: RecordReader,
-    options: LoadOptions,
-    pickle_module: Any,
-    archive: GroupArchive | None = None,
-) -> Iterator[tuple[Any, RestoringCopier, Set[str]]]:
+    reader: RecordReader, options: LoadOptions, pickle_module: Any, archive: GroupArchive | None
+) -> Iterator[tuple[Any, FileCopier, Set[str]]]:
     """Yield as `restoring` does, for an archive whose bytes are read or received last."""
-    map_location = options.map_location
     with progress_bar(options.progress, "restoring", reader.engine.nbytes) as callback:
         reader.check_records()
         reader.allows_values = True
-        verify = verifies_storages(reader)
-        filler: Filler = EngineFiller(reader, verify=verify)
-        if archive is not None:
-            from ptsave.training.group_filling import GroupFiller
-
-            filler = GroupFiller(archive, verify=verify)
-        copier = FileCopier(reader, filler, callback)
+        copier = FileCopier(reader, archive, callback)
         locations: set[str] = set()
         try:
             obj = unpickle_unread(reader, pickle_module, locations)
@@ -135,11 +123,12 @@ def _restoring_from(
         holder = [obj]
         del obj
         try:
-            if map_location is not None:
-                locations = {str(map_location)} - {"cpu"}
+            if options.map_location is not None:
+                locations = {str(options.map_location)} - {"cpu"}
                 check_locations(locations)
             yield holder.pop(), copier, locations
             with reader.naming_what_needs_memory():
+                copier.begin()
                 copier.finish()
         except BaseException as error:
             if changed := {record.name for record in copier.changed()}:
@@ -177,7 +166,7 @@ def _reader_to_defer(
         if not (known and _can_defer(reader, map_location, pickle_module)):
             return None
         stack.pop_all()
-    return reader
+        return reader
 
 
 def _can_defer(reader: RecordReader, map_location: Any, pickle_module: Any) -> bool:
@@ -186,55 +175,74 @@ def _can_defer(reader: RecordReader, map_location: Any, pickle_module: Any) -> b
     return can_defer_reading(reader, pickle_module)
 
 
-class MemoryCopier(CopyLater):
-    """A `Copier` for tensors in memory that notes which storages it copied from.
+class RestoringCopier(Copier):
+    """A copier of a restore; if the ranks of a group take part, the tensors are from `archive`."""
 
-    `changed` holds those storages, by `storage_id_of`: targets have their values, or may have them.
-    The tensors come from `archive` if other ranks take part.
-    """
+    _archive: GroupArchive | None
 
-    def __init__(self, archive: GroupArchive | None = None) -> None:
-        super().__init__()
-        self.changed: set[int | None] = set()
-        self.is_shared = archive is not None
-        self._archive = archive
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks take part."""
+        return self._archive is not None
 
     def agree(self) -> None:
+        """Wait until all ranks have checked their targets."""
         if self._archive is not None:
             from ptsave.archive.group_archive import CHECKED
 
             self._archive.wait(CHECKED)
 
+    def begin(self) -> None:
+        """Wait until all ranks have planned their copies."""
+        if self._archive is not None:
+            from ptsave.archive.group_archive import PLANNED
+
+            self._archive.wait(PLANNED)
+
+
+class MemoryCopier(RestoringCopier):
+    """A `Copier` for tensors in memory that notes which storages it copied from.
+
+    `changed` holds those storages, by `storage_id_of`: targets have their values, or may have them.
+    """
+
+    def __init__(self, archive: GroupArchive | None) -> None:
+        self.changed: set[int | None] = set()
+        self._archive = archive
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._replacements: deque[Replacement] = deque()
+
+    def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
+        self._copies += copies
+
+    def replace(self, replacement: Replacement) -> None:
+        self._replacements.append(replacement)
+
     def show(self, state_dict: Mapping[Any, Any]) -> None:
-        super().show(state_dict)
+        self.finish()
         self.note_assigned(state_dict)
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
         self.changed.update(map(storage_id_of, tensors_in(state_dict)))
 
     def finish(self) -> None:
+        """Make all copies."""
         self.changed.update(storage_id_of(source) for _, source in self._copies)
-        super().finish()
-
-    def _make(self, replacement: Replacement) -> None:
-        if replacement.source is not None:
-            self.changed.add(storage_id_of(replacement.source))
-        super()._make(replacement)
+        super().copy(self._copies)
+        self._copies.clear()
+        while self._replacements:
+            replacement = self._replacements.popleft()
+            if replacement.new is not None and replacement.source is not None:
+                self.changed.add(storage_id_of(replacement.source))
+                super().copy([(replacement.new, replacement.source)])
+            replacement.make()
 
 
 class EngineFiller:
     """Fills an archive's reserved storages, and copies from them into targets, in this process."""
 
-    is_shared = False
-
     def __init__(self, reader: RecordReader, *, verify: bool) -> None:
         self._reader, self._verify = reader, verify
-
-    def agree(self) -> None:
-        """Wait until all ranks have checked their targets: here there are no others."""
-
-    def begin(self) -> None:
-        """Wait until all ranks have planned their copies: here there are no others."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Plan ``target.copy_(source)``."""
@@ -252,32 +260,26 @@ class EngineFiller:
         """Make the copies that were planned, and fill the storages of these records."""
         fill(self._reader, records, verify=self._verify, progress=progress)
 
-    def read(self, view: Tensor, max_gap: int) -> Tensor:
-        """Return a view with its values; see `FileCopier.read_view`."""
-        from ptsave.archive.spans import read_view
 
-        record = self._reader.engine.record_of(view)
-        spans = spans_of(self._reader)
-        spans.max_gap = max_gap
-        return read_view(spans, record, view, None if self._verify else False)
-
-
-Filler: TypeAlias = "EngineFiller | GroupFiller"  # the latter receives the bytes from another rank
-
-
-class FileCopier(Copier):
-    """A `Copier` for tensors whose bytes are still in a file.
-
-    All storages of the archive are reserved already; `filler` brings their bytes.
-    """
+class FileCopier(RestoringCopier):
+    """A `Copier` for tensors whose bytes are still in a file, in storages that are reserved."""
 
     def __init__(
-        self, reader: RecordReader, filler: Filler, progress: ProgressCallback | None
+        self,
+        reader: RecordReader,
+        archive: GroupArchive | None,
+        progress: ProgressCallback | None,
     ) -> None:
         self.reader = reader
-        self._filler = filler
-        self.is_shared = filler.is_shared
-        self.agree = filler.agree
+        self._archive = archive
+        self._filler: EngineFiller | GroupFiller
+        verify = verifies_storages(reader)
+        if archive is None:
+            self._filler = EngineFiller(reader, verify=verify)
+        else:
+            from ptsave.training.group_filling import GroupFiller
+
+            self._filler = GroupFiller(archive, verify=verify)
         self._progress = progress
         self._nbytes_done = 0
         self._shown: set[int] = set()  # records
@@ -286,16 +288,18 @@ class FileCopier(Copier):
     def changed(self) -> list[_C.Record]:
         """Return the records whose values are in targets, or were shown to other code."""
         numbers = self._shown.union(self._filler.changed())
+        # New tensors are in no target yet, unless another entry has the same record.
         unused = {record for _, record in self._replacements if record not in self._shown}
-        records = [(i, self.reader.engine.record(i)) for i in sorted(numbers)]
-        return [
-            record for i, record in records if i not in unused or not self._is_one_entrys(record)
-        ]
+        changed = []
+        for number in sorted(numbers):
+            record = self.reader.engine.record(number)
+            if number in unused:
+                from ptsave.archive.damage import entries_using
 
-    def _is_one_entrys(self, record: _C.Record) -> bool:
-        from ptsave.archive.damage import entries_using
-
-        return len(entries_using(self.reader, {record.name})) == 1
+                if len(entries_using(self.reader, {record.name})) == 1:
+                    continue
+            changed.append(record)
+        return changed
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         for target, source in copies:
@@ -308,16 +312,6 @@ class FileCopier(Copier):
             self.copy([(replacement.new, replacement.source)])
         # Drop the source: storages that are still referred to are read at the end.
         self._replacements.append((replacement._replace(source=None), record))
-
-    def read_view(self, view: Tensor, max_gap: int) -> Tensor:
-        """Return the values of a view, and read only its bytes and small gaps between them.
-
-        Gaps of more than `max_gap` bytes are skipped.  A checksum is compared only if the view's
-        whole record is read.
-        """
-        if not self._is_unread(view):
-            return view
-        return self._filler.read(view, max_gap)
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
         self.show(state_dict)
@@ -348,7 +342,6 @@ class FileCopier(Copier):
 
     def finish(self) -> None:
         """Make all copies, and read the storages that are still referred to."""
-        self._filler.begin()
         self._fill(self.reader.engine.referenced())
 
     def _is_unread(self, source: Tensor) -> bool:
@@ -368,10 +361,6 @@ class FileCopier(Copier):
         self._filler.fill(records, progress)
         while self._replacements:
             self._replacements.popleft()[0].make()
-
-
-# `is_shared` tells whether other ranks take part; `agree` waits until they have checked, too.
-RestoringCopier: TypeAlias = "FileCopier | MemoryCopier"
 
 
 def note_overwritten(error: BaseException, names: list[str], path: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from _corruption import flip_middle
-from stock_comparison import stock_load, stock_save
+from stock_comparison import saved_bytes, stock_load, stock_save
 from torch import Tensor, nn
 
 import ptsave
@@ -115,22 +115,20 @@ def test_sparse(load: Any) -> None:
     assert torch.equal(target.seen.to_dense(), torch.eye(2))
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def saved_and_loaded(module: nn.Module) -> Any:
+    stream = io.BytesIO(saved_bytes(stock_save, module))
+    return stock_load(stream, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved_and_loaded]
+)
 def test_copies_and_pickles_of_the_module(clone: Any, load: Any) -> None:
     original = nn.Sequential(Memory(torch.ones(5)))
     module = clone(original)
     load(module, nn.Sequential(Memory(torch.zeros(3))).state_dict())
     assert module[0].seen.shape == (3,)
     assert original[0].seen.shape == (5,)
-
-
-def test_a_saved_module(load: Any) -> None:
-    stream = io.BytesIO()
-    stock_save(Memory(), stream)
-    stream.seek(0)
-    module = stock_load(stream, weights_only=False)
-    load(module, Memory(torch.zeros(3)).state_dict())
-    assert module.seen.shape == (3,)
 
 
 def test_conversions_and_assignments() -> None:

@@ -465,19 +465,21 @@ def every_kind_of_hook(log: Log) -> Any:
     return module, {**state_dict, "junk": 1}
 
 
-def edit(function: Any) -> Case:
-    """Make a case of a pre-hook on the second child, which has children of its own."""
+def edit(function: Any, where: str = "1") -> Case:
+    """Make a case of a pre-hook on one module: by default a child that has children itself."""
 
     def build(log: Log) -> Any:
         module = nested()
 
-        def hook(state_dict: Any, prefix: str, *rest: Any) -> None:
-            log.append((list(state_dict), getattr(state_dict, "_metadata", None) is None))
-            function(state_dict, prefix, *rest)
+        def hook(state_dict: Any, *rest: Any) -> None:
+            has_metadata = getattr(state_dict, "_metadata", None) is not None
+            log.append((type(state_dict), list(state_dict), has_metadata))
+            function(state_dict, *rest)
 
-        module[1]._register_load_state_dict_pre_hook(hook)
+        module.get_submodule(where)._register_load_state_dict_pre_hook(hook)
         state_dict = saved(module)
-        state_dict["1.old.0.weight"] = state_dict["1.1.0.weight"]
+        if where:
+            state_dict["1.old.0.weight"] = state_dict["1.1.0.weight"]
         return module, state_dict
 
     return build
@@ -519,30 +521,16 @@ EDITS: dict[str, Case] = {
 }
 
 
-def root_hook(function: Any) -> Case:
-    def build(log: Log) -> Any:
-        module = nested()
-
-        def hook(state_dict: Any, *_: Any) -> None:
-            log.append((type(state_dict), getattr(state_dict, "_metadata", None) is None))
-            function(state_dict)
-
-        module._register_load_state_dict_pre_hook(hook)
-        return fits(module)
-
-    return build
-
-
-def rename_everything(state_dict: Any) -> None:
+def rename_everything(state_dict: Any, *_: Any) -> None:
     for key in list(state_dict):
         state_dict[key.replace("weight", "other")] = state_dict.pop(key)
 
 
 ROOT_EDITS: dict[str, Case] = {
-    "renames": root_hook(rename_everything),
-    "drops": root_hook(lambda state_dict: state_dict.clear()),
-    "drops metadata": root_hook(lambda state_dict: state_dict.__dict__.clear()),
-    "raises": root_hook(lambda state_dict: state_dict["not there"]),
+    "renames": edit(rename_everything, ""),
+    "drops": edit(drop, ""),
+    "drops metadata": edit(lambda state_dict, *_: state_dict.__dict__.clear(), ""),
+    "raises": edit(lambda state_dict, *_: state_dict["not there"], ""),
 }
 
 
@@ -569,37 +557,27 @@ def a_post_hook_that_returns(log: Log) -> Any:
     return fits(module)
 
 
-@case
-def a_hook_that_removes_a_child(log: Log) -> Any:
-    module = nested()
+def changing_children(where: str, change: Callable[[Any], object], *more: str) -> Case:
+    """Make a case of a pre-hook that changes the model; `more` are entries for new children."""
 
-    def remove(*_: Any) -> None:
-        del module[1]._modules["1"]
+    def build(log: Log) -> Any:
+        module = nested()
+        hooked = module.get_submodule(where)
+        hooked._register_load_state_dict_pre_hook(lambda *_: change(module))
+        return and_more(module, dict.fromkeys(more, torch.ones(1, 1)))
 
-    module[1][0]._register_load_state_dict_pre_hook(remove)  # type: ignore[index]
-    return fits(module)
-
-
-@case
-def a_hook_that_adds_a_child(log: Log) -> Any:
-    module = nested()
-
-    def append(*_: Any) -> None:
-        module[1].append(nn.Linear(1, 1))  # type: ignore[operator]
-
-    module[1]._register_load_state_dict_pre_hook(append)
-    return and_more(module, {"1.2.weight": torch.ones(1, 1)})
+    return build
 
 
-@case
-def a_hook_that_replaces_a_child(log: Log) -> Any:
-    module = nested()
-
-    def replace(*_: Any) -> None:
-        module._modules["2"] = nn.Linear(1, 1)
-
-    module[0]._register_load_state_dict_pre_hook(replace)
-    return and_more(module, {"2.weight": torch.ones(1, 1)})
+CASES |= {
+    "a_hook_that_removes_a_child": changing_children("1.0", lambda m: m[1]._modules.pop("1")),
+    "a_hook_that_adds_a_child": changing_children(
+        "1", lambda m: m[1].append(nn.Linear(1, 1)), "1.2.weight"
+    ),
+    "a_hook_that_replaces_a_child": changing_children(
+        "0", lambda m: m._modules.update({"2": nn.Linear(1, 1)}), "2.weight"
+    ),
+}
 
 
 @case
@@ -939,19 +917,6 @@ ptsave.load_state_dict(module, module.state_dict())
 assert calls == ["_load_from_state_dict", "load_state_dict", "_load_from_state_dict"]
 """
     run_python(script)
-
-
-def test_a_state_dict_that_comes_back_from_hooks() -> None:
-    """Hooks of the saving side are torch's own; what they make of a state dict loads."""
-    module, other = nested(), nested()
-
-    def replace(owner: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> Any:
-        return OrderedDict((key, value * 2) for key, value in state_dict.items())
-
-    module.register_state_dict_pre_hook(lambda owner, prefix, keep: owner[0].bias.data.fill_(3))
-    module._register_state_dict_hook(replace)
-    assert ptsave.load_state_dict(other, module.state_dict()) == ([], [])
-    assert other[0].bias.tolist() == [6.0] * 3  # type: ignore[operator]
 
 
 def test_a_scripted_module() -> None:

@@ -83,21 +83,6 @@ def assert_refused(optimizer: Any, state_dict: Any, error: Any, match: str, **op
 # ------------------------------------------------------------------------------------- what matches
 
 
-def test_reordered_across_groups() -> None:
-    saved = stepped([["a", "bb"], ["ccc", "d"]])
-    optimizer = make([["d", "a"], ["bb"], ["ccc"]])
-    assert load_by_name(optimizer, saved.state_dict()) == ([], [])
-    expected = states_by_name(saved)
-    actual = states_by_name(optimizer)
-    assert_same_object({name: actual[name] for name in expected}, expected)
-    assert [group["param_names"] for group in optimizer.param_groups] == [
-        ["d", "a"],
-        ["bb"],
-        ["ccc"],
-    ]
-    step(optimizer)
-
-
 def test_the_same_as_by_order() -> None:
     """With the same names in the same order, everything is as torch does it."""
     results: list[list[Any]] = []

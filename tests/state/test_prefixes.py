@@ -77,12 +77,7 @@ def test_only_the_first_prefix_is_stripped() -> None:
     values = {"module.module.a": 1, "b.module.c": 2, "modules.d": 3, "module": 4}
     stripped = ptsave.strip_prefix(values, "module.")
     assert list(stripped) == ["module.a", "b.module.c", "modules.d", "module"]
-
-
-def test_without_metadata() -> None:
-    stripped = ptsave.strip_prefix({"module.a": 1}, "module.")
     assert metadata_of(stripped) is None
-    assert stripped == {"a": 1}
 
 
 @pytest.mark.parametrize("values", [{"module.a": 1, "a": 2}, {"a": 1, "module.a": 2}])

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _system import in_child, run_python
+from _system import Gate, as_nobody, in_child, run_python
 from stock_comparison import assert_same_object
 from torch import nn
 from torch.utils.serialization import config as torch_config
-from warm_python import WarmProcess, run_warm
+from warm_python import WarmProcess
 
 import ptsave
 from ptsave import _C
@@ -94,6 +94,11 @@ def save_too_much(checkpointer: ptsave.AsyncCheckpointer, step: int) -> BaseExce
     return future._exception
 
 
+@pytest.fixture
+def checkpointer(tmp_path: Path) -> ptsave.AsyncCheckpointer:
+    return ptsave.AsyncCheckpointer(tmp_path)
+
+
 # ------------------------------------------------------------------------------- saving, restoring
 
 
@@ -151,8 +156,7 @@ def test_step_as_a_keyword_of_restore_is_explained(tmp_path: Path) -> None:
     assert checkpointer.restore() == {"step": 3}
 
 
-def test_nothing_to_restore(tmp_path: Path) -> None:
-    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+def test_nothing_to_restore(tmp_path: Path, checkpointer: ptsave.AsyncCheckpointer) -> None:
     assert checkpointer.latest() is None
     assert checkpointer.steps() == []
     with pytest.raises(FileNotFoundError, match="no checkpoint") as caught:
@@ -174,8 +178,7 @@ def test_whatever_is_an_index_is_a_step(tmp_path: Path, step: Any) -> None:
 
 
 @pytest.mark.parametrize("step", [True, False, 1.0, "1", None, torch.tensor(1.0)])
-def test_what_is_no_step(tmp_path: Path, step: Any) -> None:
-    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+def test_what_is_no_step(tmp_path: Path, checkpointer: ptsave.AsyncCheckpointer, step: Any) -> None:
     with pytest.raises(TypeError, match="step must be an int"):
         checkpointer.save(step, value=1)
     with pytest.raises(TypeError, match="step must be an int"):
@@ -183,8 +186,7 @@ def test_what_is_no_step(tmp_path: Path, step: Any) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_negative_steps_are_refused(tmp_path: Path) -> None:
-    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+def test_negative_steps_are_refused(checkpointer: ptsave.AsyncCheckpointer) -> None:
     for call in (checkpointer.save, checkpointer.path, checkpointer.restore):
         with pytest.raises(ValueError, match="step must be at least 0, not -1"):
             call(-1)
@@ -420,25 +422,21 @@ def test_what_cannot_be_removed_is_a_warning(
     assert checkpointer.steps() == [3]
 
 
-SAVE_AS_NOBODY = """
-import io, os, sys, warnings, torch, ptsave
-ptsave.save([torch.ones(1)], io.BytesIO())  # all imports, which may be somebody's own
-os.setgroups([]); os.setgid(65534); os.setuid(65534)
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    with ptsave.AsyncCheckpointer(sys.argv[1], keep=1) as checkpointer:
-        checkpointer.save(2, value=2).result()
-assert "cannot be removed" in str(seen[0].message), seen
-assert checkpointer.steps() == [1, 2]
-"""
-
-
 @pytest.mark.skipif(not IS_ROOT, reason="only root can become someone else")
-def test_checkpoints_of_others_in_a_sticky_directory_stay() -> None:
+def test_checkpoints_of_others_in_a_sticky_directory_stay(tmp_path: Path) -> None:
+    with ptsave.AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, value=1)  # all imports, which may be from files of root's
+
+    def save() -> None:
+        warns = pytest.warns(ptsave.CheckpointWarning, match="cannot be removed")
+        with warns, ptsave.AsyncCheckpointer(folder, keep=1) as checkpointer:
+            checkpointer.save(2, value=2)
+        assert checkpointer.steps() == [1, 2]
+
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # which everybody can get to
         ptsave.save([1], Path(folder, name_of(1)))
         os.chmod(folder, 0o1777)
-        run_warm(SAVE_AS_NOBODY, folder)
+        as_nobody(save)
 
 
 # -------------------------------------------------------------------------------- failures, waiting
@@ -459,8 +457,7 @@ def test_errors_are_raised_once_and_in_order(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [name_of(3)]
 
 
-def test_close(tmp_path: Path) -> None:
-    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+def test_close(checkpointer: ptsave.AsyncCheckpointer) -> None:
     checkpointer.save(1, value=1)
     error = save_too_much(checkpointer, 2)
     with pytest.raises(ptsave.SaveError) as caught:
@@ -484,25 +481,10 @@ def test_failures_that_are_known_are_not_raised_again(tmp_path: Path) -> None:
     assert caught.value is error
 
 
-class Blocked:
-    """A file that takes no bytes before it is allowed to, and so keeps other saves waiting."""
-
-    def __init__(self) -> None:
-        self.allowed = threading.Event()
-
-    def write(self, data: bytes) -> int:
-        assert self.allowed.wait(60)
-        return len(data)
-
-    def flush(self) -> None:
-        pass
-
-
-def test_interrupted_wait(tmp_path: Path) -> None:
+def test_interrupted_wait(checkpointer: ptsave.AsyncCheckpointer) -> None:
     """Ctrl-C ends the waiting, not the save."""
-    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
-    blocked = Blocked()
-    first = ptsave.async_save([1], blocked)
+    gate = Gate()  # keeps other saves waiting
+    first = ptsave.async_save([1], gate)
     checkpointer.save(1, value=1)
     timer = threading.Timer(
         0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
@@ -512,17 +494,16 @@ def test_interrupted_wait(tmp_path: Path) -> None:
         checkpointer.wait()
     timer.join()
     assert checkpointer.steps() == []
-    blocked.allowed.set()
+    gate.opened.set()
     checkpointer.wait()
     assert checkpointer.steps() == [1]
     assert first.exception() is None
 
 
-def test_pending_saves(tmp_path: Path) -> None:
+def test_pending_saves(checkpointer: ptsave.AsyncCheckpointer) -> None:
     """They do not count yet, but for the warning about going back."""
-    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
-    blocked = Blocked()
-    first = ptsave.async_save([1], blocked)
+    gate = Gate()  # keeps other saves waiting
+    first = ptsave.async_save([1], gate)
     checkpointer.save(2, value=2)
     assert checkpointer.latest() is None
     with pytest.raises(FileNotFoundError):
@@ -530,7 +511,7 @@ def test_pending_saves(tmp_path: Path) -> None:
     with pytest.warns(ptsave.CheckpointWarning, match="of step 2"):
         cancelled = checkpointer.save(1, value=1)
     assert cancelled.cancel()
-    blocked.allowed.set()
+    gate.opened.set()
     checkpointer.close()
     assert checkpointer.steps() == [2]
     assert first.exception() is None
@@ -599,8 +580,7 @@ def test_directory_removed_during_training(tmp_path: Path) -> None:
     assert checkpointer.steps() == [2]
 
 
-def test_name_that_is_too_long_for_a_file(tmp_path: Path) -> None:
-    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+def test_name_that_is_too_long_for_a_file(checkpointer: ptsave.AsyncCheckpointer) -> None:
     error = checkpointer.save(10**300, value=1).exception()
     assert isinstance(error, ptsave.SaveError)
     assert error.errno == errno.ENAMETOOLONG
@@ -644,21 +624,14 @@ def test_directory_that_cannot_be_made() -> None:
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can become someone else")
-def test_directory_that_may_not_be_written(tmp_path: Path) -> None:
-    script = """
-import errno, os, torch, ptsave
-ptsave.preload()  # Python may be one that others cannot read
-os.setgroups([]); os.setgid(65534); os.setuid(65534)
-for path in ("/usr", "/usr/checkpoints"):
-    try:
-        ptsave.AsyncCheckpointer(path)
-    except ptsave.SaveError as error:
-        assert error.errno == errno.EACCES, error
-        assert error.filename == path
-    else:
-        raise AssertionError("not refused")
-"""
-    run_warm(script, cwd="/")
+def test_directory_that_may_not_be_written() -> None:
+    def make() -> None:
+        for path in ("/usr", "/usr/checkpoints"):
+            with pytest.raises(ptsave.SaveError) as caught:
+                ptsave.AsyncCheckpointer(path)
+            assert (caught.value.errno, caught.value.filename) == (errno.EACCES, path)
+
+    as_nobody(make)
 
 
 # ----------------------------------------------------------------------------- processes, leftovers
@@ -684,26 +657,6 @@ def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
         assert path.exists()
     save_all(checkpointer, 7)
     assert set(os.listdir(tmp_path)) == {name_of(step) for step in (5, 6, 7)}
-
-
-def test_several_processes_in_one_directory(tmp_path: Path) -> None:
-    script = f"""
-import sys, warnings, torch, ptsave
-first = int(sys.argv[1])
-warnings.simplefilter("ignore", UserWarning)
-with ptsave.AsyncCheckpointer({str(tmp_path)!r}, keep=4, fsync=False) as checkpointer:
-    for step in range(first, 60, 2):
-        checkpointer.save(step, weight=torch.full((100_000,), step)).result()
-"""
-    processes = [WarmProcess(script, first) for first in (0, 1)]
-    assert [process.wait() for process in processes] == [0, 0]
-    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
-    steps = checkpointer.steps()
-    assert steps[-1] == 59
-    assert 4 <= len(steps) <= 5
-    assert len(os.listdir(tmp_path)) == len(steps)
-    for step in steps:
-        assert torch.equal(checkpointer.restore(step)["weight"], torch.full((100_000,), step))
 
 
 _SAVE_ON_COMMAND = """
@@ -877,8 +830,7 @@ def test_what_restore_reads(tmp_path: Path, maps: bool, new_format: bool) -> Non
     assert_same_object(dict(model.state_dict()), dict(saved.state_dict()))
 
 
-def test_damage_is_reported_with_the_path(tmp_path: Path) -> None:
-    checkpointer = ptsave.AsyncCheckpointer(tmp_path)
+def test_damage_is_reported_with_the_path(checkpointer: ptsave.AsyncCheckpointer) -> None:
     save_all(checkpointer, 1)
     path = checkpointer.path(1)
     path.write_bytes(path.read_bytes()[:-30])

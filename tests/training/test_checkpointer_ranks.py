@@ -139,20 +139,15 @@ def test_a_process_that_does_not_know_its_rank(
 
 
 @pytest.mark.parametrize("world_size", ["two", "0", "-2", "1.0", " 2"])
-def test_malformed_world_size(
+def test_malformed_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: str
 ) -> None:
-    launched(monkeypatch, 0, world_size)
+    launched(monkeypatch, "first", world_size)
     message = f"WORLD_SIZE must be a positive integer, not {world_size!r}"
     with pytest.raises(ValueError, match=message):
         ptsave.AsyncCheckpointer(tmp_path / "new")
-    assert os.listdir(tmp_path) == []
     with pytest.raises(ValueError, match=message):
         ptsave.AsyncCheckpointer(tmp_path, rank=0).save(1, value=1)
-    assert os.listdir(tmp_path) == []
-
-
-def test_malformed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, "first", 2)
     with pytest.raises(ValueError, match="RANK must be an integer from 0 on, not 'first'"):
         ptsave.AsyncCheckpointer(tmp_path, rank=0).save(1, value=1)

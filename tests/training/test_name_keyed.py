@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -186,26 +187,33 @@ def _load_beside(folder: Path, model: nn.Module, optimizer: Any, state: Any) -> 
     return ptsave.load_checkpoint(folder / "b.pt", model=model, optimizer=optimizer)
 
 
-def _assert_loads_as_torch(
-    folder: Path, model: nn.Module, fresh: nn.Module, stock: nn.Module, *, flat: bool
-) -> None:
-    """Load a state of `model` into the optimizer of a fresh one, and by torch into another's."""
+class Tied(nn.Module):
+    """Has tied and frozen parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+
+def with_a_child_called_module() -> nn.Module:
+    """Only what a wrapper has put into a name is taken out of it."""
+    return nn.Sequential(OrderedDict(module=nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("flat", FORMS)
+@pytest.mark.parametrize("make", [Tied, with_a_child_called_module])
+def test_other_models(tmp_path: Path, make: Any, flat: bool) -> None:
+    model, fresh, stock = make(), make(), make()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
     state = state_dict_of(model, optimizer, flat=flat)
     mine = torch.optim.AdamW(fresh.parameters())
-    _load_beside(folder, fresh, mine, state)
+    _load_beside(tmp_path, fresh, mine, state)
     expected = by_torch(stock, torch.optim.AdamW(stock.parameters()), state, flat=flat)
     assert_same_optimizer(mine, expected)
-
-
-@pytest.mark.parametrize("flat", FORMS)
-def test_a_child_called_module(tmp_path: Path, flat: bool) -> None:
-    """Only what a wrapper has put into a name is taken out of it."""
-    model, fresh, stock = (nn.Sequential() for _ in range(3))
-    for each in (model, fresh, stock):
-        each.add_module("module", nn.Linear(2, 2))
-    _assert_loads_as_torch(tmp_path, model, fresh, stock, flat=flat)
 
 
 @pytest.mark.parametrize("flat", FORMS)
@@ -231,20 +239,6 @@ def test_two_optimizers_in_one_dict(tmp_path: Path, flat: bool) -> None:
     assert rest.report["two"].unexpected_keys == ["0.weight", "0.bias"]
     with pytest.raises(RuntimeError, match="Unexpected parameter"):
         ptsave.load_checkpoint(tmp_path / "c.pt", model=fresh, one=a, match="name")
-
-
-@pytest.mark.parametrize("flat", FORMS)
-def test_tied_and_frozen_parameters(tmp_path: Path, flat: bool) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(4, 2)
-            self.head = nn.Linear(2, 4)
-            self.head.weight = self.embedding.weight
-            self.frozen = nn.Linear(2, 2).requires_grad_(False)
-
-    model, fresh, stock = Tied(), Tied(), Tied()
-    _assert_loads_as_torch(tmp_path, model, fresh, stock, flat=flat)
 
 
 @pytest.mark.parametrize("flat", FORMS)

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import torch
 from stock_comparison import assert_same_object, stock_load, stock_save
+from test_names import LOADERS, Loader
 from torch import nn
 
 import ptsave
-from ptsave import serialization
-from ptsave.writing import targets as writing
 
 OPTIONS = ["fsync", "atomic", "progress", "weights_only_check"]
 DEFAULT_TO_THE_CHECKPOINTERS = ("fsync", "weights_only_check")
@@ -251,48 +250,17 @@ def test_fsync_syncs_as_save_does(tmp_path: Path) -> None:
         assert (counts[1] > 0) == (fsync == atomic == "True"), key
 
 
-def test_all_three_reach_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = []
-
-    class Writer(writing.TargetWriter):
-        def __init__(self, plan: Any, **options: Any) -> None:
-            given.append(options)
-            super().__init__(plan, **options)
-
-    monkeypatch.setattr(serialization, "TargetWriter", Writer)
-    ptsave.save_checkpoint(tmp_path / "c.pt", value=1, fsync=True, atomic=False, progress=True)
-    (options,) = given
-    assert options["fsync"]
-    assert not options["atomic"]
-    assert options["progress"] is not None
-
-
-def load_by_name(folder: Path, objects: dict[str, Any], **options: Any) -> Any:
-    ptsave.save_checkpoint(folder / "c.pt", **objects)
-    return partial(ptsave.load_checkpoint, folder / "c.pt", **options)
-
-
-def restore_step(folder: Path, objects: dict[str, Any], **options: Any) -> Any:
-    with ptsave.AsyncCheckpointer(folder / "steps") as checkpointer:
-        checkpointer.save(1, **objects)
-    return partial(checkpointer.restore, 1, **options)
-
-
-LOADERS = [load_by_name, restore_step]
-Loader = Callable[..., Any]
-
-
 @pytest.mark.parametrize("loader", LOADERS)
 def test_entries_that_do_not_fit(tmp_path: Path, loader: Loader) -> None:
     saved = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5), nn.Linear(5, 1))
+    restore = loader(tmp_path, {"model": saved})
     with pytest.raises(RuntimeError, match="Missing key"):
-        loader(tmp_path, {"model": saved})(model=model)
+        restore(model=model)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        loader(tmp_path, {"model": saved}, strict=False)(model=model)
+        restore(model=model, strict=False)
     kept = model.state_dict()["1.weight"].clone()
-    options = {"strict": False, "ignore_mismatched_sizes": True}
-    loader(tmp_path, {"model": saved}, **options)(model=model)
+    restore(model=model, strict=False, ignore_mismatched_sizes=True)
     now = model.state_dict()
     assert torch.equal(now["0.weight"], saved.state_dict()["0.weight"])
     assert torch.equal(now["1.weight"], kept)
@@ -307,18 +275,17 @@ def test_modules_are_assigned_beside_optimizers(tmp_path: Path, loader: Loader) 
     with torch.device("meta"):
         model = nn.Linear(2, 3)
     fresh = torch.optim.AdamW(nn.Linear(2, 3).parameters())
-    restore = loader(tmp_path, {"model": saved, "optimizer": optimizer, "epoch": 3}, assign=True)
-    assert restore(model=model, optimizer=fresh) == {"epoch": 3}
+    restore = loader(tmp_path, {"model": saved, "optimizer": optimizer, "epoch": 3})
+    assert restore(model=model, optimizer=fresh, assign=True) == {"epoch": 3}
     assert_same_object(model.state_dict(), saved.state_dict())
     assert_same_object(fresh.state_dict(), optimizer.state_dict())
 
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_what_is_not_trusted_needs_weights_only(tmp_path: Path, loader: Loader) -> None:
-    objects = {"model": nn.Linear(1, 1), "args": argparse.Namespace(lr=1)}
+    restore = loader(tmp_path, {"model": nn.Linear(1, 1), "args": argparse.Namespace(lr=1)})
     with pytest.raises(pickle.UnpicklingError):
-        loader(tmp_path, objects)(model=nn.Linear(1, 1))
-    rest = loader(tmp_path, objects, weights_only=False)(model=nn.Linear(1, 1))
+        restore(model=nn.Linear(1, 1))
+    rest = restore(model=nn.Linear(1, 1), weights_only=False)
     assert rest == {"args": argparse.Namespace(lr=1)}
-    located = loader(tmp_path, {"x": torch.ones(1)}, map_location="meta")()
-    assert located["x"].is_meta
+    assert loader(tmp_path, {"x": torch.ones(1)})(map_location="meta")["x"].is_meta

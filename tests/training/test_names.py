@@ -315,21 +315,6 @@ def test_keys_that_would_become_one(tmp_path: Path) -> None:
     assert_same_object((model.state_dict(), optimizer.state_dict()), before)
 
 
-def test_key_mapping_as_stock_code_would(tmp_path: Path) -> None:
-    """The result is that of renaming the loaded dict by hand."""
-    model, _ = originals()
-    stock_save(model.state_dict(), tmp_path / "m.pt")
-    expected, actual = Renamed(), Renamed()
-    renamed = OrderedDict(
-        (MAPPINGS[1](key), value)
-        for key, value in stock_load(tmp_path / "m.pt").items()
-        if MAPPINGS[1](key)
-    )
-    expected.load_state_dict(renamed)
-    ptsave.load_into(tmp_path / "m.pt", actual, key_mapping=MAPPINGS[1])
-    assert_same_object(dict(actual.state_dict()), dict(expected.state_dict()))
-
-
 # ------------------------------------------------------------------------------------------ report
 
 

@@ -6,13 +6,14 @@ import os
 import re
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 import torch
 from rank_processes import Ranks
 
 import ptsave
-from ptsave.training.naming import Parts, WholeFiles
+from ptsave.training.directory import Parts, WholeFiles
 
 # What all programs begin with.
 MAKE = """
@@ -29,6 +30,11 @@ def restore(checkpointer, step=None):
     checkpointer.restore(*([] if step is None else [step]), value=target)
     return [target["x"].unique().tolist(), target["note"]]
 """
+
+
+def run(folder: Path, program: str, size: int = 2, **options: Any) -> list[dict[str, Any]]:
+    """Run a program on several ranks, and return what each rank has found."""
+    return Ranks(folder, MAKE + dedent(program), size, **options).found()
 
 
 def part_names(folder: Path) -> list[str]:
@@ -58,8 +64,7 @@ def test_each_rank_has_its_part(tmp_path: Path, size: int, in_group: bool) -> No
     again.close()
     found["all"] = again.steps()
     """
-    ranks = Ranks(tmp_path, MAKE + dedent(program), size, in_group=in_group)
-    for rank, found in enumerate(ranks.found()):
+    for rank, found in enumerate(run(tmp_path, program, size, in_group=in_group)):
         assert found["none"] is None
         assert found["nothing to restore"].startswith("FileNotFoundError")
         assert found["steps"] == [3, 4]
@@ -112,7 +117,7 @@ def test_a_rank_that_dies_leaves_the_step_before(tmp_path: Path, in_group: bool)
     checkpointer.wait()
     attempt("again", lambda: restore(checkpointer, 2))
     """
-    for rank, found in enumerate(Ranks(tmp_path, MAKE + dedent(second), 3).found()):
+    for rank, found in enumerate(run(tmp_path, second, 3)):
         assert found["latest"] == [[100 + rank], f"1 of {rank}"]
         assert found["again"] == [[700 + rank], f"7 of {rank}"]
     assert len(part_names(tmp_path / "run")) == 6  # the two that never had a third have gone
@@ -146,7 +151,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path, in_group: bool) -> 
     checkpointer.wait()
     attempt("goes on", lambda: restore(checkpointer))
     """
-    zero, one = Ranks(tmp_path, MAKE + dedent(program), 2, in_group=in_group).found()
+    zero, one = run(tmp_path, program, in_group=in_group)
     assert zero["full"].startswith("SaveError: ")
     assert "The part of rank 1, step-00000002." in zero["full"]
     assert "File too large" in zero["full"]
@@ -185,7 +190,7 @@ def test_a_part_that_is_there_after_an_error_stays(tmp_path: Path) -> None:
     attempt("waited", checkpointer.wait)
     attempt("restored", lambda: restore(checkpointer))
     """
-    for rank, found in enumerate(Ranks(tmp_path, MAKE + dedent(program), 2, in_group=True).found()):
+    for rank, found in enumerate(run(tmp_path, program)):
         assert "cannot sync the directory" in found["waited"]
         assert found["restored"] == [[200 + rank], f"2 of {rank}"]
 
@@ -216,8 +221,7 @@ def test_all_ranks_go_back_to_the_newest_whole_checkpoint(tmp_path: Path, in_gro
     attempt("removed", lambda: checkpointer.remove(3))
     attempt("no step", lambda: checkpointer.remove(-1))
     """
-    ranks = Ranks(tmp_path, MAKE + dedent(program), 2, in_group=in_group).found()
-    for rank, found in enumerate(ranks):
+    for rank, found in enumerate(run(tmp_path, program, in_group=in_group)):
         assert found["restored"] == [[100 + rank], f"1 of {rank}"]
         newest, second = found["damage"]
         assert newest[:2] == [3, 1]
@@ -235,8 +239,7 @@ def test_directories_that_are_not_shared(tmp_path: Path) -> None:
     checkpointer.save(1, value=values(1))
     attempt("wait", checkpointer.wait)
     """
-    ranks = Ranks(tmp_path, MAKE + dedent(program), 2, in_group=True)
-    for rank, found in enumerate(ranks.found()):
+    for rank, found in enumerate(run(tmp_path, program)):
         words = f"part of rank {1 - rank}.*not in this directory of rank {rank}: all ranks have to"
         assert re.search(words, str(found["wait"])), found
         assert f"of-{rank}" in str(found["wait"])
@@ -261,8 +264,7 @@ def test_a_second_job_is_refused(tmp_path: Path) -> None:
     attempt("restores", lambda: restore(checkpointer))
     attempt("saves", lambda: checkpointer.save(2, value=values(2)))
     """
-    second = Ranks(tmp_path / "other", MAKE + dedent(program), 2)
-    found = second.found()
+    found = run(tmp_path / "other", program)
     (tmp_path / "done").touch()
     first.found()
     for rank, each in enumerate(found):
@@ -272,7 +274,7 @@ def test_a_second_job_is_refused(tmp_path: Path) -> None:
     folder = Path({str(tmp_path)!r})
     attempt("first", make)
     """
-    for each in Ranks(tmp_path / "other", MAKE + dedent(without), 2, in_group=False).found():
+    for each in run(tmp_path / "other", without, in_group=False):
         assert "AsyncCheckpointer" in each["first"]
 
 
@@ -290,9 +292,7 @@ def test_who_only_restores_leaves_the_directory_to_others(tmp_path: Path, in_gro
         checkpointer.save(2, value=values(2))
     found["steps"] = checkpointer.steps()
     """
-    for rank, found in enumerate(
-        Ranks(tmp_path, MAKE + dedent(program), 2, in_group=in_group).found()
-    ):
+    for rank, found in enumerate(run(tmp_path, program, in_group=in_group)):
         assert found["restored"] == [[100 + rank], f"1 of {rank}"]
         assert found["steps"] == [1, 2]
 
@@ -302,12 +302,12 @@ def test_other_numbers_of_ranks_are_named(tmp_path: Path) -> None:
     with make() as checkpointer:
         checkpointer.save(1, value=values(1))
     """
-    Ranks(tmp_path, MAKE + dedent(save), 2).found()
+    run(tmp_path, save)
     program = """
     checkpointer = make()
     attempt("restore", lambda: restore(checkpointer))
     """
-    for found in Ranks(tmp_path, MAKE + dedent(program), 3).found():
+    for found in run(tmp_path, program, 3):
         assert "but parts of checkpoints of 2 ranks, not 3" in found["restore"]
     with pytest.raises(FileNotFoundError, match="parts of checkpoints of 2 ranks"):
         ptsave.AsyncCheckpointer(tmp_path / "run").restore(value={})
@@ -325,7 +325,7 @@ def test_a_group_of_some_ranks(tmp_path: Path) -> None:
         checkpointer.save(1, value=values(1))
     attempt("restored", lambda: restore(make()))
     """
-    for rank, found in enumerate(Ranks(tmp_path, MAKE + dedent(program), 4).found()):
+    for rank, found in enumerate(run(tmp_path, program, 4)):
         assert found["restored"] == [[100 + rank], f"1 of {rank}"]
     for half in "01":
         assert {name[-11:] for name in part_names(tmp_path / half / "run")} == {
@@ -350,7 +350,7 @@ def test_a_forked_process_is_no_rank(tmp_path: Path) -> None:
     checkpointer.save(2, value=values(2))
     attempt("close", checkpointer.close)
     """
-    for found in Ranks(tmp_path, MAKE + dedent(program), 2, in_group=False).found():
+    for found in run(tmp_path, program, in_group=False):
         assert found["child"] == 7
         assert found["close"] is None
 
@@ -366,7 +366,7 @@ def test_a_group_ends_when_it_is_destroyed(tmp_path: Path) -> None:
     found["is alive"] = group() is not None
     attempt("goes on", checkpointer.latest)
     """
-    for found in Ranks(tmp_path, MAKE + dedent(program), 2).found():
+    for found in run(tmp_path, program):
         assert not found["is alive"]
         assert "has been destroyed" in found["goes on"]
 
@@ -392,7 +392,7 @@ def test_at_a_url(tmp_path: Path) -> None:
     options = {"rank": rank, "world_size": 2}
     attempt("without a group", make)
     """
-    for rank, found in enumerate(Ranks(tmp_path, MAKE + dedent(program), 2).found()):
+    for rank, found in enumerate(run(tmp_path, program)):
         assert found["steps"] == [3]
         assert found["restored"] == [[300 + rank], f"3 of {rank}"]
         assert found["without a group"].startswith("ValueError")
@@ -427,27 +427,9 @@ def test_sharded_module(tmp_path: Path) -> None:
     found["others"] = make().restore(model=model, optimizer=optimizer)
     found["resumed"] = train(model, optimizer, 2)
     """
-    for found in Ranks(tmp_path, MAKE + dedent(program), 2).found():
+    for found in run(tmp_path, program):
         assert found["resumed"] == found["went on"]
         assert found["others"] == {}
-
-
-def test_replicated_module(tmp_path: Path) -> None:
-    """DDP with one file: rank 0 saves, all restore."""
-    program = """
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
-    model(torch.full((4, 3), 1.0 + rank)).sum().backward()
-    checkpointer = ptsave.AsyncCheckpointer(folder / "run", rank=0)
-    if rank == 0:
-        checkpointer.save(1, model=model.module).result()
-    dist.barrier()
-    other = torch.nn.Linear(3, 2)
-    checkpointer.restore(model=other)
-    found["equal"] = torch.equal(other.weight, model.module.weight)
-    """
-    for found in Ranks(tmp_path, MAKE + dedent(program), 2).found():
-        assert found["equal"]
-    assert sorted(os.listdir(tmp_path / "run")) == ["step-00000001.pt"]
 
 
 # ------------------------------------------------------------------------------- arguments, names

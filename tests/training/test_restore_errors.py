@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from stock_comparison import assert_same_failure, assert_same_object, stock_load, stock_save
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.nn.parameter import is_lazy
 
 import ptsave
@@ -39,81 +42,50 @@ def nested(*children: nn.Module) -> Any:
     return nn.Sequential(nn.Linear(2, 2), nn.Sequential(*children), nn.Linear(2, 2))
 
 
-def with_a_hook_that_looks() -> Any:
+def with_hook(hook: Callable[..., Any], kind: str = "pre") -> Any:
     model = nested(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    model[1].register_load_state_dict_pre_hook(lambda *_: None)
+    getattr(model[1], f"register_load_state_dict_{kind}_hook")(hook)
     return model
 
 
-def with_a_hook_that_renames() -> Any:
-    model = nested(nn.Linear(2, 2), nn.BatchNorm1d(2))
-
-    def rename(_: nn.Module, entries: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for key in list(entries):
-            assert not isinstance(entries[key], Tensor) or entries[key].isfinite().all()
-            entries[key.replace("old.", "0.")] = entries.pop(key)
-
-    model[1].register_load_state_dict_pre_hook(rename)
-    return model
+def rename(_: nn.Module, entries: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for key in list(entries):
+        assert not isinstance(entries[key], Tensor) or entries[key].isfinite().all()
+        entries[key.replace("old.", "0.")] = entries.pop(key)
 
 
-def with_a_hook_that_adds_errors() -> Any:
-    model = nested(nn.Linear(2, 2))
-
-    def add(_: nn.Module, entries: Any, prefix: str, metadata: Any, *lists: Any) -> None:
-        strict, missing, unexpected, errors = lists
-        assert strict is True
-        missing.append(prefix + "a")
-        unexpected.append(prefix + "b")
-        errors.append("of a hook")
-
-    model[1][0].register_load_state_dict_pre_hook(add)
-    return model
+def add_errors(_: nn.Module, entries: Any, prefix: str, metadata: Any, *lists: Any) -> None:
+    strict, missing, unexpected, errors = lists
+    assert strict is True
+    missing.append(prefix + "a")
+    unexpected.append(prefix + "b")
+    errors.append("of a hook")
 
 
-def with_a_post_hook() -> Any:
-    model = nested(nn.Linear(2, 2), nn.Linear(2, 2))
-
-    def edit(_: nn.Module, keys: Any) -> None:
-        keys.missing_keys[:] = [key for key in keys.missing_keys if "bias" not in key]
-        keys.unexpected_keys.append("of a post-hook")
-
-    model[1].register_load_state_dict_post_hook(edit)
-    return model
+def edit_keys(_: nn.Module, keys: Any) -> None:
+    keys.missing_keys[:] = [key for key in keys.missing_keys if "bias" not in key]
+    keys.unexpected_keys.append("of a post-hook")
 
 
 def with_a_hook_that_keeps_its_dict() -> Any:
-    model = nested(nn.Linear(2, 2), nn.Linear(2, 2))
     kept: list[Any] = []
-    model[1].register_load_state_dict_pre_hook(lambda _, entries, *rest: kept.append(entries))
+    model = with_hook(lambda _, entries, *rest: kept.append(entries))
     model[1][0].register_load_state_dict_post_hook(lambda *_: kept[0].update({"1.1.late": 1}))
     return model
 
 
-def with_a_hook_that_raises() -> Any:
-    model = nested(nn.Linear(2, 2))
-
-    def fail(*_: Any) -> None:
-        raise LookupError("of a hook")
-
-    model[1].register_load_state_dict_pre_hook(fail)
-    return model
-
-
-def with_a_post_hook_that_returns() -> Any:
-    model = nested(nn.Linear(2, 2))
-    model[1].register_load_state_dict_post_hook(lambda *_: 1)
-    return model
+def fail(*_: Any) -> None:
+    raise LookupError("of a hook")
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "hook that looks": with_a_hook_that_looks,
-    "hook that renames": with_a_hook_that_renames,
-    "hook that adds errors": with_a_hook_that_adds_errors,
-    "post-hook": with_a_post_hook,
+    "hook that looks": lambda: with_hook(lambda *_: None),
+    "hook that renames": lambda: with_hook(rename),
+    "hook that adds errors": lambda: with_hook(add_errors),
+    "post-hook": lambda: with_hook(edit_keys, "post"),
     "hook that keeps its dict": with_a_hook_that_keeps_its_dict,
-    "hook that raises": with_a_hook_that_raises,
-    "post-hook that returns": with_a_post_hook_that_returns,
+    "hook that raises": lambda: with_hook(fail),
+    "post-hook that returns": lambda: with_hook(lambda *_: 1, "post"),
     "lazy buffer": lambda: nested(Lazy()),
     "lazy module": lambda: nested(nn.Linear(2, 2), nn.LazyLinear(2)),
     "extra state": lambda: nested(Extra(2, 2), nn.Linear(2, 2)),
@@ -163,8 +135,7 @@ def test_hooks_run_once(tmp_path: Path) -> None:
     """Also where the error is found without them."""
     calls: list[str] = []
     for weight in (torch.ones(3, 3), torch.ones(2, 2)):
-        model = with_a_hook_that_looks()
-        model[1].register_load_state_dict_pre_hook(lambda *_: calls.append("pre"))
+        model = with_hook(lambda *_: calls.append("pre"))
         model[1].register_load_state_dict_post_hook(lambda *_: calls.append("post"))
         stock_save({**model.state_dict(), "0.weight": weight}, tmp_path / "state.pt")
         calls.clear()
@@ -229,6 +200,79 @@ def test_the_part_that_was_meant_for_load_model(tmp_path: Path) -> None:
     stock_save(saved, tmp_path / "checkpoint.pt")
     with pytest.raises(TypeError, match=r"ptsave\.load_checkpoint\(path, model=model\)"):
         ptsave.load_model(nn.Linear(2, 2), tmp_path / "checkpoint.pt")
+
+
+def sgd(n: int = 2) -> Any:
+    return torch.optim.SGD(nn.Sequential(*(nn.Linear(2, 2) for _ in range(n))).parameters(), lr=0.1)
+
+
+def failure_of(path: Path, obj: Any, target: Any) -> str:
+    """Save, and return the words of the error; a dict must not have changed."""
+    stock_save(obj, path)
+    before = copy.deepcopy(target)
+    with pytest.raises((RuntimeError, KeyError)) as caught:
+        ptsave.load_into(path, target)
+    if isinstance(target, dict):
+        assert_same_object(target, before)
+    return str(caught.value)
+
+
+def test_an_optimizer(tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    state = sgd().state_dict()
+    words = failure_of(path, {"model": {}, "optim": state}, sgd())
+    assert "no state dict of an optimizer" in words
+    assert "The file's entry 'optim' fits: ptsave.load_checkpoint(path, optim=optimizer)" in words
+    words = failure_of(path, {"run": {"optim": state}}, sgd())
+    assert "ptsave.load_optimizer_state_dict(optimizer, ptsave.load(path)['run']['optim'])" in words
+    words = failure_of(path, {"small": sgd(1).state_dict(), "right": state}, sgd())
+    assert "'right' fits" in words
+    words = failure_of(path, {"small": sgd(1).state_dict()}, sgd())
+    assert "'small' is one of an optimizer" in words
+    words = failure_of(path, {"opt 1": state}, sgd())
+    assert "ptsave.load_checkpoint(path, **{'opt 1': optimizer})" in words
+    assert "ptsave." not in failure_of(path, {"model": nn.Linear(1, 1).state_dict()}, sgd())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_an_optimizer_of_names(tmp_path: Path, flat: bool) -> None:
+    model = nn.Linear(2, 2)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), options=options)
+    words = failure_of(tmp_path / "c.pt", {"model": model.state_dict(), "o": state}, sgd())
+    assert "ptsave.load_checkpoint(path, o=optimizer)" in words
+
+
+def test_a_dict(tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    target = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    saved = {"a": torch.ones(1), "b": torch.ones(1)}
+    words = failure_of(path, {"counters": saved, "epoch": 1}, target)
+    assert "ptsave.load_checkpoint(path, counters=target)" in words
+    words = failure_of(path, {"x": {"y": saved}}, target)
+    assert "fits: ptsave.load(path)['x']['y']" in words
+
+
+@pytest.mark.parametrize("target", [nn.Linear(2, 2), {"weight": torch.zeros(2, 2)}])
+def test_nothing_is_loaded_without_a_word(tmp_path: Path, target: Any) -> None:
+    """With ``strict=False`` it is no error."""
+    stock_save({"net": nn.Linear(2, 2).state_dict(), "epoch": 1}, tmp_path / "c.pt")
+    with pytest.warns(ptsave.CheckpointWarning, match="entry 'net' fits"):
+        keys = ptsave.load_into(tmp_path / "c.pt", target, strict=False)
+    assert "weight" in keys.missing_keys
+    stock_save(nn.Linear(2, 2, bias=False).state_dict(), tmp_path / "c.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ptsave.load_into(tmp_path / "c.pt", target, strict=False)
+
+
+def test_a_module_that_was_saved_whole(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2), tmp_path / "m.pt")
+    torch.save({"net": nn.Linear(2, 2)}, tmp_path / "c.pt")
+    with pytest.raises(TypeError, match="saved whole"):
+        ptsave.load_into(tmp_path / "m.pt", nn.Linear(2, 2), weights_only=False)
+    with pytest.raises(TypeError, match="saved whole"):
+        ptsave.load_checkpoint(tmp_path / "c.pt", net=nn.Linear(2, 2), weights_only=False)
 
 
 @pytest.mark.parametrize("match", [None, "order", "name"])

@@ -8,23 +8,23 @@ import os
 import random
 import signal
 import subprocess
-import threading
 import time
 import warnings
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _system import in_threads
+from _system import eventually, in_threads
 from forked_ranks import ForkedRanks
 from torch import nn
 from warm_python import WarmProcess
 
 import ptsave
 from ptsave.background.saves import writes_held_back
-from ptsave.training.retention import Retention
+from ptsave.training.directory import Retention
 
 
 def save_all(directory: object, entries: dict[int, dict[str, Any]], **rules: Any) -> list[int]:
@@ -163,14 +163,16 @@ def test_a_step_that_ranks_save_again(tmp_path: Path) -> None:
     in_threads(ptsave.AsyncCheckpointer.close, ranks)
 
 
-def test_a_name_with_a_dot(tmp_path: Path) -> None:
-    entries = {i: {"v.l": float(abs(i - 3)), "v": {"l": float(i)}} for i in range(1, 6)}
-    assert save_all(tmp_path, entries, keep=1, keep_best=1, metric="v.l") == [3, 5]
-
-
-def test_huge_numbers(tmp_path: Path) -> None:
-    entries: dict[int, Any] = {1: {"m": 10**400}, 2: {"m": -(10**400)}, 3: {"m": 1}}
-    assert save_all(tmp_path, {**entries, 4: {}}, keep=1, keep_best=1, metric="m") == [2, 4]
+@pytest.mark.parametrize(
+    ("entries", "metric", "kept"),
+    [
+        ({i: {"v.l": float(abs(i - 3)), "v": {"l": float(i)}} for i in range(1, 6)}, "v.l", [3, 5]),
+        ({1: {"m": 10**400}, 2: {"m": -(10**400)}, 3: {"m": 1}, 4: {}}, "m", [2, 4]),
+    ],
+    ids=["a name with a dot", "huge numbers"],
+)
+def test_odd_metrics(tmp_path: Path, entries: Any, metric: str, kept: list[int]) -> None:
+    assert save_all(tmp_path, entries, keep=1, keep_best=1, metric=metric) == kept
 
 
 def test_warnings_that_are_errors(tmp_path: Path) -> None:
@@ -243,9 +245,16 @@ def test_a_run_saves_and_ends(tmp_path: Path, number: signal.Signals) -> None:
     assert steps[0] < steps[1]
 
 
+@pytest.fixture
+def before() -> Iterator[Any]:
+    """The handler of SIGUSR1 before the test, which comes back behind it."""
+    handler = signal.getsignal(signal.SIGUSR1)
+    yield handler
+    signal.signal(signal.SIGUSR1, handler)
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_at_once(tmp_path: Path, order: tuple[int, int]) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
+def test_two_at_once(tmp_path: Path, before: Any, order: tuple[int, int]) -> None:
     numbers = [signal.SIGUSR1, signal.SIGUSR1]
     both = [ptsave.AsyncCheckpointer(tmp_path / str(i), stop_signals=numbers) for i in range(2)]
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -256,23 +265,20 @@ def test_two_at_once(tmp_path: Path, order: tuple[int, int]) -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+@pytest.mark.usefixtures("before")
 def test_closed_in_a_thread(tmp_path: Path) -> None:
     """The handler stays, and passes the next signal on."""
     came: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
-    try:
-        checkpointer = ptsave.AsyncCheckpointer(tmp_path, stop_signals=[signal.SIGUSR1])
-        in_threads(ptsave.AsyncCheckpointer.close, [checkpointer])
-        os.kill(os.getpid(), signal.SIGUSR1)
-        while not came:
-            time.sleep(0.001)
-        assert not checkpointer.stop_requested()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path, stop_signals=[signal.SIGUSR1])
+    in_threads(ptsave.AsyncCheckpointer.close, [checkpointer])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    eventually(lambda: came)
+    assert not checkpointer.stop_requested()
 
 
+@pytest.mark.usefixtures("before")
 def test_a_handler_that_calls_the_one_before(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
     checkpointer = ptsave.AsyncCheckpointer(tmp_path, stop_signals=[signal.SIGUSR1])
     earlier: Any = signal.getsignal(signal.SIGUSR1)
 
@@ -280,17 +286,13 @@ def test_a_handler_that_calls_the_one_before(tmp_path: Path) -> None:
         earlier(number, frame)
 
     signal.signal(signal.SIGUSR1, chained)
-    try:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert checkpointer.stop_requested()
-        checkpointer.close()
-        os.kill(os.getpid(), signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert checkpointer.stop_requested()
+    checkpointer.close()
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def test_handlers_come_back(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
+def test_handlers_come_back(tmp_path: Path, before: Any) -> None:
     checkpointer = ptsave.AsyncCheckpointer(tmp_path, stop_signals=[signal.SIGUSR1])
     assert not checkpointer.stop_requested()
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -302,23 +304,15 @@ def test_handlers_come_back(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_signals_that_cannot_be_taken(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
+def test_signals_that_cannot_be_taken(tmp_path: Path, before: Any) -> None:
     with pytest.raises(ValueError, match=r"stop_signals=.* cannot be taken: "):
         ptsave.AsyncCheckpointer(tmp_path, stop_signals=[signal.SIGUSR1, signal.SIGKILL])
     assert signal.getsignal(signal.SIGUSR1) == before
-    errors = []
-
-    def make() -> None:
-        try:
-            ptsave.AsyncCheckpointer(tmp_path, stop_signals=[signal.SIGUSR1])
-        except ValueError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    assert "main thread" in errors[0]
+    with pytest.raises(ValueError, match="main thread"):
+        in_threads(
+            lambda number: ptsave.AsyncCheckpointer(tmp_path, stop_signals=[number]),
+            [signal.SIGUSR1],
+        )
 
 
 def test_a_forked_child_can_be_terminated(tmp_path: Path) -> None:

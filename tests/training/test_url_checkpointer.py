@@ -10,6 +10,7 @@ import pytest
 import torch
 from _system import in_child
 from stock_comparison import assert_same_object, stock_load, stock_save
+from test_checkpointer import name_of, states, training
 from torch import nn
 from url_file_systems import MEMORY, PLAIN, contents, failing
 
@@ -19,10 +20,6 @@ PLACES = ["memory://run", "plain://a/run/", "memory://", "directory"]
 
 
 pytestmark = pytest.mark.usefixtures("_clean_file_systems")
-
-
-def file_of(step: int) -> str:
-    return f"step-{step:08}.pt"
 
 
 def names_in(protocol: str) -> list[str]:
@@ -43,12 +40,7 @@ def files_in(place: str | Path) -> dict[str, bytes]:
 
 def test_steps(tmp_path: Path, place: Any) -> None:
     """Files are those of `save_checkpoint` and of torch."""
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    model(torch.randn(5, 2)).sum().backward()
-    optimizer.step()
-    objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    objects = training()
     checkpointer = ptsave.AsyncCheckpointer(place, keep=2)
     assert checkpointer.steps() == []
     assert checkpointer.latest() is None
@@ -57,16 +49,15 @@ def test_steps(tmp_path: Path, place: Any) -> None:
             checkpointer.save(step, **objects, step=step)
     assert checkpointer.steps() == [20, 100]
     found = files_in(place)
-    assert sorted(found) == [file_of(20), file_of(100)]
+    assert sorted(found) == [name_of(20), name_of(100)]
     path = checkpointer.latest()
     base = place if isinstance(place, Path) or place.endswith("/") else f"{place}/"
     assert path == checkpointer.path(100)
-    assert path == (base / file_of(100) if isinstance(base, Path) else f"{base}{file_of(100)}")
-    states = {name: obj.state_dict() for name, obj in objects.items()}
-    stock_save({**states, "step": 100}, tmp_path / file_of(100))
-    assert found[file_of(100)] == (tmp_path / file_of(100)).read_bytes()
-    ptsave.save_checkpoint(tmp_path / file_of(100), **objects, step=100)
-    assert found[file_of(100)] == (tmp_path / file_of(100)).read_bytes()
+    assert path == (base / name_of(100) if isinstance(base, Path) else f"{base}{name_of(100)}")
+    stock_save({**states(objects), "step": 100}, tmp_path / name_of(100))
+    assert found[name_of(100)] == (tmp_path / name_of(100)).read_bytes()
+    ptsave.save_checkpoint(tmp_path / name_of(100), **objects, step=100)
+    assert found[name_of(100)] == (tmp_path / name_of(100)).read_bytes()
     again = ptsave.AsyncCheckpointer(place)
     assert again.steps() == [20, 100]
     assert again.latest() == checkpointer.latest()
@@ -109,7 +100,7 @@ def test_other_files_are_left_alone() -> None:
         for step in (2, 3):
             checkpointer.save(step, value=step)
     assert checkpointer.steps() == [3]
-    assert names_in(PLAIN) == sorted([*others, "model.pt", file_of(3)])
+    assert names_in(PLAIN) == sorted([*others, "model.pt", name_of(3)])
 
 
 @pytest.mark.parametrize("method", ["open", "write", "mv", "ls"])
@@ -149,7 +140,7 @@ def test_local_urls(tmp_path: Path) -> None:
     with ptsave.AsyncCheckpointer(f"file://{tmp_path}/run", keep=1) as checkpointer:
         checkpointer.save(1, value=1)
         checkpointer.save(2, value=2)
-    assert checkpointer.latest() == tmp_path / "run" / file_of(2)
+    assert checkpointer.latest() == tmp_path / "run" / name_of(2)
     assert stock_load(checkpointer.path(2)) == {"value": 2}
 
 
@@ -175,7 +166,7 @@ def test_a_fork() -> None:
     def in_the_child() -> None:
         assert checkpointer.steps() == [1]
         checkpointer.save(2, value=2).result()
-        assert contents(MEMORY).keys() == {f"/run/{file_of(step)}" for step in (1, 2)}
+        assert contents(MEMORY).keys() == {f"/run/{name_of(step)}" for step in (1, 2)}
 
     in_child(in_the_child)
     assert checkpointer.steps() == [1]
