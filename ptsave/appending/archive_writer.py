@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import atexit
 import errno
-import fcntl
 import logging
 import os
-import re
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -503,31 +501,6 @@ class MeasuringWriter(ArchiveWriter):
         found: list[tuple[Any, ...] | None] = []
         added = self._add({name: tensor}, True, None, measured=tensor, found=found)
         return added, found[0] if found else None
-
-
-def rivals_of(temporary: str) -> list[str]:
-    """Return other living writers' temporary files for the path that `temporary` is for."""
-    folder, own = os.path.split(temporary)
-    end = len("4f1c0a93b2d7e856.ptsave")
-    pattern = re.escape(own[:-end]) + r"[0-9a-f]{16}\.ptsave"
-    try:
-        names = sorted(os.listdir(folder or "."))
-    except OSError:  # a directory may be writable, but not readable
-        return []
-    others = (name for name in names if name != own and re.fullmatch(pattern, name))
-    return [path for path in (os.path.join(folder, name) for name in others) if _is_locked(path)]
-
-
-def _is_locked(path: str) -> bool:
-    with suppress(OSError):  # the file is gone, or another user's
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(file)
-    return False
 
 
 def _checked_path(path: Any) -> str:

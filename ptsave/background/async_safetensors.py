@@ -15,8 +15,7 @@ from ptsave import _C
 from ptsave.background import saves as background
 from ptsave.background.save_future import SaveFuture
 from ptsave.contents.safetensors import names_in_order
-from ptsave.streaming.payload_sources import PayloadSources
-from ptsave.streaming.streamed_files import SafetensorsPlan, check_safetensors
+from ptsave.streaming.payload_sources import PayloadSources, SafetensorsPlan, check_safetensors
 from ptsave.writing.planning import SaveOptions, pickle_object
 from ptsave.writing.targets import scratch_folder
 

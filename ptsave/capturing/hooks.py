@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ptsave.capturing.recorder import Recorder, Site
-from ptsave.capturing.torch_names import never_compiled
-from ptsave.support.torch_compile import hook_watch
+from ptsave.capturing.torch_names import hook_watch, never_compiled
 from ptsave.support.torch_modules import parameters_of
 
 

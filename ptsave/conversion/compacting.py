@@ -32,11 +32,14 @@ from ptsave.sources.locations import (
 from ptsave.sources.ranges import RangeSource, open_source
 from ptsave.streaming.payload_sources import (
     PayloadSources,
+    PicklePlan,
+    SafetensorsPlan,
     SourceCheckpoint,
     StoragePlace,
+    StreamedPlan,
     check_records,
+    write_bytes,
 )
-from ptsave.streaming.streamed_files import PicklePlan, SafetensorsPlan, StreamedPlan, write_bytes
 from ptsave.support.calls import check_flags, progress_bar
 from ptsave.support.torch_names import storage_id
 from ptsave.tree.extents import span_of

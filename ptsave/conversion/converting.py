@@ -44,8 +44,13 @@ from ptsave.models.shards import (
 from ptsave.sources.locations import LocalFolder, describe, position_kept
 from ptsave.sources.ranges import Folder
 from ptsave.sources.url_locations import UrlLocation
-from ptsave.streaming.payload_sources import PayloadSources, SourceCheckpoint
-from ptsave.streaming.streamed_files import PicklePlan, SafetensorsPlan, StreamedPlan
+from ptsave.streaming.payload_sources import (
+    PayloadSources,
+    PicklePlan,
+    SafetensorsPlan,
+    SourceCheckpoint,
+    StreamedPlan,
+)
 from ptsave.support.calls import check_flags, parse_size, progress_bar, progress_from
 from ptsave.support.text import some_of
 from ptsave.support.torch_names import storage_id

@@ -77,7 +77,7 @@ class CheckpointDirectory(LocalFolder):
         a save of all ranks.  If another save has removed some of the files, this is a SaveError,
         and the old checkpoint stays.
         """
-        from ptsave.streaming.streamed_files import write_bytes
+        from ptsave.streaming.payload_sources import write_bytes
 
         data = dump_metadata(metadata)
         with self.locked(wait=True):

@@ -18,7 +18,7 @@ from ptsave.errors import EntryNotFoundError
 from ptsave.inspection.verification import verify_file
 from ptsave.serialization import save
 from ptsave.sources.locations import position_kept
-from ptsave.streaming.streamed_files import write_bytes, write_safetensors
+from ptsave.streaming.payload_sources import write_bytes, write_safetensors
 from ptsave.tree.containers import MAX_DEPTH, Path, attributes_of, items_of, path_in, set_attributes
 from ptsave.tree.extents import check_expansion
 from ptsave.tree.leaves import read_entry, require_picklable

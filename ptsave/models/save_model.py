@@ -27,7 +27,7 @@ from ptsave.models.packed_modules import PackedModules, PackedModulesMapping, un
 from ptsave.models.shards import is_extra_state, metadata_of, require_loadable
 from ptsave.serialization import save
 from ptsave.sources.ranges import Folder
-from ptsave.streaming.streamed_files import check_safetensors, write_bytes, write_safetensors
+from ptsave.streaming.payload_sources import check_safetensors, write_bytes, write_safetensors
 from ptsave.support.calls import check_flags, parse_size, pausing_garbage_collection
 from ptsave.tree.extents import nbytes_of
 from ptsave.writing.targets import FileTarget, name_of, resolve_file, resolve_folder

@@ -388,14 +388,16 @@ def _mismatches(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> 
     for name, (param, state) in states.items():
         if not isinstance(state, dict):
             continue
+        shape = param.shape
         present = {} if is_known else optimizer.state.get(param, {})
         for key, value in items_of(state):
             if not isinstance(value, Tensor):
                 continue
-            other = present.get(key) if isinstance(present, dict) else None
-            expected = other.shape if isinstance(other, Tensor) else None
             if is_known:
-                expected = _shape_in_torch(key, param.shape)
+                expected = _shape_in_torch(key, shape)
+            else:
+                other = present.get(key) if isinstance(present, dict) else None
+                expected = other.shape if isinstance(other, Tensor) else None
             if expected is not None and value.shape != expected:
                 yield _Shape(name, key, value.shape, expected)
 

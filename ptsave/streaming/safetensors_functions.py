@@ -23,7 +23,7 @@ from ptsave.archive.loading import LoadOptions
 from ptsave.contents.safetensors import load_safetensors, safetensors_dtypes
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import open_source
-from ptsave.streaming.streamed_files import write_safetensors
+from ptsave.streaming.payload_sources import write_safetensors
 
 _BACKENDS = ("mmap", "pread")  # the library's ways to read
 

@@ -25,7 +25,7 @@ from warm_python import run_warm
 import ptsave
 from ptsave.contents.safetensors import safetensors_dtypes
 from ptsave.models import save_model as sharded_saving
-from ptsave.streaming.streamed_files import write_bytes
+from ptsave.streaming.payload_sources import write_bytes
 from ptsave.support.calls import parse_size
 
 pytestmark = pytest.mark.usefixtures("_leaves_nothing_open")

@@ -17,7 +17,7 @@ from ptsave.conversion.compacting import compact
 from ptsave.conversion.converting import convert
 from ptsave.inspection.extraction import write_entries
 from ptsave.models import save_model
-from ptsave.streaming.streamed_files import write_bytes
+from ptsave.streaming.payload_sources import write_bytes
 
 REMOTE = [MEMORY, PLAIN]
 FORMATS = ["safetensors", "pt"]

@@ -19,7 +19,7 @@ from ptsave.archive.reader import RecordReader
 from ptsave.archive.remote import RemoteReader
 from ptsave.sources.locations import Location, name_for, target_of
 from ptsave.sources.ranges import RangeSource, folder_of, open_folder_or_file, open_source
-from ptsave.streaming.streamed_files import write_bytes
+from ptsave.streaming.payload_sources import write_bytes
 from ptsave.writing.planning import pickle_object, plan_archive
 from ptsave.writing.targets import FileWriter, exists, name_of, resolve, resolve_folder
 
