@@ -48,7 +48,7 @@ _TORCHSCRIPT_WARNING = (
 
 
 class LoadOptions(NamedTuple):
-    """The arguments of :func:`ptsave.load` beside the file.
+    """The arguments of :func:`ptsave.load` beside the file and its storage.
 
     `wants_state` is for restores: it refuses TorchScript archives, which are programs, and makes
     harmless values that torch's restricted machine refuses, such as NumPy's scalars.

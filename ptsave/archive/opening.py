@@ -1,9 +1,9 @@
 """Opens an archive, and decides which reader serves it.
 
 A `RecordReader` serves a path, a real file and an `io.BytesIO`, which the engine reads itself.  A
-`RemoteReader` serves a URL and every other file object, by ranges: a load by its `StreamReader`,
-which gives a storage when it is asked for.  Loads open paths and file objects by `reader_for`, all
-other callers open by `open_source_archive`.
+`RemoteReader` serves a URL and every other file object, by ranges.  Loads open paths and file
+objects by `reader_for`, and everything else by a `StreamReader`.  Other callers, and the rank that
+reads for a group, open by `open_source_archive`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from ptsave.contents.contents import CPU, OneFile, Place
 from ptsave.contents.safetensors_fields import DTYPES, LENGTH_NBYTES, SafetensorsFields, read_fields
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import LocalFile, RangeSource
-from ptsave.support.calls import pausing_garbage_collection, progress_bar
+from ptsave.support.calls import ProgressCallback, pausing_garbage_collection, progress_bar
 from ptsave.support.torch_names import restore_location
 
 if TYPE_CHECKING:
@@ -236,6 +236,8 @@ class SafetensorsContents(OneFile):
 class _SourceSpans:
     """A `SpanReader` whose records are a file's tensors."""
 
+    progress: ProgressCallback | None = None
+
     def __init__(self, source: RangeSource, tensors: Sequence[StoredTensor]) -> None:
         self._source = source
         self._tensors = tensors
@@ -250,7 +252,7 @@ class _SourceSpans:
                     (0, file.begin + self._tensors[each.record].offset + each.begin, each.target)
                     for each in spans
                 ]
-                read_ranges(range_files([file]), ranges, max_gap=self.max_gap)
+                read_ranges(range_files([file]), ranges, self.progress, max_gap=self.max_gap)
             return
         for batch in batches(spans):
             begins = [self._tensors[span.record].offset + span.begin for span in batch]
@@ -259,6 +261,8 @@ class _SourceSpans:
             )
             for span, piece in zip(batch, pieces, strict=True):
                 memory_of(span.target)[:] = piece
+            if self.progress is not None:
+                self.progress(begins[-1] + len(batch[-1].target))
 
     def check(self, records: Sequence[int]) -> None:
         """Do nothing: there are no checksums."""
@@ -285,7 +289,8 @@ def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
     fills = fills_storages(location)
     if fills and (options.maps or not isinstance(source, LocalFile)):
         contents = SafetensorsContents(source, maps=options.maps)
-        values = contents.read(list(contents.obj.values()), None)
+        with progress_bar(options.progress, "loading", source.nbytes) as contents.spans.progress:
+            values = contents.read(list(contents.obj.values()), None)
         return dict(zip(contents.obj, values, strict=True))
     stored, device = read_header(source).tensors, CPU
     if fills:

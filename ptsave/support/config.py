@@ -1,4 +1,4 @@
-"""Tuning: the only reader of ptsave's environment variables, and this process's memory limits."""
+"""Tuning by environment variables, and this process's memory limits."""
 
 from __future__ import annotations
 

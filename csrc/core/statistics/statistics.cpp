@@ -80,7 +80,9 @@ const ByteValues& values_of(Element element) {
         return byte == 0xFF ? std::numeric_limits<double>::quiet_NaN()
                             : std::ldexp(1.0, static_cast<int>(byte) - 127);
       })};
-  return kValues.at(static_cast<std::size_t>(element) - static_cast<std::size_t>(Element::kInt8));
+  constexpr auto kFirst = static_cast<std::size_t>(Element::kInt8);
+  static_assert(kValues.size() == static_cast<std::size_t>(Element::kFloat4E2M1Pair) - kFirst);
+  return kValues.at(static_cast<std::size_t>(element) - kFirst);
 }
 
 void read(Element element, const std::byte* data, std::size_t n, float* result) {
