@@ -62,14 +62,16 @@ class Thread(threading.Thread):
 
     def start(self) -> None:
         """Start the thread and wait until it has begun; raise if it cannot be started."""
-        failure: Exception = MemoryError("a thread ran out of memory while it was starting")
         try:
             super().start()
-        except (RuntimeError, MemoryError) as error:
-            failure = error
-        if not self._begins():
-            threading._limbo.pop(self, None)  # type: ignore[attr-defined]  # as about to begin
-            raise failure
+        except (RuntimeError, MemoryError):  # without a name, which would keep the error's frames
+            if not self._begins():
+                threading._limbo.pop(self, None)  # type: ignore[attr-defined]  # as about to begin
+                raise
+        else:
+            if not self._begins():
+                threading._limbo.pop(self, None)  # type: ignore[attr-defined]
+                raise MemoryError("a thread ran out of memory while it was starting")
 
     def run(self) -> None:
         self._call(self._waiting.release)

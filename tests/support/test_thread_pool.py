@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 import ptsave
 from ptsave.comparison.compare import compare
-from ptsave.support.threads import ThreadPool
+from ptsave.support.calls import pausing_garbage_collection
+from ptsave.support.threads import Thread, ThreadPool
 
 
 @pytest.fixture
@@ -81,3 +83,25 @@ def test_load_model_with_loaders(tmp_path: Path, kind: Any) -> None:
     ptsave.load_model(fresh, tmp_path)
     assert torch.equal(fresh.weight, trained.weight)
     assert torch.equal(fresh.bias, trained.bias)
+
+
+def test_an_error_of_a_start_keeps_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What callers hold, such as tensors, is freed without the garbage collector."""
+
+    def refuse(start: Any, arguments: Any, *_: Any, **others: Any) -> None:
+        del start, arguments, others
+        raise RuntimeError("can't start new thread")
+
+    def fail(held: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="can't start"):
+            Thread(lambda begun: begun()).start()
+
+    for name in ("_start_new_thread", "_start_joinable_thread"):  # until Python 3.12, and since
+        if hasattr(threading, name):
+            monkeypatch.setattr(threading, name, refuse)
+    held = torch.ones(2)
+    freed = weakref.ref(held)
+    with pausing_garbage_collection():
+        fail(held)
+        del held
+        assert freed() is None
