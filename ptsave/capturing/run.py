@@ -528,9 +528,9 @@ def module_statistics(
 
 
 def steps_text(steps: Iterable[int]) -> str:
-    """Return the numbers of the first eight steps as text."""
-    numbers = sorted(steps)
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "") or "none"
+    """Return numbers of steps as text: the first ones, and the last."""
+    numbers = [*map(str, sorted(steps))]
+    return ", ".join([*numbers[:7], "...", numbers[-1]] if len(numbers) > 8 else numbers) or "none"
 
 
 def _values_by_module(

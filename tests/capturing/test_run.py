@@ -13,7 +13,7 @@ from captured_runs import block_of, name_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptsave.capturing.run import CapturedRun
+from ptsave.capturing.run import CapturedRun, steps_text
 from ptsave.capturing.schema import (
     CALL_FIELDS,
     PHASES,
@@ -127,6 +127,12 @@ def test_what_is_no_capture() -> None:
             captured_run(obj, "run.pt")
     with pytest.raises(ValueError, match="of version 2"):
         read(version=VERSION + 1)
+
+
+def test_steps_as_text() -> None:
+    assert steps_text([]) == "none"
+    assert steps_text({2, 0}) == "0, 2"
+    assert steps_text(range(100)) == "0, 1, 2, 3, 4, 5, 6, ..., 99"
 
 
 def with_field(kind: str, name: str, value: Any) -> dict[str, Any]:
