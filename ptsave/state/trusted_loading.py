@@ -1,6 +1,6 @@
 """Recognizes modules whose own entries only torch's code loads, without looking at values.
 
-`module_loading` does the work of that code itself. For every other module it calls the module's own
+`modules` does the work of that code itself. For every other module it calls the module's own
 code.
 """
 
