@@ -489,7 +489,10 @@ class MeasuringWriter(ArchiveWriter):
     """The writer of a capture, with methods that a public class should not promise."""
 
     def add_of_any_size(self, name: str, value: object, *, when_full: WhenFull) -> bool:
-        """Add an entry as :meth:`add` does; one larger than the budget gets the whole budget."""
+        """Add an entry as :meth:`add` does, even one that is larger than `max_memory_bytes`.
+
+        Such an entry reserves all of `max_memory_bytes`.
+        """
         return self._add({name: value}, False, when_full, max_room_nbytes=self._max_nbytes)
 
     def add_measured(self, name: str, tensor: Tensor) -> tuple[bool, tuple[Any, ...] | None]:

@@ -64,7 +64,10 @@ class RecordReader:
         self.small.clear()
 
     def park(self, file: LocalFile) -> None:
-        """Close the archive's file until it is read; `file` opens it.  A set may have too many."""
+        """Close the archive's file until it is read, when `file` opens it again.
+
+        A checkpoint may have more files than a process may have open.
+        """
         self._parked = file
         self.engine.close_file()
 

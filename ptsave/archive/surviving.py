@@ -332,7 +332,10 @@ class _Writer:
         self._memoize(obj)
 
     def _write_plain(self, obj: Any) -> None:
-        """Write an object without parts by Python's pickler, without that pickler's memo."""
+        """Write an object that holds no others, such as a number, with Python's pickler.
+
+        That pickler keeps no memo; this class has its own.
+        """
         stream = BytesIO()
         pickler = pickle.Pickler(stream, _PROTOCOL)
         pickler.fast = True

@@ -1,6 +1,7 @@
 """Unpickles the object of an archive, overlapped with reading where that is safe.
 
-With ``weights_only=True`` the engine's unpickler replaces torch's; otherwise it is Python's.
+With ``weights_only=True`` the engine's unpickler runs in place of torch's.  Otherwise Python's
+unpickler runs.
 
 The rule: code that can look at a tensor's values must not run before the bytes of its storages have
 arrived.  Rebuilding plain tensors in CPU memory only passes storages along.  So the steps of the

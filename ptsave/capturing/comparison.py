@@ -139,7 +139,7 @@ class TensorDifference:
     def relative_error(self) -> float:
         """The largest distance, divided by the root mean square of b.
 
-        Numbers near zero do not decide it, unlike `max_rel`.
+        Unlike `max_rel`, it stays small if only numbers near zero differ a little.
         """
         if not self.max_abs:
             return 0.0

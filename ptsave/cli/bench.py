@@ -63,7 +63,9 @@ def bench_command(
     as_json: bool,
     plot: str | None,
 ) -> None:
-    """Save and load in DIR with torch, safetensors, ptsave, and nothing but reads and writes.
+    """Measure saves and loads in DIR with torch, safetensors and ptsave.
+
+    Reads and writes of the same bytes without a library show the hardware's limit.
 
     A GPT-2-like model is saved durably (fsync) and not, and loaded from the disk (cold) and from
     the page cache (warm).  Contenders take turns, in a shuffled order; each figure comes from a

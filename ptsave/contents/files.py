@@ -278,9 +278,9 @@ def name_lost_entries(error: CorruptCheckpointError, path: str, files: ShardFile
 def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, Any]:
     """Return the dicts of a model's files as one dict.
 
-    `objects` gives the path and the object of each file.  A name comes from the file that the index
-    names; without an index, a name in two files is a ValueError.  Objects of ranks lie below the
-    keys of their ranks.
+    `objects` gives the path and the object of each file.  An index says which file an entry comes
+    from.  Without an index, two files with an entry of the same name raise ValueError.  Objects of
+    ranks lie below the keys of their ranks.
     """
     if files.ranks is not None:
         return _nested(zip(files.ranks, objects, strict=True))

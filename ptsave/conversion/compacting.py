@@ -135,7 +135,7 @@ def compact(
     UnsupportedSourceError
         If the source is a file object and there is no target.
     TypeError
-        If `target_storage_options` are given for a local target, or for none.
+        If `target_storage_options` are given, and `target` is a local path or is left out.
 
     Notes
     -----
@@ -307,7 +307,7 @@ class _Compactor:
         return result
 
     def _cut(self, tensors: list[Tensor], kept: list[tuple[_Part, StoragePlace]]) -> None:
-        """Give tensors storages of the parts that they use."""
+        """Make a storage for each part, and move the tensors that use the part to it."""
         storages = _C.untyped_storages(_C.unfilled_storages([part.nbytes for part, _ in kept]))
         for (part, place), storage in zip(kept, storages, strict=True):
             at = StoragePlace(place.source, place.offset + part.begin, part.nbytes)
@@ -323,7 +323,7 @@ class _Compactor:
         self._put(tensors, i, view_as(storage, plain, offset, plain.stride()))
 
     def _pack(self, tensors: list[Tensor], packed: Sequence[_Part]) -> None:
-        """Give tensors storages of only their elements."""
+        """Give each of these tensors a storage that holds only its elements."""
         plain = {str(part.users[0]): tensors[part.users[0]].detach() for part in packed}
         if self._dry_run:
             made = unfilled_tensors([(tensor.dtype, tensor.shape) for tensor in plain.values()])

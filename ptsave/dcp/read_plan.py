@@ -172,8 +172,8 @@ class StoredTensor:
         )
         if not fits:
             raise CorruptCheckpointError(
-                f"{self.file}: {self.name} is stored with shape {list(self.shape)}, and does not "
-                f"have the part from {list(begins)} on of shape {list(shape)}",
+                f"{self.file}: {self.name} is stored with shape {list(self.shape)}, which has no "
+                f"part of shape {list(shape)} at index {list(begins)}",
                 path=self.file,
                 entries=[self.name],
             )

@@ -492,8 +492,8 @@ class ItemList(list[_Item]):
     """A list of a plan's items, or of results, that ranks exchange quickly.
 
     DCP pickles all items for every exchange.  Unpickling makes thousands of objects, which start
-    Python's garbage collector again and again.  Its runs take eight times as long as the rest.  So
-    it pauses while the list is pickled and unpickled.
+    Python's garbage collector again and again.  The collector takes eight times as long as the
+    unpickling itself.  So the collector pauses while the list is pickled and unpickled.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

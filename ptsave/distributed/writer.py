@@ -358,8 +358,9 @@ def _note_written(directory: CheckpointDirectory, rank: int, name: str) -> None:
 def _remove_failed(directory: CheckpointDirectory, rank: int) -> None:
     """Remove the files of a rank's ended saves, unless metadata names them.
 
-    A save that succeeds removes all other files.  A save that fails cannot: only one rank knows
-    why.  So a loop that goes on after a full disk would add a file with each save.
+    A save that succeeds removes all other files.  If a save fails on one rank, the writers of the
+    other ranks do not learn of it, and their files stay.  Without this function, a loop that goes
+    on after a full disk would add a file with each save.
     """
     key = os.path.abspath(directory.path), rank
     with _lock:

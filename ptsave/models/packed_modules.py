@@ -44,11 +44,12 @@ class _Place(NamedTuple):
 class PackedModules:
     """A mapping from names of modules to the packed modules that hold their parameters.
 
-    The forms of `mapping` are those of :func:`ptsave.load_model`. In a list of tuples the packed
-    name comes first: ``("qkv_proj", "q_proj", "q")``; for ``("experts.w13_",
-    "experts.3.gate_proj.", 3, "w1")`` the shard id is ``("w1", 3)``. A dot at an end of a name
-    belongs to the text that the packed name replaces. A mapping of another form raises TypeError.
-    An empty name, and a name for two parts of one module, raise ValueError.
+    The forms of `mapping` are those of :func:`ptsave.load_model`. A tuple in a list has the packed
+    name, the checkpoint's name and the shard id: ``("qkv_proj", "q_proj", "q")``. A tuple of four
+    has the number of an expert before the part: ``("experts.w13_", "experts.3.gate_proj.", 3,
+    "w1")``. Its shard id is ``("w1", 3)``. A dot at an end of a name belongs to the text that the
+    packed name replaces. A mapping of another form raises TypeError. An empty name, and a name for
+    two parts of one module, raise ValueError.
 
     >>> packed = PackedModules({"gate_up_proj": ["gate_proj", "up_proj"]})
     >>> [*packed.candidates("layers.0.mlp.up_proj.weight")]

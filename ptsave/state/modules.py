@@ -64,7 +64,7 @@ from ptsave.tree.containers import is_container, items_of, walk, walk_entries
 
 
 class IncompatibleKeys(TorchsIncompatibleKeys):
-    """torch's ``(missing_keys, unexpected_keys)`` with the keys whose shapes differ.
+    """torch's ``(missing_keys, unexpected_keys)``, and a list of the keys whose shapes differ.
 
     Attributes
     ----------

@@ -536,7 +536,7 @@ def _split(path: str, names: Mapping[str, Any]) -> tuple[str, str]:
     while end > 0 and path[:end] not in names:
         end = path.rfind(".", 0, end)
     if end <= 0:
-        raise ValueError(f"the state dict has a state, {path!r}, of a parameter of no group")
+        raise ValueError(f"the state dict has {path!r}, but no group has that parameter")
     return path[:end], path[end + 1 :]
 
 

@@ -153,9 +153,10 @@ def load_optimizer(
 ) -> Any:
     """Load as `load_optimizer_state_dict` does, from bytes that may not have arrived yet.
 
-    `copier` decides when bytes move, and is told before any code may look at them. With `in_place`,
-    tensors in the optimizer's state that have the right shape, dtype and device are filled, so that
-    they stay the same objects.
+    `copier` decides when bytes move. This function calls `copier.show` or `copier.lend`
+    before other people's code may look at the bytes. With `in_place`, tensors in the optimizer's
+    state that have the right shape, dtype and device are filled, so that they stay the same
+    objects.
     """
     matching = Matching() if matching is None else matching
     matching.check()

@@ -46,7 +46,8 @@ def require_library() -> Any:
         ) from None
     if not hasattr(safetensors.torch, _CHECK):
         raise ImportError(
-            f"safetensors has no {_CHECK}, which is asked for its checks: pip install -U it"
+            f"install(safetensors=True) calls {_CHECK}, which this safetensors does not have: pip "
+            "install -U safetensors"
         )
     return safetensors.torch
 

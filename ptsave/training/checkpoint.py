@@ -81,10 +81,11 @@ def load_into(
         if the saved parameter has another shape.
     match : {"order", "name"}, optional
         For an optimizer, as for :func:`ptsave.load_optimizer_state_dict`.  None matches by order,
-        but by name if the file has names in the places of numbers.
-        ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` writes such names,
-        flattened or not.  As for ``set_optimizer_state_dict``, such a file may lack a parameter
-        that needs no gradient, and may have parameters that the optimizer does not have.
+        but by name if the file has parameters' names where torch.optim puts numbers.
+        ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives such names, with
+        and without ``flatten_optimizer_state_dict``.  As for ``set_optimizer_state_dict``, such a
+        file may lack a parameter that needs no gradient, and may have parameters that the optimizer
+        does not have.
     key_mapping : callable or mapping, optional
         New names for a module's entries or an optimizer's parameters in the file, as `rename` for
         :func:`ptsave.load_model`.  It is a function of a name, or a mapping of whole names or of

@@ -92,8 +92,9 @@ class AsyncCheckpointer:
         URL that fsspec cannot write to.
     TypeError, ValueError
         `keep` is less than 1, or `rank` less than 0.  The rules of keeping contradict each other.
-        The ranks are named twice or incompletely.  Ranks without a process group would meet at a
-        URL.  The `stop_signals` cannot be taken, or not in this thread.
+        `process_group` is given together with `rank` or `world_size`.  `world_size` is given
+        without `rank`, or `rank` is not less than `world_size`.  Ranks without a process group
+        would meet at a URL.  The `stop_signals` cannot be taken, or not in this thread.
     RuntimeError
         ``WORLD_SIZE`` in the environment says that the job has several ranks, and there is neither
         a process group nor a `rank`; or another process has this rank.

@@ -303,7 +303,7 @@ def test_nested_state(tmp_path: Path) -> None:
     assert_same_object(factors, {"left": torch.ones(2, 2), "0": torch.zeros(2)})
     del state["param_groups.bias.lr"]
     stock_save({"model": model.state_dict(), "optimizer": state}, tmp_path / "c.pt")
-    with pytest.raises(ValueError, match=r"'bias\.step', of a parameter of no group"):
+    with pytest.raises(ValueError, match=r"'bias\.step', but no group has that parameter"):
         ptsave.load_checkpoint(tmp_path / "c.pt", model=model, optimizer=mine)
 
 

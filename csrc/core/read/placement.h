@@ -172,8 +172,8 @@ class Placement : public Interface {
   virtual std::span<const std::byte> header(const Slot& slot) const = 0;
 };
 
-// A part of a mirrored region whose memory returns to the system with its last owner.  Its address
-// space is freed with the whole region.
+// A part of a mirrored region.  When the part's last owner goes, its pages return to the system.
+// Its addresses stay reserved until the whole region goes.
 class Segment final : public Owner {
  public:
   Segment(std::shared_ptr<Mapping> memory, std::size_t begin, std::size_t end)
