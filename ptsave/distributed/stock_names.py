@@ -47,7 +47,10 @@ class FileSystemWriter(StorageWriter):
         """Return an instance of torch's class if only that supports the arguments."""
         if cls is not FileSystemWriter:  # a derived class may have other arguments
             return super().__new__(cls)
-        given = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
+        try:
+            given = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
+        except TypeError:  # __init__ raises it, with the name of the class
+            return super().__new__(cls)
         torch_format = filesystem.SerializationFormat.TORCH_SAVE
         if (
             not given.get("single_file_per_rank", True)

@@ -252,7 +252,7 @@ def _check_prefix(prefix: str) -> None:
 def renamed(
     state_dict: Mapping[str, Any], rename: Callable[[str], str | None]
 ) -> OrderedDict[str, Any]:
-    """Return a state dict with other keys, in the same order, and its metadata.
+    """Return a state dict, or parameters, by other names, in the same order, and its metadata.
 
     `rename` returns None to leave an entry out; keys that are no text stay. Two keys that would
     become one raise ValueError.
@@ -265,8 +265,8 @@ def renamed(
             continue
         if new_key in origins:
             raise ValueError(
-                f"the keys {origins[new_key]!r} and {key!r} would both become {new_key!r}: "
-                "remove one of them from the state dict"
+                f"{origins[new_key]!r} and {key!r} would both become {new_key!r}: remove one of "
+                "them from the state dict, or give them different names"
             )
         origins[new_key] = key
         result[new_key] = entry
