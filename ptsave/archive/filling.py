@@ -5,6 +5,7 @@ torch's rules choose the devices, once for each location, before any bytes are r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -143,7 +144,8 @@ def goes_by_torchs_rules(map_location: Any) -> bool:
 
 def _follows_torchs_rules() -> bool:
     """Whether all rules that bring storages to devices are torch's own."""
-    functions = (getattr(rule, "func", rule) for _, _, rule in location_rules)  # of partials
+    rules = (rule for _, _, rule in location_rules)
+    functions = (rule.func if isinstance(rule, functools.partial) else rule for rule in rules)
     return all(function.__module__ == "torch.serialization" for function in functions)
 
 
