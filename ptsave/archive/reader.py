@@ -61,6 +61,7 @@ class RecordReader:
     def close(self) -> None:
         """Release the archive, even if something still refers to this reader."""
         del self.engine
+        self._parked = None
         self.small.clear()
 
     def park(self, file: LocalFile) -> None:
