@@ -133,7 +133,7 @@ def printable(text: str) -> str:
 def some_of(texts: Sequence[str], n: int) -> str:
     """Return the first `n` texts, and how many more there are."""
     more = len(texts) - n
-    return ", ".join(texts[:n]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(texts[:n]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def first_of(texts: Sequence[str]) -> str:
