@@ -1,1 +1,1 @@
-"""Archives to which a program adds entries one at a time, while it goes on."""
+"""Archives that a running program extends, one entry at a time."""

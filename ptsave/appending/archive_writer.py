@@ -1,8 +1,8 @@
-"""`ArchiveWriter`: an archive to which entries are added while the program goes on.
+"""`ArchiveWriter` adds entries to an archive while the program goes on.
 
-Each call pickles a group of entries and copies its storages; a thread writes the file.  Every
-batch ends with a record of its own pickles, `.journal/<i>`, so that the file of a killed process
-can be read.  `data.pkl` is all of these pickles, one behind the other.
+Each call pickles a group of entries and copies the group's storages.  A thread writes them in
+batches.  Each batch ends with a journal, the record `.journal/<i>` with the batch's pickles, so
+that the file of a killed process can be read.  `data.pkl` joins the pickles of all journals.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from ptsave.writing.targets import (
 WhenFull: TypeAlias = Literal["wait", "drop", "raise"]
 _WHEN_FULL = get_args(WhenFull)
 
-_SLACK_NBYTES = 64 << 10  # of chunks that come from accelerators: see writing/targets.py
-# Reserved at once, but at most a quarter of the budget: looking at the system's memory takes longer
-# than copying an entry.
+_SLACK_NBYTES = 64 << 10  # extra bytes of a staged chunk: see _STAGING_SLACK in writing/targets.py
+# The size of a reservation, at most a quarter of the budget.  It is large because a reservation
+# looks at the system's memory, which takes longer than copying an entry.
 _ROOM_NBYTES = 128 << 20
-_BUFFERS_PART = 8  # the buffers take 1/8 of the budget, on top of it
+_BUFFERS_PART = 8  # the buffers take another 1/8 of the budget
 _MIN_CHUNK_NBYTES = 256 << 10
 _FORKED = (
     "this process was forked while the archive was being written: only the parent process can add "
     "to it"
 )
 
-# Errors after which the first entries of a batch may still find room.
+# Errors after which the first entries of a batch may still fit on the disk.
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _log = logging.getLogger(__name__)
@@ -59,28 +59,28 @@ _open_writers: set[ArchiveWriter] = set()
 
 
 class ArchiveWriter:
-    """Writes an archive to which entries are added one at a time, by any thread.
+    """Writes an archive entry by entry; any thread may add entries.
 
-    The file is what :func:`torch.save` makes of a dict: :func:`torch.load` opens it, entries by
-    name in the order in which they were added.  A call copies the values, and a thread writes them
-    while the program goes on.  Until :meth:`close` there is only a temporary file beside `path`.
+    The file is like a dict saved by :func:`torch.save`: :func:`torch.load` returns the entries by
+    name, in the order in which they were added.  A call copies the values, and a thread writes them
+    while the program goes on.  Until :meth:`close`, a temporary file beside `path` has them.
 
     Parameters
     ----------
     path : str or os.PathLike
-        The file, which is replaced as a whole by :meth:`close`.
+        The file.  :meth:`close` replaces it as a whole.
     fsync : bool, default False
-        Whether :meth:`flush` and :meth:`close` wait until everything would survive power loss.
+        Whether :meth:`flush` and :meth:`close` wait until all entries would survive a power loss.
     max_memory_bytes : int or str, optional
-        Bytes of values that may wait to be written, for example ``"8GB"``.  Unfinished saves in the
-        background count, too.  The default is that of :func:`ptsave.async_save`.
+        The most bytes of values that may wait to be written, for example ``"8GB"``.  Unfinished
+        background saves count, too.  :func:`ptsave.async_save` has the same default.
     when_full : {"wait", "drop", "raise"}
-        For entries that find no room: wait for others to be written, leave them out, or raise.
+        If an entry finds no room: wait until others are written, leave the entry out, or raise.
 
     Raises
     ------
     SaveError
-        If nothing can be written there: its directory does not exist, no permission, ...
+        If the file cannot be created: its directory does not exist, no permission, ...
     UnsupportedUrlError
         If `path` is a URL.
     ValueError
@@ -88,18 +88,18 @@ class ArchiveWriter:
 
     Notes
     -----
-    A storage that several entries share, also in different calls, is written once.  That holds as
-    long as the storage is alive and torch's count of changes (`Tensor._version`) stays the same.
-    Changes that torch does not count, through ``tensor.data`` or a NumPy array, are not seen:
-    call :meth:`forget_storages` to write everything anew.
+    A storage that several entries share, also in different calls, is written once, as long as the
+    storage is alive and torch counts no change of it (`Tensor._version`).  torch does not count
+    changes through ``tensor.data`` or a NumPy array: after such a change, call
+    :meth:`forget_storages` to write all storages anew.
 
     A killed process leaves ``.<name>.<16 hex digits>.ptsave`` in the directory.
     ``ptsave.open(leftover, recover=True)`` reads the entries that were written.  Entries that were
-    still in memory, at least those of the last 50 ms, are lost.  The next writer of the same path,
-    or a save to it, removes the leftover when its own file is complete.
+    still in memory, at least the entries of the last 50 ms, are lost.  The next writer of the same
+    path, or the next save to it, removes the leftover when its own file is complete.
 
-    A writer that is still open when the interpreter exits is closed then.  After a fork the parent
-    process goes on; in the child each method raises RuntimeError.
+    When the interpreter exits, it closes open writers.  After a fork, only the parent process can
+    use the writer; in the child each method raises RuntimeError.
 
     Examples
     --------
@@ -136,7 +136,7 @@ class ArchiveWriter:
         self._failure: BaseException | None = None
         self._names: set[str] = set()
         self._storages = _C.NumberedStorages()
-        self._journals: list[tuple[int, int]] = []  # where the pickles are in the file
+        self._journals: list[tuple[int, int]] = []  # where each journal's pickles are in the file
         target = replaceable_file(self._path)
         try:
             self._archive = _C.AppendedArchive(
@@ -161,14 +161,14 @@ class ArchiveWriter:
         Parameters
         ----------
         name : str
-            Its key in the dict.
+            The entry's key in the dict.
         value : object
             A tensor, or any object that :func:`torch.save` takes.
         copy : bool, default True
-            Whether the entry gets the values at the time of the call.  False promises that the
-            values do not change until they are written: tensors are kept instead of copied.
+            Whether to copy the values.  With False, the writer only keeps the tensors, and the
+            caller must not change their values until they are written.
         when_full : {"wait", "drop", "raise"} or None
-            As for the writer, but for this entry; None is the writer's choice.
+            Replaces the writer's `when_full` for this entry; None keeps it.
 
         Returns
         -------
@@ -178,13 +178,13 @@ class ArchiveWriter:
         Raises
         ------
         ValueError
-            If there is an entry of that name, or the writer is closed.
+            If there is already an entry with that name, or the writer is closed.
         StagingFullError
-            If there is no room with ``when_full="raise"``, or never will be any with "wait".
+            If there is no room with ``when_full="raise"``, or if there can never be with "wait".
         SaveError
-            If the file could not be written: the thread's error, in this and each later call.
+            If the thread could not write the file.  Each later call raises the same error.
         Exception
-            If pickling the value failed: the error of pickling.  Nothing was added.
+            Any error of pickling the value.  Nothing was added.
         """
         return self._add({name: value}, copy, when_full)
 
@@ -196,9 +196,9 @@ class ArchiveWriter:
         Parameters
         ----------
         entries : mapping of str to object
-            Values by name.  Objects that they share stay shared.
+            Values by name.  Objects that several values share stay shared.
         copy, when_full
-            As for :meth:`add`, and so are the result and the errors.
+            As for :meth:`add`.  The result and the errors are also the same.
         """
         if not isinstance(entries, Mapping):
             raise TypeError(
@@ -259,7 +259,7 @@ class ArchiveWriter:
                 raise ValueError(f"{self._path}: there is an entry {name!r} already")
 
     def _batch_for(self, nbytes: int, when_full: WhenFull) -> Batch | None:
-        """Return a batch with room for `nbytes`; None if the entries are to be dropped."""
+        """Return a batch with room for `nbytes`; None if the caller should drop the entries."""
         batch = self._queue.begin(nbytes)
         if batch is not None:
             return batch
@@ -267,7 +267,7 @@ class ArchiveWriter:
         if self._max_nbytes is not None:
             room_nbytes = min(room_nbytes, self._max_nbytes // 4)
         wanted = max(nbytes, room_nbytes)
-        for each in {wanted: None, nbytes: None}:  # only once if they are the same
+        for each in {wanted: None, nbytes: None}:  # one try if both are the same
             with suppress(StagingFullError):
                 reservation = saves.reserve(each, self._max_nbytes, wait=False)
                 return self._queue.begin_with(reservation, each)
@@ -279,7 +279,7 @@ class ArchiveWriter:
             nbytes, self._max_nbytes, wait=when_full == "wait", option="max_memory_bytes"
         )
         try:
-            self._check_usable()  # the room may come from entries that could not be written
+            self._check_usable()  # a failed write releases room, too
         except BaseException:
             reservation.release()
             raise
@@ -296,7 +296,7 @@ class ArchiveWriter:
             raise
 
     def _write_beginning(self, batch: Batch) -> None:
-        """Write as many of the first entries as a full disk has room for."""
+        """Write the first entries, as many as still fit on a full disk."""
         n_groups = batch.engine.n_groups // 2
         with suppress(OSError):
             disk = os.statvfs(os.path.dirname(self._target))
@@ -305,7 +305,7 @@ class ArchiveWriter:
             with suppress(OSError):
                 self._write_groups(batch, n_groups)
                 return
-            n_groups //= 2  # the room of a quota or a file's size limit is unknown
+            n_groups //= 2  # statvfs knows no quota and no limit of a file's size
 
     def _write_groups(self, batch: Batch, n_groups: int) -> None:
         if not n_groups:  # the batch's only entry could not be copied
@@ -318,7 +318,7 @@ class ArchiveWriter:
         )
         slack = _SLACK_NBYTES if batch.engine.is_staged else 0
         n_threads = self._limits.n_direct_writers if direct else self._limits.n_threads
-        chunk_nbytes = self._limits.write_chunk_nbytes  # all buffers are a part of the budget
+        chunk_nbytes = self._limits.write_chunk_nbytes  # the budget bounds all buffers together
         if self._max_nbytes is not None:
             part = self._max_nbytes // (_BUFFERS_PART * max(n_threads, 1))
             chunk_nbytes = min(chunk_nbytes, part)
@@ -342,7 +342,7 @@ class ArchiveWriter:
         Raises
         ------
         SaveError
-            If that failed.
+            If writing or syncing failed.
         """
         self._refuse_forked()
         with self._adding:
@@ -361,9 +361,8 @@ class ArchiveWriter:
         Raises
         ------
         SaveError
-            If anything could not be written.  The temporary file stays if it has entries, and the
-            message names it or says that it has none.  If the disk was full, it has as many of the
-            first entries as there was room for.
+            If any entry could not be written.  If the temporary file has entries, it stays, and
+            the message names it.  After a full disk, it has the first entries, as many as fit.
         """
         self._refuse_forked()
         with self._adding:
@@ -394,7 +393,7 @@ class ArchiveWriter:
                 self._end()
 
     def _keep(self) -> None:
-        """Give up, but keep entries that are in the temporary file."""
+        """End the writer after a failure; the temporary file stays if it has entries."""
         if self._journals:
             self._archive.keep()
         else:
@@ -421,7 +420,7 @@ class ArchiveWriter:
 
     @property
     def temporary_path(self) -> str:
-        """The file that has the entries until :meth:`close`; "" if there is none."""
+        """Path of the temporary file that has the entries; "" if there is none."""
         name = os.fsdecode(self._archive.temporary_name)
         return os.path.join(os.path.dirname(self._target), name) if name else ""
 
@@ -486,7 +485,7 @@ class ArchiveWriter:
 
 
 class MeasuringWriter(ArchiveWriter):
-    """The writer of a capture, with methods that a public class should not promise."""
+    """The `ArchiveWriter` of a capture, with methods that are not public."""
 
     def add_of_any_size(self, name: str, value: object, *, when_full: WhenFull) -> bool:
         """Add an entry as :meth:`add` does, even one that is larger than `max_memory_bytes`.
@@ -496,10 +495,10 @@ class MeasuringWriter(ArchiveWriter):
         return self._add({name: value}, False, when_full, max_room_nbytes=self._max_nbytes)
 
     def add_measured(self, name: str, tensor: Tensor) -> tuple[bool, tuple[Any, ...] | None]:
-        """Add a tensor as it is now, and take its statistics while it is copied.
+        """Add a copy of a tensor, and compute its statistics while copying.
 
-        The statistics are the fields of `ptsave.capturing.schema.Statistics`, or None if the
-        tensor is not all of its storage or the file has the storage already.
+        The statistics are the fields of `ptsave.capturing.schema.Statistics`.  They are None if
+        the tensor is only a part of its storage, or if the file has the storage already.
         """
         found: list[tuple[Any, ...] | None] = []
         added = self._add({name: tensor}, True, None, measured=tensor, found=found)

@@ -1,8 +1,8 @@
-"""Pickles of entries, batches of them on their way to the file, and the thread that writes.
+"""Pickles entries, collects them in batches, and writes the batches on a thread.
 
 A batch collects entries while the batch before it is written, so that many small entries become one
-large write.  It is written when it is large, or after a moment.  The thread exists while there is
-work, and a moment longer.
+large write.  The thread writes a batch when it is large, or a moment after it began.  After a
+moment without work, the thread ends.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ptsave.support.threads import PAUSE, Thread
 from ptsave.support.torch_names import storage_id
 from ptsave.writing.planning import StorageTable, dump
 
-# A batch of this size, or of half the budget, is written at once, and another batch begins.  A
-# smaller burst of entries, such as a training step's, is only copied: a write at the same time
-# would take cores from it.  Between two batches the disk has nothing to do, so batches are large.
+# A batch of this size, or of half the budget, is written at once, and another batch begins.  While
+# fewer entries arrive, as in one training step, they are only copied: a write at the same time
+# would take cores from the copying.  Batches are large because the disk idles between two of them.
 _MAX_NBYTES = 256 << 20
 _MAX_AGE = 0.05  # seconds that a small batch waits for more entries
 _LINGER = 0.2  # seconds without work after which the thread ends
@@ -43,7 +43,7 @@ class Batch:
         self.nbytes = 0
         self.n_entries = 0
         self.due = time.monotonic() + _MAX_AGE
-        self.room_nbytes = 0  # reserved, and not used yet
+        self.room_nbytes = 0  # reserved but not used yet
         self._reservations: list[Reservation] = []
 
     def hold(self, reservation: Reservation, nbytes: int) -> None:
@@ -52,7 +52,7 @@ class Batch:
         self.room_nbytes += nbytes
 
     def use(self, nbytes: int, reserved_nbytes: int, n_entries: int) -> None:
-        """Count entries that were added to the records, and the room that they take."""
+        """Count added entries and their bytes, and the reserved room that they use."""
         self.nbytes += nbytes
         self.room_nbytes -= reserved_nbytes
         self.n_entries += n_entries
@@ -65,11 +65,11 @@ class Batch:
 
 
 class BatchQueue:
-    """Batches in the order in which they are written.
+    """A queue of batches, in the order in which they are written.
 
-    `write` writes a batch, on the thread of the queue.  After its first error, `failure`, nothing
-    more is written.  `max_nbytes` bounds all batches together; a batch takes memory in small parts
-    of it.
+    `write` writes one batch, on the queue's thread.  `failure` is the first error of `write`; after
+    it, no batch is written.  `max_nbytes` is the budget of all batches together; a batch allocates
+    memory in small parts of the budget.
     """
 
     def __init__(self, write: Callable[[Batch], None], max_nbytes: int | None) -> None:
@@ -90,7 +90,7 @@ class BatchQueue:
     # --------------------------------------------------------- for adding: one thread at a time
 
     def begin(self, nbytes: int) -> Batch | None:
-        """Return the batch to add to, if it has room for `nbytes`; `end` must follow."""
+        """Return the last batch if it has room for `nbytes`; after adding, call `end`."""
         with self._changed:
             if not self._batches:
                 return None
@@ -101,7 +101,7 @@ class BatchQueue:
             return batch
 
     def begin_with(self, reservation: Reservation, nbytes: int) -> Batch:
-        """Return a batch to add to, which holds the reservation; `end` must follow."""
+        """Return a batch that holds the reservation; after adding, call `end`."""
         with self._changed:
             if not self._batches or self._batches[-1].nbytes > self._full_nbytes:
                 self._batches.append(Batch(self._slab_nbytes))
@@ -112,7 +112,7 @@ class BatchQueue:
             return batch
 
     def end(self) -> None:
-        """Let the batch be written."""
+        """Let the thread write the batch, and start the thread if there is none."""
         with self._changed:
             self._is_filling = False
             batch = self._batches[-1]
@@ -124,7 +124,7 @@ class BatchQueue:
         try:
             thread.start()
         except (RuntimeError, MemoryError):
-            self._thread = None  # no thread can be started: `hurry` writes
+            self._thread = None  # no thread can be started: `hurry` writes the batches
         except BaseException:
             if thread.ident is None:
                 self._thread = None  # interrupted before it has begun
@@ -136,7 +136,7 @@ class BatchQueue:
             self._is_urgent = True
             self._changed.notify_all()
             has_thread = self._thread is not None
-        while not has_thread:  # none could be started: this one writes everything
+        while not has_thread:  # no thread could be started: the caller's writes
             with self._changed:
                 if not self._batches or self._is_filling:
                     return
@@ -161,7 +161,7 @@ class BatchQueue:
         self.drain()
 
     def abandon(self) -> None:
-        """Leave everything to the parent process."""
+        """Forget all batches in a forked child; the parent process writes them."""
         for batch in self._batches:
             batch.engine.abandon()
         self._batches.clear()
@@ -250,13 +250,13 @@ class _SharedStorages(StorageTable):
 
 
 def pickle_group(entries: dict[str, object], numbers: _C.NumberedStorages) -> bytes:
-    """Return the pickle of entries, without head and full stop: it adds them to a dict.
+    """Return the part of a dict's pickle that adds these entries.
 
-    Each group numbers its memo from 1 again.  The caller commits `numbers`, or rolls them back.
+    The memo of each group starts at 1 again.  The caller commits `numbers`, or rolls them back.
     """
     data = numbers.pickle(entries)
     if data is None:
-        numbers.rollback()  # forgets storages that the engine met before it gave up
+        numbers.rollback()  # forgets storages that the engine numbered before it gave up
         data = dump(entries, _SharedStorages(numbers), pickle, _PROTOCOL)
     part = part_of_dict(data)
     assert part is not None

@@ -31,7 +31,7 @@ _DEFLATED = 8
 _MAX_INFLATION = 1032
 _PIECE_NBYTES = 1 << 20
 # A map_location that keeps the storages of `_PlainView`; before torch 2.11, "meta" would make new
-# ones.
+# storages.
 _NOWHERE: Any = "meta" if META_LOADS_KEEP_OFFSETS else lambda storage, location: storage
 
 
@@ -55,7 +55,7 @@ class Damage(NamedTuple):
 
 
 class FindDamage(Protocol):
-    """`ArchiveSpans.find_damage`."""
+    """The signature of `ArchiveSpans.find_damage`."""
 
     def __call__(self, records: Sequence[int], *, verify: bool) -> list[Damage]: ...
 
@@ -85,7 +85,7 @@ def damage_of(
 def entries_using(
     reader: RecordReader, records: set[str], pickle_module: Any = restricted_unpickler
 ) -> list[str]:
-    """Return the dotted paths of the tensors in `records`; none if they cannot be told."""
+    """Return the dotted paths of the tensors in `records`; empty if the pickle cannot be read."""
     return [
         *dict.fromkeys(name for name, _ in entries_with_records(reader, records, pickle_module))
     ]
@@ -103,7 +103,7 @@ def entries_with_records(
         plain = _PlainView(reader, [*filter(".format_version".__ne__, LOADERS_RECORDS)])
         obj = load_archive(plain, _NOWHERE, pickle_module)
         found = _collect(obj, names.keys(), _offset)
-    except Exception:  # the message is better without entries than not raised
+    except Exception:  # an error without entries is better than none
         return []
     finally:
         options.map_location = location  # torch does not reset it if unpickling fails
@@ -116,7 +116,7 @@ def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
 
 
 class _PlainView(UnfilledView):
-    """The archive without the record that makes torch compute offsets and not ask for them."""
+    """Hides the format version, with which torch computes offsets instead of asking for them."""
 
     def get_record_offset(self, name: str) -> int:
         return int(self._reader.get_record_header_offset(name))

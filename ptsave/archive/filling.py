@@ -39,8 +39,8 @@ def verifies_storages(reader: RecordReader) -> bool:
 
 def storages_were_left_out(reader: RecordReader) -> bool:
     """Whether the file was written under ``skip_data``, so that its storages are not filled yet."""
-    # Then only storages lack checksums, and the serialization id is the hash of such checksums.  An
-    # ordinary file that has lost its checksums has another id.
+    # In such a file only storages lack checksums, and the serialization id is the hash of the
+    # checksums in the file.  An ordinary file that has lost its checksums has another id.
     if reader.engine.storages_have_crcs or not reader.engine.has_crcs:
         return False
     records = [record for record in reader.engine.records() if record.name != ID_RECORD]
@@ -174,7 +174,7 @@ class _Placement:
 
 
 class Placement(_Placement):
-    """Makes storages for accelerators there at once; the next ``engine.fill()`` fills them."""
+    """Makes accelerators' storages on their device at once; ``engine.fill()`` fills them later."""
 
     def __init__(self, reader: RecordReader, map_location: Any, *, verify: bool) -> None:
         super().__init__(reader, map_location)
@@ -206,7 +206,7 @@ class Placement(_Placement):
 
 
 class ReceivedPlacement(_Placement):
-    """For storages whose bytes another rank sends: `placed` has those outside CPU memory."""
+    """Places storages whose bytes another rank sends; `placed` has storages on other devices."""
 
     def __init__(self, reader: RecordReader, map_location: Any) -> None:
         super().__init__(reader, map_location)

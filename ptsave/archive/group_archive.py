@@ -3,8 +3,7 @@
 The reading rank sends the directory and all records except storages.  Each rank opens them with the
 engine as a sparse file in memory, and unpickles without the storages' bytes.  Then the ranks ask
 for the storages that they want: see `GroupRecords`.  The records that any rank wants are sent in
-file order, in chunks: one chunk is read while the chunk before is sent and the one before that is
-used.
+file order, in chunks.  While chunk 3 is read, chunk 2 is sent and the ranks use chunk 1.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class StorageView:
     def _copy(
         self, target: Tensor, elements: Tensor, at: int, shape: Sequence[int], stride: Sequence[int]
     ) -> None:
-        """Copy a box of the tensor whose first element has index `at` in the part, or before it."""
+        """Copy a box of the tensor, whose first element is at index `at` of the part, or before."""
         ends = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
         last = at + sum(ends)
         if last < 0 or at >= len(elements):
@@ -127,12 +126,12 @@ class StorageView:
 CHUNK_NBYTES = 8 << 20
 # One buffer is filled, one is sent, and one is used: 24 MiB.
 _N_BUFFERS = 3
-# In front of each chunk: whether reading it failed.  A cache line keeps the bytes aligned.
+# The head of a chunk says whether reading the chunk failed.  A cache line keeps bytes aligned.
 _HEAD_NBYTES = 64
 _FAILED = 1
 
-# Barriers, in this order.  All ranks have checked their targets, know where the bytes belong, and
-# have the bytes, before any rank goes on.
+# Barriers, in this order.  No rank goes on before all ranks have checked their targets, planned
+# where the bytes belong, or received the bytes.
 CHECKED, PLANNED, ENDED = range(3)
 
 # Takes bytes that this rank wants: the record's number, their offset in it, and the bytes.
@@ -195,7 +194,7 @@ class GroupRecords:
             self._transfer(wanted, (), lambda *_: None, verify=False)
 
     def _rounds(self, barrier: int | None, records: Collection[int]) -> Iterator[set[int]]:
-        """Yield the records to transfer, until this rank may go on; without a barrier, at once."""
+        """Yield the records of each transfer until this rank may go on: without a barrier, once."""
         while True:
             states = self._call.agree((barrier, _bits(records, self._n_records)))
             urgent = [bits for at, bits in states if at is None]
@@ -216,7 +215,7 @@ class GroupRecords:
             self._read([Span(p.record, p.begin, memory[p.at : p.at + p.nbytes]) for p in chunks[k]])
 
         error: Exception | None = None
-        crc = 0  # of the bytes so far of a record that several chunks have
+        crc = 0  # so far, of a record in several chunks
         for parts, chunk in zip(chunks, _received_chunks(self._call, sizes, read), strict=True):
             try:
                 mine = [] if error is not None else [part for part in parts if part.record in own]
@@ -248,7 +247,7 @@ def _bits(records: Collection[int], n_records: int) -> bytes:
 def _chunks(
     record_of: Callable[[int], GroupRecord], records: Collection[int]
 ) -> Iterator[list[_Part]]:
-    """Yield the contents of each chunk; a record that fits into one is not divided."""
+    """Yield the contents of each chunk; a record that fits into one chunk is not divided."""
     parts: list[_Part] = []
     at = 0
     wanted = sorted((record_of(i).place, i) for i in records)
@@ -274,8 +273,9 @@ def _received_chunks(
 ) -> Iterator[Tensor]:
     """Yield the bytes of each chunk, as uint8 on the group's device, the same on every rank.
 
-    Collective: each rank takes all chunks.  A chunk is valid until the next one is asked for.  The
-    reader calls `read` in a thread, with a chunk's number and memory; if that fails, all raise.
+    Collective: each rank takes all chunks.  A chunk is valid until the caller takes the next one.
+    The reader calls `read` in a thread, with a chunk's number and memory; if `read` fails, all
+    ranks raise.
     """
     if not sizes:
         return
@@ -419,7 +419,7 @@ def group_archive(
 ) -> Iterator[GroupArchive]:
     """Open an archive that one rank of a group, or one rank of each host, reads.
 
-    Collective: an exception in the block is raised on all ranks, which leave it together.  `f` is
+    Collective: if the block raises on one rank, all ranks raise and leave it together.  `f` is
     the path or URL of the file, the same on all ranks.  Raises UnsupportedSourceError for a file
     that is no archive, or that only torch's loader reads.
     """
@@ -490,8 +490,8 @@ def load_by_group(
 def load_received(archive: GroupArchive, options: LoadOptions, *, waits: bool = True) -> Any:
     """Load an archive that the ranks of a group receive.
 
-    With `waits` the bytes are sent when all ranks have made their plans, and the file is read once.
-    A rank that has to check its bytes first does not wait.
+    With `waits` the bytes are sent when all ranks have made their plans, so the file is read once.
+    A rank that has to check its bytes first does not wait for the other ranks.
     """
     reader = archive.reader
     if options.maps:
@@ -514,7 +514,7 @@ def _receive(
     own: set[int],
     placed: Mapping[int, torch.UntypedStorage],
 ) -> None:
-    """Receive and verify all storages, and keep the storages that the object has."""
+    """Receive and verify all storages, and keep the bytes of the object's storages."""
     engine = archive.reader.engine
 
     def take(record: int, begin: int, part: Tensor) -> None:

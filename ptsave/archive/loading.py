@@ -51,8 +51,8 @@ class LoadOptions(NamedTuple):
     """The arguments of :func:`ptsave.load` beside the file and its storage.
 
     `wants_state` is for restores: it refuses TorchScript archives, which are programs, and makes
-    harmless values that torch's restricted machine refuses, such as NumPy's scalars.
-    `leaves_opaque` is for looking into a file, as in `RecordReader`.
+    harmless values that torch's restricted unpickler refuses, such as NumPy's scalars.
+    `leaves_opaque` is for inspecting a file: see `RecordReader`.
     """
 
     map_location: Any = None
@@ -67,12 +67,12 @@ class LoadOptions(NamedTuple):
 
     @property
     def maps(self) -> bool:
-        """Whether to map the file: `mmap`, or torch's default for it."""
+        """Whether to map the file: `mmap`, or torch's default if that is None."""
         return torch_config.load.mmap if self.mmap is None else self.mmap
 
 
 def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
-    """Load a file as :func:`torch.load` does, and close its `reader` (of `reader_for`)."""
+    """Load a file as :func:`torch.load` does, and close `reader`, which `reader_for` has opened."""
     begin = None if _is_path(f) else _position(f)
     restricted = resolve_weights_only(options.weights_only, options.pickle_module)
     if reader is not None and reader.engine.find("constants.pkl") is not None:
@@ -142,7 +142,7 @@ def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
 
 @contextmanager
 def _under_another_name(f: Any) -> Iterator[Any]:
-    """Hide the suffix ``.safetensors`` of a torch file, because torch goes by the suffix."""
+    """Hide the suffix ``.safetensors`` of a torch file, because torch trusts the suffix."""
     if _is_path(f) and str(f).endswith(".safetensors"):
         head, _ = _head_of(f, None)
         if is_zip(head) or is_legacy(head):
@@ -224,7 +224,7 @@ def _position(f: Any) -> Any:
 
 
 def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
-    """Return a file's first bytes and size after a failed load; a pickle's if they are unknown."""
+    """Return a file's first bytes and size after a failed load; if unknown, those of a pickle."""
     try:
         if _is_path(f):
             with open(f, "rb") as stream:
@@ -271,7 +271,7 @@ def raise_with_advice(error: pickle.UnpicklingError, pickle_module: Any) -> NoRe
 
 
 def resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:
-    """Return the option's value by torch's default and its environment variables."""
+    """Return `weights_only` as torch resolves it, from its default and environment variables."""
     force = _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     force_not = _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     if force and force_not:

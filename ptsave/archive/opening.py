@@ -1,9 +1,9 @@
 """Opens an archive, and decides which reader serves it.
 
 A `RecordReader` serves a path, a real file and an `io.BytesIO`, which the engine reads itself.  A
-`RemoteReader` serves a URL and every other file object, by ranges.  Loads open paths and file
-objects by `reader_for`, and everything else by a `StreamReader`.  Other callers, and the rank that
-reads for a group, open by `open_source_archive`.
+`RemoteReader` fetches ranges from a URL or any other file object.  Loads call `reader_for` to open
+paths and file objects, and a `StreamReader` to open everything else.  Other callers, and the rank
+that reads for a group, call `open_source_archive`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _open_path(path: str | bytes, verify: bool) -> RecordReader | None:
             refuse_special_file(path)  # torch's loader would wait for a pipe's writer
         return None
     if path.endswith(".safetensors") and not os.path.exists(path):
-        return None  # the safetensors library's error, as from torch.load
+        return None  # torch.load raises the safetensors library's error
     if "\0" in path or stat.S_ISCHR(os.stat(path).st_mode):  # /dev/null: torch decides
         return None
     with open(path, "rb", buffering=0, opener=regular_only) as stream:
@@ -92,7 +92,7 @@ def reader_for(f: Any, mmap: bool, verify: bool) -> RecordReader | None:
 
     torch's loader gets files that are no zip archive (formats before torch 1.6, or no checkpoint),
     missing ``.safetensors`` paths, and file objects that cannot be read at any position.  It also
-    raises the error for arguments that do not go together.
+    raises the error for contradictory arguments.
     """
     if mmap and not isinstance(f, (str, os.PathLike)):
         return None
@@ -139,7 +139,7 @@ def open_source_archive(
 
 
 def spans_of(reader: RecordReader) -> ArchiveSpans:
-    """Return the reader of parts of an archive's records, for fetched or local bytes."""
+    """Return the reader for parts of an archive's records, whose bytes are local or fetched."""
     if not reader.is_fetched:
         from ptsave.archive.spans import EngineSpans
 

@@ -1,12 +1,12 @@
 """Rebuilds harmless values that torch's restricted unpickler does not know: NumPy's, paths, dates.
 
 A training checkpoint has such values beside its tensors, so a restore accepts them with
-``weights_only=True``. torch's own machine decides first; this module handles what it refuses.
+``weights_only=True``. torch's own unpickler tries first; this module handles values it refuses.
 
 A pickle never gets the function that it names, but a stand-in from this module.  Any pickle may
 call a stand-in with any arguments.  So a stand-in checks the type and size of each argument, runs
 no code of other classes, and makes only the value.  An array has exactly the bytes in the pickle.
-A dtype is one of numbers, text or dates.  No object in use can be changed.
+Elements of arrays are numbers, text or dates.  No stand-in changes an object that is in use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ptsave.support.torch_names import restricted_unpickler, user_allowed_global
 from ptsave.tree.containers import walk
 from ptsave.tree.tree import Opaque
 
-# One-step programs that the engine's machine leaves to Python; the memo holds their operands.
+# One-step pickles that the engine's unpickler leaves to Python; the memo holds their operands.
 _REDUCE = b"h\0h\1R."
 _NEW = b"h\0h\1\x81."
 _BUILD = b"h\0h\1b."
@@ -68,7 +68,7 @@ def _numpy() -> Any:
 
 
 def _is_plain_dtype(dtype: Any) -> bool:
-    """Whether a dtype is one of numbers, text or dates, whose elements are only bytes."""
+    """Whether a dtype's elements are numbers, text or dates, which are only bytes."""
     return isinstance(dtype, _numpy().dtype) and dtype.kind in "biufcSUmM"
 
 
@@ -123,7 +123,7 @@ def _reconstruct(subtype: Any, shape: Any, code: Any) -> Any:
 
 
 def _set_array_state(array: Any, state: Any) -> None:
-    """Give a new array its values; any other array may share its memory with a tensor."""
+    """Give a new array its values; refuse others, which may share their memory with a tensor."""
     _require(array.shape == (0,) and array.dtype == "b", "numpy.ndarray")
     _require(type(state) is tuple and len(state) == 5, "numpy.ndarray")
     version, shape, dtype, is_fortran, data = state
@@ -177,7 +177,7 @@ _TIME = (int, bytes, str, type(None), datetime.timezone)
 
 @functools.cache
 def _by_name() -> dict[str, Callable[..., Any]]:
-    """Return the stand-ins for globals in pickles, by the names that torch gives to these."""
+    """Return the stand-ins for globals in pickles, by torch's names of the globals."""
     import decimal  # its import takes as long as this module's
 
     found: dict[str, Callable[..., Any]] = {
@@ -210,7 +210,7 @@ _TYPES = {f"builtins.{kind.__name__}": kind for kind in _FACTORIES[:-1]}
 
 
 class ValueUnpickler(restricted_unpickler.Unpickler):  # type: ignore[misc]
-    """torch's restricted machine, for one step, which also makes these values."""
+    """Runs one step of a pickle as torch's restricted unpickler, and also makes these values."""
 
     given: set[Callable[..., Any]]
     memo: dict[int, Any]
@@ -285,10 +285,10 @@ def _full_name(module: str, name: str) -> str:
 
 
 class OpaqueUnpickler(ValueUnpickler):
-    """The same machine, which makes an `Opaque` for every other object.
+    """A `ValueUnpickler` that makes an `Opaque` for every object that it does not build.
 
-    `refused` collects the stand-ins that have refused arguments, and are opaque from then on.  All
-    loads of a pickle share it: the pickle is loaded again when the set has grown.
+    `refused` collects stand-ins that have refused their arguments; from then on they are opaque.
+    When the set has grown, the pickle is loaded again with the same set.
     """
 
     refused: set[Callable[..., Any]]
@@ -329,7 +329,7 @@ class OpaqueUnpickler(ValueUnpickler):
 
 
 def _opaque_argument(arguments: Any) -> Opaque | None:
-    """Return the first argument that is not built; containers are not searched."""
+    """Return the first argument that is an `Opaque`; containers are not searched."""
     found = arguments if isinstance(arguments, tuple) else ()
     return next((each for each in found if isinstance(each, Opaque)), None)
 

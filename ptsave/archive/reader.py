@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _BYTE_ORDER = "byteorder"
 ID_RECORD = ".data/serialization_id"
-# The small records that torch's loader asks for, and all; torch writes at most 40 bytes in each.
+# The small records that torch's loader asks for, and all small records.  torch writes at most 40
+# bytes in each.
 LOADERS_RECORDS = (".format_version", _BYTE_ORDER, ".storage_alignment", ID_RECORD)
 SMALL_RECORDS = (*LOADERS_RECORDS, "version", ".data/version")
 _MAX_SMALL_NBYTES = 64 << 10
@@ -48,13 +49,13 @@ class RecordReader:
         self.path = path
         self.limits = limits
         self.wait_for_bytes = True  # hand out a storage only when it is filled
-        self.allows_values = False  # make harmless values that torch's restricted machine refuses
-        self.is_blind = False  # known to rebuild plain tensors only, by no code but torch's
-        self.leaves_opaque = False  # make these, and an `Opaque` for other refused objects
+        self.allows_values = False  # make harmless values that torch's unpickler refuses
+        self.is_blind = False  # whether the pickle only rebuilds plain tensors, by torch's code
+        self.leaves_opaque = False  # make these values, and an `Opaque` for other refused objects
         self.verify = verify and limits.verify
         self.progress: ProgressCallback | None = None  # called with the bytes read so far
         self.small: dict[str, bytes] = {}  # records read so far that are no storages
-        self._parked: LocalFile | None = None  # opens the file while it is read
+        self._parked: LocalFile | None = None  # opens a parked file for each read
         self._n_users = 0
         self._lock = Lock()
 
@@ -65,7 +66,7 @@ class RecordReader:
         self.small.clear()
 
     def park(self, file: LocalFile) -> None:
-        """Close the archive's file until it is read, when `file` opens it again.
+        """Close the archive's file; `file` opens it again for each read.
 
         A checkpoint may have more files than a process may have open.
         """
@@ -188,7 +189,7 @@ class RecordReader:
         return order == sys.byteorder
 
     def check_version(self) -> None:
-        """Refuse a version, a byte order or an alignment that torch refuses, in its words."""
+        """Refuse a version, a byte order or an alignment that torch refuses, in torch's words."""
         for name, pattern, what in (
             (_BYTE_ORDER, rb"little|big", "Unknown endianness type"),
             (".storage_alignment", rb"\s*[+-]?\d{1,18}\s*", "not an alignment"),
@@ -290,7 +291,7 @@ class RecordReader:
 
 
 class LoadersView:
-    """An archive as ``torch.serialization._load`` asks for it.
+    """An archive with the methods that ``torch.serialization._load`` calls.
 
     `small` has data.pkl and the `LOADERS_RECORDS` that exist; `reader` has storages and offsets.
     """
@@ -306,11 +307,11 @@ class LoadersView:
 
 
 class UnfilledView(LoadersView):
-    """An archive whose storages are made without bytes, so that none can be swapped.
+    """An archive whose storages have no bytes; it shows this machine's byte order.
 
-    :func:`torch.load` swaps the bytes of storages on the meta device, too, and ends in a
-    segmentation fault.  A byte order record with another value is shown as it is, because torch
-    refuses it.  `names` are the `LOADERS_RECORDS` to show.
+    In another byte order, :func:`torch.load` would swap the bytes of storages on the meta device,
+    too: a segmentation fault.  An invalid byte order is shown as it is, because torch refuses it.
+    `names` are the `LOADERS_RECORDS` to show.
     """
 
     def __init__(self, reader: Any, names: Iterable[str] = LOADERS_RECORDS) -> None:
@@ -321,7 +322,7 @@ class UnfilledView(LoadersView):
         super().__init__(reader, small)
 
     def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> torch.Tensor:
-        """Make a storage as torch does for the meta device, where an older torch would read it."""
+        """Make a storage as torch does for the meta device; an older torch reads its bytes."""
         tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         setattr(tensor.untyped_storage(), CHECKPOINT_OFFSET, self.get_record_offset(name))
         return tensor

@@ -1,13 +1,13 @@
 """Completes an archive that has lost its end, or that an `ArchiveWriter` has left unfinished.
 
-`CutArchive` finds the records without a directory: it is cut off, damaged or was never written.
+`CutArchive` finds the records without the directory, which is cut off, damaged or never written.
 
-Files of torch begin with `data.pkl`.  In files that grow, records count up to the last whole
-journal.  A journal is the pickle of a dict; the entries of all journals, in order, are `data.pkl`.
-Entries that need a damaged or missing record are left out.  The file is not written: its missing
-end is made in memory.
+A file of torch begins with `data.pkl`.  In a file of an `ArchiveWriter`, the records up to the last
+whole journal are used.  A journal is the pickle of a dict; the entries of all journals, in order,
+are `data.pkl`.  Entries that need a damaged or missing record are left out.  The file itself is not
+changed: its missing end is made in memory.
 
-Hostile journals can do no more than a hostile `data.pkl`, which the restricted unpickler reads.
+Hostile journals can do no more than a hostile `data.pkl`: the restricted unpickler reads both.
 The new directory is parsed like any other.
 """
 
@@ -57,7 +57,7 @@ _PIECE_NBYTES = 4 << 20
 
 
 class CompletedFile(RangeSource):
-    """The beginning of a file with headers patched in, and another end, in memory."""
+    """The beginning of a file, with some headers replaced, and a new end, which is in memory."""
 
     def __init__(
         self, source: RangeSource, nbytes: int, end: bytes, patches: Mapping[int, bytes]
@@ -100,7 +100,7 @@ def dict_of_parts(parts: list[bytes]) -> bytes:
 
 @dataclass(frozen=True)
 class Recovery:
-    """The rest of a file without its end: `source` is a whole file with the readable entries.
+    """The readable rest of a file that lost its end: `source` is a whole file with its entries.
 
     `storages` and `journals` are the names of damaged or missing records: storages that entries
     need, and journals, whose entries are unknown.  `entries` are the names left out.  `n_records`
@@ -127,10 +127,10 @@ class Recovery:
 
 
 def recover_archive(source: RangeSource) -> Recovery | None:
-    """Return the rest of an archive without its end; None if it is whole, or is no archive.
+    """Return the rest of an archive that lost its end; None if it is whole, or is no archive.
 
-    `source` is not empty.  Its kind is an archive's, or None because its first bytes may be
-    damaged.  Raises CorruptCheckpointError if nothing can be recovered.
+    `source` is not empty.  It is of an archive's kind, or its kind is None because its first bytes
+    may be damaged.  Raises CorruptCheckpointError if nothing can be recovered.
     """
     if source.kind is None:
         return _recovery(source)
@@ -186,7 +186,7 @@ def _of_pickle(source: RangeSource, cut: CutArchive, data: bytes) -> Recovery:
 def _storages_in(
     cut: CutArchive, order: list[str], sizes: Mapping[str, int], at: int, alignment: int
 ) -> list[CutRecord]:
-    """Return the whole storages of an archive that has them in an order, from an offset on."""
+    """Return the whole storages of an archive, which has them in `order` from offset `at` on."""
     records = []
     by_headers = False
     for i, number in enumerate(order):
@@ -205,7 +205,7 @@ def _storages_in(
 
 
 def _of_journals(source: RangeSource, cut: CutArchive) -> Recovery | None:
-    """Return the rest of an archive that grew; None if no journal is whole."""
+    """Return the rest of an `ArchiveWriter`'s file; None if it has no whole journal."""
     records = _rightly_named(cut.records)
     journals = [record for record in records if record.name.startswith(JOURNAL_PREFIX)]
     pickles = [record for record in records if record.name == "data.pkl"]  # of a finished file
@@ -290,9 +290,9 @@ def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, byt
 
 
 def _rightly_named(records: list[CutRecord]) -> list[CutRecord]:
-    """Return the whole records whose names are right, because names have no checksum.
+    """Return the whole records whose names are right; names have no checksum.
 
-    Storages and journals are numbered in file order.
+    A name is right if storages and journals are numbered in file order.
     """
     found = []
     last = {_DATA: -1, JOURNAL_PREFIX: -1}
@@ -341,7 +341,7 @@ class CutRecord:
     is_whole: bool  # its end exists, and its checksum is right
     crc: int  # as stored at its end or in its header; 0 if its end is missing
     end: int  # where the next record begins
-    follows: bool  # it begins at the end of the record before, or of the file
+    follows: bool  # it begins where the record before ends, or where the file begins
 
 
 class _Header(NamedTuple):
@@ -375,11 +375,11 @@ class _End(NamedTuple):
 class CutArchive:
     """The records of a file that begins as torch's archives do, in file order, damaged ones too.
 
-    The directory comes last, and only the directory and the descriptors behind payloads have sizes.
-    So the file is read once to find all signatures: a payload ends at a descriptor with exactly its
-    size.  Then the records are followed from the beginning.  Where damage breaks the chain, they
-    are followed from the next local header on.  The file is read in pieces and never mapped,
-    because it may become shorter.
+    Only the directory, which comes last, and the descriptors behind payloads have sizes.  So the
+    file is read once to find all signatures: a payload ends at a descriptor with exactly its size.
+    Then the constructor follows the records from the beginning.  Where damage breaks the chain, it
+    goes on at the next local header.  The file is read in pieces and never mapped, because it may
+    become shorter.
 
     A hostile file may consist of signatures.  So only the offsets of headers are kept, no name
     reaches past the next header, and a header with another one's signature in it does not count.
@@ -390,7 +390,7 @@ class CutArchive:
         self.nbytes = source.nbytes
         self._offsets = array("Q")  # of headers, in order
         # Keyed by payload offset: the layout of the expected descriptor, and the descriptor that
-        # was found.  The latter is its offset above the 32 bits of its checksum.
+        # was found.  A found descriptor is one number: its offset, and in 32 bits its checksum.
         self._awaited: dict[int, struct.Struct] = {}
         self._descriptors: dict[int, int] = {}
         for begin in range(0, self.nbytes, _PIECE_NBYTES):
@@ -560,7 +560,7 @@ class CutArchive:
         return self._source.read(record.payload_offset, record.payload_offset + record.nbytes)
 
     def entries(self) -> tuple[list[str], list[str]]:
-        """Return the names of all tensors, and of those in whole records; none without pickle."""
+        """Return the names of all tensors, and of those in whole records; empty without pickle."""
         found: dict[str, CutRecord] = {}
         for record in self.records:
             found.setdefault(record.name, record)
@@ -636,7 +636,7 @@ class _Window:
 
 
 class _WholeRecords:
-    """Stands in for a `RecordReader` in `entries_using`; a record's number is its offset."""
+    """Stands in for a `RecordReader` in `entries_using`; it numbers records as their offsets."""
 
     path = "data.pkl"
     allows_values = False

@@ -1,8 +1,8 @@
 """Reads an archive whose bytes have to be fetched by ranges, through a sparse file in memory.
 
-The engine parses that file, so there is one parser; it has the directory, small records and local
-headers.  The bytes of tensors are fetched into the tensors.  A payload's offset comes from the
-directory, and the local header that is fetched with it confirms the offset.
+The sparse file contains the directory, small records and local headers; the engine parses it like
+any other file.  The bytes of tensors are fetched into the tensors.  The directory gives a payload's
+offset, and the local header, which is fetched with the payload, confirms it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RemoteReader(RecordReader):
         return super().get_record_offset(name)
 
     def require_crc(self, record: int, crc: int) -> None:
-        """Refuse a record that should have another checksum than its fetched payload's."""
+        """Refuse a record if its checksum is not `crc`, the checksum of its fetched payload."""
         found = self.engine.record(record)
         if crc != found.crc:
             offset = self.engine.payload_offset(record)
@@ -102,11 +102,11 @@ class RemoteReader(RecordReader):
         self._with_headers.update(records)
 
 
-_AHEAD_NBYTES = 32 << 20  # of storages fetched together, as a small one alone costs a request, too
+_AHEAD_NBYTES = 32 << 20  # of storages fetched together, because each request costs time
 
 
 def open_stream(f: Any, *, verify: bool) -> StreamReader | None:
-    """Open an archive in a seekable file object, from its position on; None if it is none."""
+    """Open an archive in a seekable file object, from its position on; None without an archive."""
     if not all(callable(getattr(f, method, None)) for method in ("read", "seek", "tell")):
         return None
     try:
@@ -122,7 +122,7 @@ def open_stream(f: Any, *, verify: bool) -> StreamReader | None:
 class StreamReader(RemoteReader):
     """A reader that reads a storage when unpickling asks for it, as torch's reader does.
 
-    A file object gets its position back when the reader is made, and when it is closed.
+    Making the reader and closing it both put a file object back to its first position.
     """
 
     reads_when_asked = True
@@ -236,7 +236,7 @@ class FetchedSpans:
         return damage
 
     def _fetch(self, spans: Sequence[Span]) -> None:
-        """Fetch spans and the local headers of their records; a header may move a span."""
+        """Fetch spans and the local headers of their records; a header may correct an offset."""
         records = {span.record: self._engine.record(span.record) for span in spans}
         for record in records.values():
             if not record.stored or record.encrypted:

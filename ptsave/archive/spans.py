@@ -40,7 +40,7 @@ _REQUEST_NBYTES = 8 * MIB
 _MAX_SPARSE_NBYTES = 64 << 20  # read at once although most is dropped
 _MIN_SENT_NBYTES = 256 << 10  # of a block that is sent to an accelerator by itself
 _PACK_NBYTES = 16 << 20  # of blocks that are sent together
-MIN_NBYTES = 1 << 20  # below this, malloc has memory whose pages exist
+MIN_NBYTES = 1 << 20  # below this, malloc reuses memory with existing pages
 _CPU = torch.device("cpu")
 _MAX_LENT = 256  # beyond this, the pool forgets the oldest
 
@@ -218,7 +218,7 @@ def read_view(
     *,
     allocate: Allocator = new_storage,
 ) -> Tensor:
-    """Read the values of one view into memory of their own; bytes between its blocks are dropped.
+    """Read the values of one view into new memory, without the bytes between its blocks.
 
     `record` is None for a storage without bytes.  `verify` is as in `SpanReader.read`.  Blocks for
     an accelerator are sent one by one or, if they are small, in packs; host memory holds one pack
@@ -321,10 +321,10 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class RecycledMemory:
     """Lends memory for tensors, and lends it again when nothing refers to it any more.
 
-    Fresh pages cost more than the copy into them, and a model has many tensors of one size.  Memory
-    is lent again only for the same number of bytes, so a tensor that is kept holds no more than its
-    own.  The pool holds at most `max_nbytes`, lent or idle, but may lend more.  Safe for concurrent
-    use.
+    New pages cost more time than the copy into them, and a model has many tensors of one size.
+    Memory is lent again only for the same number of bytes, so a tensor holds no more memory than it
+    needs.  The pool holds at most `max_nbytes`, lent or idle, but may lend more.  Safe for
+    concurrent use.
 
     >>> memory = RecycledMemory(1 << 24)
     >>> tensor = memory.tensor(torch.Size([1024, 512]), torch.float32)
@@ -380,6 +380,6 @@ class RecycledMemory:
 
 def is_idle(storages: list[torch.UntypedStorage], number: int) -> bool:
     """Whether only the list refers to one of the storages in it."""
-    # Two references: the list's, and getrefcount's argument.  Tensors, and other users in C++, are
-    # in the other count.
+    # The two references are the list's and getrefcount's argument.  The other count has tensors
+    # and other users in C++.
     return sys.getrefcount(storages[number]) <= 2 and _C.storage_use_count(storages[number]) == 1

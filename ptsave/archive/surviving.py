@@ -1,8 +1,8 @@
 """Removes the entries that need lost storages from the pickle of a dict.
 
-The pickle is read without imports: functions and classes are names, and the result of a call is the
-call itself.  It is written again without the entries; shared objects stay shared.  Neither step
-uses recursion, so entries may be nested as deep as in any saved file.
+The pickle is read without imports and calls: a `_Global` has the name of a function or class, and a
+`_Made` records a call.  Then the pickle is written again without the entries; shared objects stay
+shared.  Neither step uses recursion, so entries may be nested as deep as in any saved file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ptsave.tree.containers import MAX_DEPTH
 
 _PROTOCOL = 2  # of torch's files
 _MAX_ROUNDS = 8
-_HASHED_PER_BYTE = 16  # parts of tuples in keys, counted each time they are met
+_HASHED_PER_BYTE = 16  # most parts of tuples in keys, each counted as often as it is hashed
 # The size of an element of each type of storage; newer dtypes have untyped storages.
 _ITEM_NBYTES = {
     **dict.fromkeys(
@@ -64,7 +64,7 @@ class SavedEntries:
 
         An entry is an item of the dict, or of a dict nested in it.  Any other object is left
         out as a whole, because its other parts would change places.  A dict that loses all items is
-        left out, too.  Raises ValueError if nothing of it would be left, or it cannot be written.
+        left out, too.  Raises ValueError if no entry would be left, or the rest cannot be written.
         """
         needing = self._needing([each for each in self._stored if each.number in lost])
         if not needing:

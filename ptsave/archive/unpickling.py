@@ -5,8 +5,8 @@ unpickler runs.
 
 The rule: code that can look at a tensor's values must not run before the bytes of its storages have
 arrived.  Rebuilding plain tensors in CPU memory only passes storages along.  So the steps of the
-pickle are checked first.  If it only rebuilds plain tensors, unpickling starts while bytes are
-still arriving.  Otherwise it starts when all bytes have arrived and are verified.
+pickle are checked first.  If the pickle only rebuilds plain tensors, unpickling starts while bytes
+are still arriving.  Otherwise it starts when all bytes have arrived and are verified.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ptsave.support.torch_names import (
 _MIN_BYTES_PER_PICKLE_BYTE = 8
 _SMALL_PICKLE_NBYTES = 1 << 20
 _CPU = torch.device("cpu")
-# Pickles name dtypes by these.
+# The names of dtypes in pickles.
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
@@ -128,7 +128,7 @@ def unpickle_unread(
     """Rebuild an object in CPU memory whose storages are reserved places of ``reader.engine``.
 
     `can_defer_reading` has to hold.  `locations` gets the locations, other than the CPU, that
-    storages were saved from, and `first_at` the location of the first record from each.
+    storages were saved from.  `first_at` gets each record's first location, by record number.
     """
 
     def stay(storage: Any, location: str) -> Any:
@@ -149,7 +149,7 @@ def unpickle_unread(
 def unpickle_without_bytes(
     archive: Any, map_location: Any, pickle_module: Any, pickle_load_args: Mapping[str, Any]
 ) -> Any:
-    """Rebuild an archive's object, perhaps compressed, where `fills_storages` does not hold."""
+    """Rebuild the object of an archive, also a compressed one, if `fills_storages` is False."""
     return _load(UnfilledView(archive), map_location, pickle_module, pickle_load_args)
 
 
@@ -182,7 +182,7 @@ def unpickle_received(
 
 
 def refusal_of(data: bytes, *, allows_values: bool = False) -> str | None:
-    """Return why ``weights_only=True`` refuses to run a pickle; None if it does not.
+    """Return why ``weights_only=True`` refuses to run a pickle; None if it runs the pickle.
 
     `allows_values` accepts the harmless values that a restore accepts.  Storages are not needed.
 
@@ -203,7 +203,7 @@ def refusal_of(data: bytes, *, allows_values: bool = False) -> str | None:
 
 
 class _PickleAlone:
-    """An archive for torch's loader with a pickle, and storages without bytes."""
+    """An archive for torch's loader that has only a pickle; its storages have no bytes."""
 
     path = "data.pkl"
     is_blind = False
@@ -442,9 +442,9 @@ _OPCODES = frozenset(
 
 
 def _knows_torchs_machine() -> bool:
-    """Whether torch's machine is the one that the engine's unpickler imitates.
+    """Whether torch's restricted unpickler is the version that the engine imitates.
 
-    A later torch may know more opcodes, and a program may replace the machine: then torch's runs.
+    If a later torch knows more opcodes, or a program replaces the unpickler, torch's code runs.
     """
     machine = restricted_unpickler.Unpickler
     return machine is _TORCHS_MACHINE and _opcodes_of(machine) == _OPCODES

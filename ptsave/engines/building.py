@@ -1,8 +1,8 @@
-"""Compiles extension modules with CMake, against the torch and the Python that run this.
+"""Compiles extension modules with CMake, against the running Python and its torch.
 
-setup.py also uses it, before ptsave can be imported.  The variable MAX_JOBS sets the number of
-compilers (default: usable cores), and PTSAVE_CMAKE_ARGS adds CMake arguments, for example
-``-DPTSAVE_WERROR=ON``.
+setup.py also uses this module, before ptsave can be imported.  The environment variable MAX_JOBS
+sets the number of compilers that run at once (default: one for each usable core).
+PTSAVE_CMAKE_ARGS adds CMake arguments, for example ``-DPTSAVE_WERROR=ON``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_platform() -> None:
 
 
 def installed_torch(remedy: str) -> str:
-    """Return the installed torch's version; else raise a SystemExit that ends with `remedy`."""
+    """Return the installed torch's version; raise SystemExit, with `remedy` if it is missing."""
     needed = "ptsave is compiled against an installed torch >= {}.{}".format(*MINIMUM_TORCH)
     try:
         version = importlib.metadata.version("torch")
@@ -94,7 +94,7 @@ def build(
 
 
 def _tool(name: str, bin_dir_attribute: str) -> str:
-    """Return the path of a program, from the Python package of its name or from PATH."""
+    """Return the path of a program in the Python package of the same name, or in PATH."""
     search = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
     if importlib.util.find_spec(name) is not None:
         bin_dir = getattr(importlib.import_module(name), bin_dir_attribute, None)
@@ -115,7 +115,7 @@ def _check_python_headers() -> None:
 
 
 def _run(command: list[str], needs: str) -> None:
-    """Run a build command; a failure is a SystemExit, because the command prints the reason."""
+    """Run a build command; raise SystemExit if it fails.  The command prints the reason."""
     if subprocess.run(command, check=False).returncode != 0:
         raise SystemExit(
             f"ptsave: this command failed: {shlex.join(command)}\n"
@@ -140,7 +140,7 @@ def _torch_definitions() -> dict[str, str]:
 
 
 def _pybind11_include_dirs(torch_include_dirs: list[str]) -> list[str]:
-    """Return pybind11's folder if torch does not ship the version that it was built with."""
+    """Return pybind11's folder, or nothing if torch ships its own pybind11."""
     if any((Path(folder) / "pybind11" / "pybind11.h").is_file() for folder in torch_include_dirs):
         return []
     if importlib.util.find_spec("pybind11") is None:

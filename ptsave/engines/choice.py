@@ -26,7 +26,7 @@ def folder_name(torch_version: str) -> str:
 
 
 def series_of_folder(name: str) -> tuple[int, int] | None:
-    """Return the minor series of the engine in a folder of this name."""
+    """Return the minor series in the name of an engine's folder; None for any other name."""
     match = re.fullmatch(r"torch_(\d+)_(\d+)", name)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -38,9 +38,9 @@ def _own_version() -> str:
 
 
 def own_folders() -> list[Path]:
-    """Return the folders of engines compiled here: in the environment, and in the user's home.
+    """Return the folders for compiled engines: in the environment, and in the user's home.
 
-    Beside the package's files, engines would stay there after the package is removed.
+    An engine in the package's own folder would keep that folder after pip removes ptsave.
     """
     below = Path("share", "ptsave", "engines", _own_version())
     folders = [Path(sysconfig.get_path("data")) / below]
@@ -50,7 +50,7 @@ def own_folders() -> list[Path]:
 
 
 def find(torch_version: str) -> Path:
-    """Return the newest engine for this torch, wherever it is; the ImportError names a remedy."""
+    """Return the newest engine for this torch, or raise an ImportError that names a remedy."""
     name = folder_name(torch_version)
     engines = [folder / name / FILE_NAME for folder in _folders()]
     engines = [engine for engine in engines if engine.is_file()]
@@ -64,7 +64,7 @@ def find(torch_version: str) -> Path:
 
 
 def load(torch_version: str) -> ModuleType:
-    """Import ``ptsave._C`` from the engine for this torch; none that fits is an ImportError."""
+    """Import ``ptsave._C`` from the engine for this torch; raise ImportError if none fits."""
     path = find(torch_version)
     loader = ExtensionFileLoader("ptsave._C", str(path))
     spec = spec_from_loader(loader.name, loader)

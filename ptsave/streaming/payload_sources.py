@@ -50,14 +50,14 @@ if TYPE_CHECKING:
     from ptsave.dcp.rank_files import RankFiles
     from ptsave.dcp.read_plan import StoredTensor
 
-# The most bytes in memory of a tensor that has to be rearranged, or that has parts on ranks.
+# The most bytes in memory at once, of a tensor that must be rearranged or has parts on ranks.
 _PIECE_NBYTES = 32 << 20
-# With more files of ranks, none is read in place: each would keep a descriptor until the end.
+# If ranks have more files, none is read in place, because each keeps a descriptor until the end.
 _MAX_FILES = 128
 # Chunks whose checksums are found at once: each takes less than a block of memory.
 _N_CHUNKS = 4096
 _SPOOL_ALIGNMENT = 64
-_ZIP64_HEADER_NBYTES = 30 + 20 + 4  # of a record, with the beginning of its padding
+_ZIP64_HEADER_NBYTES = 30 + 20 + 4  # of a local header and the start of its padding
 # The most bytes of a remote file in memory, and in one request.
 _BATCH_NBYTES = 32 << 20
 _REQUEST_NBYTES = 8 << 20
@@ -72,7 +72,7 @@ class StoragePlace(NamedTuple):
     crc: int | None = None  # of the bytes, if known
     contents: UnreadContents | None = None  # the archive that has them as a record
     record: int = 0  # number of that record
-    # Of bytes in several ranges: where each begins in the storage, its source, its offset there.
+    # If the bytes are in several ranges: each one's begin in the storage, source, offset in that.
     parts: tuple[tuple[int, int, int], ...] = ()
     path: str = ""  # directory of a checkpoint of many ranks
     entry: str = ""  # the tensor in that checkpoint
@@ -81,7 +81,7 @@ class StoragePlace(NamedTuple):
 class PayloadSources:
     """The sources of all tensors of one conversion.
 
-    `stack` closes them.  `folder` is for a temporary file, which never has a name.
+    `stack` closes the sources.  `folder` is the directory for an unnamed temporary file.
     """
 
     def __init__(self, stack: ExitStack, folder: str) -> None:
@@ -106,7 +106,7 @@ class PayloadSources:
         return self._opened
 
     def add_file(self, fd: int, name: str) -> int:
-        """Add a file, whose descriptor stays the caller's, and return its number."""
+        """Add a file and return its number; the caller keeps and closes the descriptor."""
         return self._add((fd, os.fsencode(name)))
 
     def _add(self, item: tuple[int, bytes] | tuple[int, int, bytes]) -> int:
@@ -202,7 +202,7 @@ class PayloadSources:
         return places
 
     def payloads_of(self, tensors: Sequence[Tensor]) -> list[StoragePlace]:
-        """Return the places of tensors; those that are not in order go to a temporary file."""
+        """Return the places of tensors; tensors not in order go to a temporary file."""
         places = self._places_of([tensor.untyped_storage() for tensor in tensors], [*tensors])
         payloads = [
             self._payload_of(tensor.detach(), place)
@@ -225,7 +225,7 @@ class PayloadSources:
         return payloads
 
     def contiguous(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return contiguous tensors without values; equal memory in one shape is one tensor."""
+        """Return contiguous placeholders; tensors with the same memory and shape share one."""
         payloads = self.payloads_of(list(tensors.values()))
         kinds = [(tensor.dtype, tensor.shape) for tensor in tensors.values()]
         made: dict[Any, Tensor] = {}
@@ -286,7 +286,7 @@ class PayloadSources:
         if self._spool is None:
             self._spool = TemporaryFile(self._folder, self._stack)
             self._spool_number = self.add_file(self._spool.descriptor, "temporary file")
-        self._opened = None  # it has the file's old size
+        self._opened = None  # the engine's form has the file's old size
         begin = self._spool.begin_aligned(_SPOOL_ALIGNMENT)
         for values in pieces:
             plain = values.resolve_conj().resolve_neg().contiguous()
@@ -298,7 +298,7 @@ class PayloadSources:
 
 
 class SourceCheckpoint:
-    """An open checkpoint whose tensors are not read, of files that `localize` has returned."""
+    """An open checkpoint with unread tensors, in files that `localize` has returned."""
 
     def __init__(self, contents: Contents, sources: PayloadSources) -> None:
         self.contents = contents
@@ -327,7 +327,7 @@ class SourceCheckpoint:
 
 
 class TemporaryFile:
-    """A file without a name, in `folder` or ``$TMPDIR``, which is gone when `stack` closes it."""
+    """An unnamed file in `folder` or ``$TMPDIR``; it disappears when `stack` closes it."""
 
     def __init__(self, folder: str, stack: ExitStack) -> None:
         self._folder = folder
@@ -387,7 +387,7 @@ def check_records(places: Iterable[StoragePlace]) -> None:
 
 
 def _pieces(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Yield indices of parts that, one after the other, are the whole tensor.
+    """Yield indices that cut a tensor into parts, in order.
 
     >>> list(_pieces((3, 1 << 25), 1)) == [(slice(i, i + 1),) for i in range(3)]
     True
@@ -434,9 +434,9 @@ class _InPlace(NamedTuple):
 class RankPayloads:
     """The tensors of one distributed checkpoint, as sources of a conversion.
 
-    If a tensor's chunks in sequence are its bytes (rows of ranks, or all of it on one), it is read
-    from the ranks' files while it is written.  Any other tensor, such as one in columns, goes
-    through a temporary file, piece by piece, and is checked on the way.
+    If a tensor's chunks follow each other in its bytes (ranks have rows, or one rank has it all),
+    it is read from the ranks' files while it is written.  Any other tensor, such as one split by
+    columns, goes through a temporary file, piece by piece, and is verified on the way.
     """
 
     def __init__(self, contents: DcpContents, sources: PayloadSources) -> None:
@@ -478,7 +478,7 @@ class RankPayloads:
     # ------------------------------------------------------------------------ in their files
 
     def _in_place(self, files: RankFiles, tensor: Tensor) -> _InPlace | None:
-        """Return a tensor's chunks in the order of its bytes; None if they are not its bytes."""
+        """Return a tensor's chunks in the order of its bytes; None if `_spool` must copy it."""
         stored = self._contents.stored_tensor(tensor)
         assert stored is not None
         self._checkpoint.require_tensor(stored)
@@ -532,7 +532,7 @@ class RankPayloads:
         return crcs
 
     def _number(self, file: str) -> int:
-        """Return the number of a file among the sources, which is opened once."""
+        """Return the number of a file among the sources; open the file if it is new."""
         if file not in self._numbers:
             path = self._checkpoint.file(file)
             descriptor = regular_only(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -576,7 +576,7 @@ class StreamedPlan:
         self._sources = sources
 
     def write(self, *, fsync: bool, progress: ProgressCallback | None) -> None:
-        """Write the file; if a record does not match its checksum, there is no file."""
+        """Write the file; if a record does not match its checksum, raise and write no file."""
         writer = FileWriter(
             self.engine_plan,
             compute_crcs=self._has_crcs,
@@ -593,7 +593,7 @@ class StreamedPlan:
             raise
 
     def _require_undamaged(self) -> None:
-        """Raise if the last write has found damage, with the entries that it reaches."""
+        """Raise an error that names the damaged entries if the last write has found damage."""
         damaged: dict[UnreadContents, list[RecordDamage]] = {}
         for key, crc in self.engine_plan.damaged:
             place = self._places[key]
@@ -676,11 +676,11 @@ def write_safetensors(
     fsync: bool = False,
     are_checked: bool = False,
 ) -> None:
-    """Write tensors that have values, in the bytes of ``safetensors.torch.save_file``.
+    """Write tensors with values, byte for byte as ``safetensors.torch.save_file`` does.
 
     Unlike that function, it takes tensors that share memory or are not contiguous.  Tensors that
     the engine cannot read in place are copied to the CPU for the time of the call.  `are_checked`
-    says that `check_safetensors` has seen the tensors.
+    says that the tensors have passed `check_safetensors`.
     """
     if not are_checked:
         check_safetensors(tensors)
@@ -724,7 +724,7 @@ def check_safetensors(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _in_reach(tensor: Tensor) -> Tensor:
-    """Return a tensor whose bytes are the file's, in memory from which the engine can write."""
+    """Return the tensor, or a CPU copy in order if the engine cannot write its bytes."""
     if is_in_order(tensor) and (tensor.device.type == "cpu" or _C.can_stage(tensor.device)):
         return tensor.detach()
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()

@@ -1,7 +1,7 @@
 """``save_file`` and ``load_file`` of ``safetensors.torch``, by the engine.
 
-The engine handles ordinary calls.  The library's own function gets all other calls, and those that
-are errors, before anything is written.
+The engine handles ordinary calls.  The library's own function handles all other calls, and reports
+errors, before anything is written.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def save_file(
 ) -> None:
     """Save tensors as ``safetensors.torch.save_file`` does: the same bytes, faster.
 
-    The file gets the mode of the file that it replaces, or 0666 less the umask, and a symbolic link
-    is followed.  The library gives it 0600 and replaces the link.
+    The file keeps the mode of the file that it replaces; a new file has 0666 less the umask.  A
+    symbolic link is followed.  The library sets mode 0600 and replaces the link.
     """
     if any(taker(tensors, filename, metadata) for taker in reversed(_takers)):
         return
@@ -94,7 +94,7 @@ def save_file(
 def load_file(
     filename: str | os.PathLike[str], device: str | int = "cpu", **options: Any
 ) -> dict[str, Tensor]:
-    """Load a file as ``safetensors.torch.load_file`` does, into memory of its own.
+    """Load a file as ``safetensors.torch.load_file`` does, but into new memory.
 
     The library's tensors map the file, whose pages are read on first touch.  These tensors are read
     at once, by several threads, and do not change with the file.
@@ -120,7 +120,7 @@ _takers: list[Taker] = []
 
 @contextmanager
 def taken_by(taker: Taker) -> Iterator[None]:
-    """Offer the calls of `save_file` in the block to `taker`, which returns whether it took one."""
+    """Offer each `save_file` call in the block to `taker`, which returns whether it handled it."""
     _takers.append(taker)
     try:
         yield
@@ -134,14 +134,14 @@ def exchange(*pairs: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
     modules = [each for each in everything if isinstance(each, ModuleType)]
     names = [vars(module) for module in modules]
     olds = [old for old, _ in pairs]
-    # In C++: there are thousands of modules, and each checkpoint exchanges and puts back.
+    # In C++, because there are thousands of modules, and each checkpoint exchanges twice.
     for module, name, pair in _C.find_values(names, olds):
         if modules[module].__name__ != __name__:
             setattr(modules[module], name, pairs[pair][1])
 
 
 def engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:
-    """Whether these arguments are ordinary, and no error."""
+    """Whether the engine can handle these arguments: they are ordinary and valid."""
     if not isinstance(tensors, dict) or not tensors or sys.byteorder != "little":
         return False
     if not isinstance(filename, (str, os.PathLike)) or not isinstance(os.fspath(filename), str):
@@ -156,7 +156,7 @@ def engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:
 
 
 def _is_text(text: Any) -> bool:
-    """Whether library and engine write the same JSON for a value: any Unicode text."""
+    """Whether a value is Unicode text, for which library and engine write the same JSON."""
     if not isinstance(text, str):
         return False
     try:

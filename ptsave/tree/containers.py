@@ -1,7 +1,8 @@
-"""Tensors and containers of a saved object: paths, and items read past attributes from the file.
+"""Walks the containers of a saved object, and gives names and paths to its entries.
 
 A pickle can set attributes of an ``OrderedDict`` or a ``Counter``, as it does for ``_metadata``. An
-attribute called ``items`` would replace the method in ``value.items()``; here it does not.
+attribute called ``items`` would replace the method in ``value.items()``. So this module calls the
+method of the class.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ MAX_DEPTH = 1000
 # Their instances hold the entries of a saved object.
 CONTAINERS = (Mapping, list, tuple)
 
-# Path and prefix ("a.b.") of a container, key and value of a part of it, whether the part is a
-# container, and its earlier name if it has been met.
+# Path and prefix ("a.b.") of a container, key and value of a part in it, whether the part is a
+# container, and the part's earlier name if there is one.
 Visit: TypeAlias = tuple[Path, str, Any, Any, bool, str | None]
 
 
@@ -77,7 +78,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
-    """Write attributes into an instance's dict, without assigning, as to ``__class__``."""
+    """Write attributes into an instance's ``__dict__``; assigning could replace ``__class__``."""
     if attributes:
         value.__dict__.update(attributes)
 
@@ -90,11 +91,11 @@ def walk(
     keys: bool = False,
     attributes: bool = True,
 ) -> list[Any]:
-    """Return an object and all that is in it, in order: containers once, before their parts.
+    """Return an object and everything in it, in order: each container once, before its parts.
 
-    Containers of `kinds` are looked into; with `exactly`, those of subclasses are not. With `keys`,
-    a mapping's keys are parts, too. With `attributes`, so are the values of a container's
-    attributes.
+    The walk enters containers of `kinds`, and also of their subclasses unless `exactly`. With
+    `keys`, a mapping's keys are parts, too. With `attributes`, the values of a container's
+    attributes are parts, too.
 
     >>> walk({"a": [1, 2]})
     [{'a': [1, 2]}, [1, 2], 1, 2]
@@ -119,11 +120,11 @@ def walk(
 def walk_entries(
     obj: Any, is_container: Callable[[Any], bool] = is_container, *, whole: str = ""
 ) -> Iterator[Visit]:
-    """Yield every part of a container and of those in it, in order, before its own parts.
+    """Yield every part of a container and of the containers in it, each before its own parts.
 
-    A container is looked into where it is met first, down to `MAX_DEPTH` levels. A container below
-    is yielded with a path of that length, but not looked into. `is_container` is not asked about
-    tensors. `whole` is the name of `obj` itself, if it contains itself.
+    The walk enters a container once, down to `MAX_DEPTH` levels. It yields a deeper container with
+    a path of that length, but does not enter it. `is_container` does not get tensors. `whole` is
+    the name of `obj` for the case that it contains itself.
 
     >>> [f"{prefix}{key}" for _, prefix, key, _, _, _ in walk_entries({"a": [1, 2]})]
     ['a', 'a.0', 'a.1']
@@ -148,7 +149,7 @@ def walk_entries(
 
 
 def nested_too_deep(file: str = "") -> ValueError:
-    """Return the error for containers below `MAX_DEPTH` levels that may not be left out."""
+    """Return the error for containers that are nested deeper than `MAX_DEPTH` levels."""
     where = f"{file}: " if file else ""
     return ValueError(f"{where}containers are nested deeper than {MAX_DEPTH} levels")
 

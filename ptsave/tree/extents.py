@@ -1,8 +1,8 @@
 """How many bytes tensors take: in full, in their storages, and as blocks of a storage.
 
-A tensor can be far larger than its storage: one number, expanded to 2**36 elements, is a file of a
-KiB, and 256 GiB of safetensors. In the same way, 1,000 views of one storage become 1,000 copies of
-it.
+A tensor can be far larger than its storage: one number, expanded to 2**36 elements, takes 1 KiB in
+a .pt file, and 256 GiB in a safetensors file. In the same way, 1,000 views of one storage become
+1,000 copies of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Index: TypeAlias = int | slice | EllipsisType | None
 _MIN_LIMIT_NBYTES = 1 << 30
 _MAX_FACTOR = 8
 
-# For operations without such an option: their input can be written in full first.
+# Advice of operations without `max_size`: the user can write their input in full first.
 ADVICE = "if that is meant, write it in full first: ptsave convert --max-size"
 
 
@@ -55,10 +55,10 @@ def check_expansion(
     max_size: int | str | None = None,
     advice: str = "if that is meant, pass --max-size (max_size=)",
 ) -> None:
-    """Raise ValueError if tensors take much more when each is written in full than they do now.
+    """Raise ValueError if tensors, each written in full, take much more than their storages.
 
     The limit is `max_size`, such as ``"300GB"``.  By default it is 8 times the bytes of the
-    storages, and at least 1 GiB.  No values are looked at.
+    storages, and at least 1 GiB.  The check reads no values.
     """
     tensors = list(tensors)
     if max_size is None:
@@ -74,7 +74,7 @@ def check_expansion(
 
 
 class Blocks(NamedTuple):
-    """Equal blocks of a storage, in bytes, and the stride of the view when they are packed."""
+    """Blocks of equal size in a storage, in bytes, and a view's stride when they are packed."""
 
     begins: list[int]
     nbytes: int
@@ -102,7 +102,7 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def blocks_of(tensor: Tensor, max_gap: int) -> Blocks:
-    """Return the blocks of its storage that a view needs, with gaps up to `max_gap` bytes."""
+    """Return the blocks that a view needs; a block may span gaps of up to `max_gap` bytes."""
     itemsize = tensor.itemsize
     if tensor.numel() == 0:
         return Blocks([], 0, tensor.stride())

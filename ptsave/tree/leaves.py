@@ -1,4 +1,4 @@
-"""The leaves of a saved object: copies of containers with values, and flat dicts of tensors."""
+"""Copies entries with the values of their tensors, and flattens objects to dicts of tensors."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _CONTAINERS = (dict, OrderedDict, list, tuple)
 
 
 def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]], name: str) -> Any:
-    """Return an entry of an archive, with values.
+    """Return a copy of an entry of an archive, with values.
 
-    The entry's tensors and storages may have no values, and `read` returns tensors with values for
-    them. Objects that the entry shares within itself are shared in the result, too. An object that
-    is not built raises UnpicklingError, with `name` in its message.
+    `read` gets the entry's tensors and storages, which may have no values, and returns tensors with
+    values. Objects that the entry holds twice stay shared in the copy. If the entry holds an
+    `Opaque`, UnpicklingError is raised, with `name` in its message.
     """
     refuse_opaque(entry, name)
     leaves = {id(leaf): leaf for leaf in leaves_of(entry)}
@@ -139,8 +139,8 @@ _N_NAMED = 5
 class Flattened:
     """The tensors of an object by dotted name, in the order of the object.
 
-    `losses` are entries that the format cannot hold, each with the reason. `remarks` are about
-    entries that are kept, but changed.
+    `losses` names the entries that the format cannot hold, each with the reason. `remarks` tells
+    how other entries change.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -153,9 +153,9 @@ def flatten(
 ) -> Flattened:
     """Return the tensors of an object by dotted name.
 
-    `dtypes` are those of the format, or None for all. With `keeps_ties`, contiguous tensors with
-    the same memory and shape stay tied. Two entries with one dotted name raise ValueError, and so
-    do containers that are nested too deep.
+    `dtypes` are the dtypes that the format can hold; None allows all. With `keeps_ties`, contiguous
+    tensors with the same memory and shape stay tied. Raises ValueError if two entries have the same
+    dotted name, or if containers are nested too deep.
     """
     result = Flattened()
     paths: dict[str, Path] = {}

@@ -1,4 +1,4 @@
-"""The entries of a saved object as a tree, their names, and objects that are not built."""
+"""The entries of a saved object as a tree, their names, and `Opaque` stand-ins for objects."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _PLAIN_TYPES = {int, float, complex, bool, str, bytes, type(None)}
 class Node(NamedTuple):
     """One entry: a container, a tensor or another value.
 
-    `key` is ``""`` for an object that is no container.
+    `key` is ``""`` if the saved object itself is no container.
     """
 
     depth: int  # the number of containers around it, without the object itself
-    parent: int  # the number of its container's node; -1: the object itself
+    parent: int  # the number of its container's node; -1 in the saved object itself
     prefix: str  # the container's dotted path, with a dot at the end
     key: Any
     value: Any
@@ -54,9 +54,9 @@ class Node(NamedTuple):
 class EntryTree:
     """All entries of an object: `nodes`, with containers before their contents, and `tensors`.
 
-    Dicts, lists and tuples are looked into once, down to `MAX_DEPTH` levels; `is_whole` tells
-    whether there are none below. A list of nothing but numbers and text is not a container, but a
-    value.
+    Each dict, list and tuple is entered once, down to `MAX_DEPTH` levels; `is_whole` is False if
+    there are deeper containers. A list or tuple of only numbers and text is a value, not a
+    container.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -132,8 +132,8 @@ class EntryTree:
     def select(self, patterns: Sequence[str]) -> list[int]:
         """Return the numbers of the nodes that patterns name, with the containers around them.
 
-        A pattern is a name, which includes the contents of a container, or a shell pattern.
-        ``"('a.b', 0)"`` is a path of keys.
+        A pattern is a name, a shell pattern, or a path of keys such as ``"('a.b', 0)"``. If it
+        names a container, the container's contents are included.
         """
         paths = [path for path in map(path_in, patterns) if path is not None]
         chosen: set[int] = set()
@@ -174,7 +174,7 @@ _MAX_SUGGESTED = 3
 
 
 class EntryNames:
-    """The names of the tensors of an object, and the way from a name to an entry.
+    """The names of the tensors of an object, and the look-up of entries by name.
 
     `tensors` and `names` are in the order of the file. A name is dotted, or a tuple of keys if
     another tensor has the same dotted name.
@@ -206,7 +206,7 @@ class EntryNames:
                 self._numbers[entry] = number
 
     def find(self, name: str | Path) -> Any:
-        """Return the entry that a name means; none or several are an EntryNotFoundError."""
+        """Return the entry with a name; raise EntryNotFoundError if none or several have it."""
         if isinstance(name, tuple):
             return self._follow(name)
         if not isinstance(name, str):
@@ -230,7 +230,7 @@ class EntryNames:
             number = self._numbers.get(each)
             if number is not None and self.tensors[number] is tensor:
                 return number
-        # The name leads to its container by a second path.
+        # The name leads to the tensor's container by a second path.
         return next(i for i, other in enumerate(self.tensors) if other is tensor)
 
     def _follow(self, path: Path) -> Any:
@@ -303,15 +303,15 @@ def _keys_called(value: Any, text: str) -> list[Any]:
 
 
 _BY_CLASS = ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__")
-# Containers that may hold objects that are not built.
+# Containers that may hold an `Opaque`.
 OPAQUE_HOLDERS = (Mapping, list, tuple, set, frozenset, deque)
 
 
 class Opaque:
-    """A class, a function or an object that a pickle names, and that is not built.
+    """Stands in for a class, a function or an object of a pickle that is not built.
 
-    `type_name` is the full name of the class or function, or of the one that would make the object.
-    `parts` are what the pickle gives to it: names of steps, and their operands.
+    `type_name` is the full name of the class or function; for an object, of the one that would make
+    it. `parts` lists the steps with which the pickle changes the object, and their operands.
     """
 
     __slots__ = ("parts", "type_name")
@@ -336,7 +336,7 @@ class Opaque:
 
 
 def type_name_of(value: Any) -> str:
-    """Return the name of the class of a value, also of one that is not built.
+    """Return the name of the class of a value, also for an `Opaque`.
 
     >>> type_name_of([]), type_name_of(Opaque("argparse.Namespace", []))
     ('list', 'argparse.Namespace')
@@ -345,7 +345,7 @@ def type_name_of(value: Any) -> str:
 
 
 def holds_opaque(value: Any) -> Opaque | None:
-    """Return the first object in a value, its keys and attributes that is not built, or None."""
+    """Return the first `Opaque` in a value, its keys and attributes; None if there is none."""
     seen: set[int] = set()
     pending = [value]
     while pending:
@@ -367,7 +367,7 @@ def holds_opaque(value: Any) -> Opaque | None:
 
 
 def drop_opaque_attributes(obj: Any) -> None:
-    """Remove from an object's tensors the attributes and hooks that are not built."""
+    """Remove attributes and hooks that hold an `Opaque` from an object's tensors."""
     tensors: dict[int, Any] = {}
     pending = [obj]
     while pending:
@@ -387,7 +387,7 @@ def drop_opaque_attributes(obj: Any) -> None:
 
 
 def refuse_opaque(value: Any, name: str) -> None:
-    """Raise UnpicklingError with the class if a value holds an object that is not built."""
+    """Raise UnpicklingError, which names the class, if a value holds an `Opaque`."""
     found = holds_opaque(value)
     if found is None:
         return

@@ -1,4 +1,4 @@
-"""The options of a save; pickles an object, and plans the records of its archive."""
+"""Pickles an object, and plans the records of its archive; `SaveOptions` has a save's options."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _MAX_ALIGNMENT = 32768
 
 
 def engine_can_save(new_format: bool) -> bool:
-    """Return whether the engine can save: it writes zip, with alignments that zip can hold."""
+    """Return whether the engine can save: it writes only zip, with alignments that zip allows."""
     return new_format and storage_alignment() <= _MAX_ALIGNMENT
 
 
 def plan_archive(
     target: object, data: bytes, storages: _C.StorageList, no_byte_order: bool
 ) -> _C.WritePlan:
-    """Plan the archive of a pickle and its storages, which must live until it is written.
+    """Plan the archive of a pickle and its storages; both must stay alive until it is written.
 
-    The archive's root folder is named after a path or URL.  With `no_byte_order`, torch's Python
-    code leaves out the byte order, and its C++ code adds it in another place.
+    The archive's root folder is named after a path or URL.  With `no_byte_order`, the byte order
+    follows the version, as in torch: torch's Python code leaves it out, and its C++ code adds it.
     """
     alignment = str(storage_alignment()).encode()
     byte_order = [("byteorder", sys.byteorder.encode(), len(sys.byteorder))]
@@ -103,7 +103,7 @@ def _stage(storage: torch.UntypedStorage, staged: list[torch.UntypedStorage]) ->
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SaveOptions:
-    """The arguments of :func:`ptsave.async_save` beside object and file; some are `save`'s, too."""
+    """The arguments of `ptsave.async_save` except object and file; `ptsave.save` takes some."""
 
     pickle_module: ModuleType = pickle
     pickle_protocol: int = DEFAULT_PROTOCOL
@@ -120,13 +120,13 @@ class SaveOptions:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> SaveOptions:
-        """Return the options among a call's arguments, given as ``locals()``."""
+        """Return the options from a call's arguments, which the caller passes as ``locals()``."""
         return cls(
             **{each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
         )
 
     def check(self) -> None:
-        """Raise for a value that an option cannot have."""
+        """Raise an error if an option has an invalid value."""
         if self.staging not in ("blocking", "background"):
             raise ValueError(f"staging must be 'blocking' or 'background', not {self.staging!r}")
         if self.when_full not in ("wait", "raise"):
@@ -170,7 +170,7 @@ class StorageTable:
         return ("storage", storage_type, key, location, numel)
 
     def number(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
-        """Return the record number of a storage that is met for the first time."""
+        """Return the record number of a storage that the pickler meets for the first time."""
         return len(self._keys)
 
     def _check_dtype(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
@@ -186,8 +186,8 @@ class StorageTable:
 
 @functools.lru_cache(maxsize=8)
 def _pickler_class(base: Any) -> Any:
-    # One class for all saves: a class is in a reference cycle with itself.  A class made for each
-    # save would keep that save's storages alive until the garbage collector runs.
+    # All saves share one class, because every class is in a reference cycle.  A class for each save
+    # would keep that save's storages alive until the garbage collector runs.
     class Pickler(base):  # type: ignore[misc]
         table: StorageTable
 
@@ -203,7 +203,7 @@ def pickle_object(
     pickle_protocol: int,
     locations: Mapping[int, str] | None = None,
 ) -> tuple[bytes, _C.StorageList]:
-    """Pickle `obj` as torch.save does; `locations` replaces those of storages, by ``_cdata``."""
+    """Pickle `obj` as torch.save does; `locations` has other locations of storages, by id."""
     is_standard = pickle_module is pickle and pickle.Pickler is _pickle.Pickler
     if is_standard and type(pickle_protocol) is int and pickle_protocol == 2 and not locations:
         pickled = _C.pickle_object(obj)

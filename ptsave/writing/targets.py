@@ -1,15 +1,15 @@
 """Writes a planned file to its target: a path, a URL, a real file, memory, or a `write` method.
 
-* A regular file is replaced by a rename, with three exceptions that are overwritten in place.  The
-  directory does not allow replacing the file (no permission, sticky, a mount point).  The path is a
-  link of ``/proc`` to an open file (``/dev/stdout``).  Or the save has ``atomic=False``, and this
-  process has not mapped the file.  The choice follows from links, directories, owners and mounts,
-  so another saver cannot change it.
-* From 16 MiB on, a save with ``fsync`` goes past the page cache.  Without ``fsync``, only the bytes
-  go past it that would make the kernel let writers wait; a large save in the background goes past
-  it as a whole.  Other bytes go through the cache until the cache turns out to be expensive
-  (`MemoryGauge` in csrc/core/memory/pages.h), and past it from there on.
-* The file of a URL is a stream: `UrlLocation` says how it becomes visible.
+* A rename replaces a regular file.  In three cases the file is overwritten in place instead.  (1)
+  Its directory does not allow replacing it (no permission, sticky, a mount point).  (2) The path
+  is a link of ``/proc`` to an open file (``/dev/stdout``).  (3) The save has ``atomic=False``, and
+  this process has not mapped the file.  The choice depends only on links, directories, owners and
+  mounts, which other savers do not change.
+* From 16 MiB on, a save with ``fsync`` bypasses the page cache.  Without ``fsync``, only bytes for
+  which the kernel would make writers wait bypass it (`direct_nbytes`).  A large background save
+  bypasses it as a whole.  Other bytes go through the cache until the cache turns out to be
+  expensive (`MemoryGauge` in csrc/core/memory/pages.h); then the rest bypasses it.
+* A URL is written as a stream: `UrlLocation` says when the file becomes visible.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ if TYPE_CHECKING:
 
 FileTarget: TypeAlias = "str | UrlLocation"
 
-# Errors of a rename that mean "not this file, not here", not "the disk failed".
+# Errors of a rename that mean that this file cannot be replaced, not that the disk failed.
 _RENAME_REFUSED = {errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES}
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP}
-# Below this a durable save is one write and one sync either way.
+# Below this size, direct writes gain nothing: a durable save is one write and one sync anyway.
 _MIN_DIRECT_NBYTES = 16 << 20
-# A staged chunk takes a few bytes more than its contents, and page-locked memory, which carries
-# accelerators' payloads, has sizes that are powers of two.  A multiple of any disk's block.
+# A staged chunk needs a few bytes more than its contents, and page-locked memory, through which
+# payloads of accelerators go, comes in powers of two.  So the contents leave this many bytes free,
+# a multiple of any disk's block.
 _STAGING_SLACK = 64 << 10
 
 
 def resolve(f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> FileTarget:
-    """Return the file or directory that a path or a URL names; for ``file://`` its local path."""
+    """Return the file or directory that a path or URL names; a ``file://`` URL is a local path."""
     if is_url_target(f):
         from ptsave.sources.url_locations import resolve_url
 
@@ -83,7 +84,7 @@ def name_of(target: FileTarget) -> str:
 
 
 def exists(target: FileTarget) -> bool:
-    """Return whether the target's name exists, also as a link that leads nowhere."""
+    """Return whether the target exists; a broken link counts."""
     return target.is_there() if is_url_file(target) else os.path.lexists(str(target))
 
 
@@ -139,7 +140,7 @@ def _require_root(path: str) -> None:
 def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> Any:
     """Return a path as a str, a URL as a `UrlLocation`, and any other object as it is.
 
-    Errors that writing to the target is known to raise are raised here.
+    Raises errors now that writing to the target would raise later.
     """
     if is_url_file(f):
         return f
@@ -180,10 +181,10 @@ def check_stream(stream: object) -> None:
 def direct_nbytes(nbytes: int, *, fsync: bool, in_background: bool = False) -> int:
     """Return how many of `nbytes` to write past the page cache.
 
-    The cache is faster as long as it only has to remember the bytes.  Half-way between its two
-    limits the kernel may begin to make writers wait for the disk, often twice as long as direct
+    The cache is faster while it only stores the bytes.  Half-way between its two limits for dirty
+    pages, the kernel may begin to make writers wait for the disk, often twice as long as direct
     writes take.  So only the bytes above that point are written directly.  In the background no
-    caller waits, and direct writes leave processors and memory to the program.
+    caller waits, and direct writes leave more processor time and memory to the program.
     """
     if nbytes < _MIN_DIRECT_NBYTES:
         return 0
@@ -209,7 +210,7 @@ def replaceable_file(path: str) -> str:
 
 
 def _behind(path: str) -> tuple[bool, str | None, bool]:
-    """Return whether a path is no regular file, the file behind links, and if it is replaceable.
+    """Return whether a path is no regular file, the file behind links, and if that is replaceable.
 
     Other savers may replace or remove the file at any moment.  So the choice depends only on facts
     that no saver changes: links, the directory and its owner.
@@ -230,9 +231,9 @@ def _behind(path: str) -> tuple[bool, str | None, bool]:
 class FileWriter:
     """Writes one planned file to one path or URL.
 
-    `scratch_for` gets the status of the file to overwrite, and returns the descriptor of an empty
-    file if the plan reads from that file.  With `payloads_are_still`, no code changes the payloads
-    meanwhile, so a disk may read them itself.
+    `scratch_for` gets the status of the file to overwrite.  If the plan reads from that file,
+    `scratch_for` returns the descriptor of an empty file.  `payloads_are_still` promises that no
+    code changes the payloads during the write, so the disk may read them from their memory.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ class FileWriter:
         self._is_following = False
 
     def write_file(self, target: FileTarget) -> None:
-        """Write to a URL, or to a path: atomically if a regular file is or will be there."""
+        """Write to a URL, or to a path: the module's docstring says how."""
         if not isinstance(target, str):
             with target.opened(self._plan.nbytes) as sink:
                 self._write_stream(sink.write, _zero_writer(sink.write))
@@ -319,12 +320,12 @@ class FileWriter:
         )
 
     def _direct_nbytes(self) -> int | None:
-        """Return how many bytes always go past the page cache; None if all go through it."""
+        """Return how many bytes certainly bypass the page cache; None if no byte may."""
         if not self._config.direct_io or self._plan.has_holes:
             return None
         if self._plan.nbytes < _MIN_DIRECT_NBYTES:
             return None
-        # The program goes on while copies are written, but waits for a write that follows a copy.
+        # The program goes on while copies are written, but waits for a write that `follow` began.
         in_background = self._payloads_are_still and not self._is_following
         return direct_nbytes(self._plan.nbytes, fsync=self._fsync, in_background=in_background)
 
@@ -347,15 +348,15 @@ class TargetWriter(FileWriter):
     _plan: _C.WritePlan
 
     def begin_staging(self) -> None:
-        """Fix the values of tensors on accelerators, as the caller's streams leave them now."""
+        """Fix the values of accelerators' tensors at the current point of the caller's streams."""
         self._plan.begin_staging(options=self._options())
 
     def follow(self, copies: _C.Snapshot, target: Any) -> bool:
-        """Let `write` take storages that are still being copied; return whether it can.
+        """Let `write` begin while storages are still being copied; return whether it can.
 
         The target has to be a large file that is replaced as a whole: then a failed copy loses
-        nothing.  The write has to bypass the page cache, because the cache's fresh memory costs as
-        much.
+        nothing.  The write has to bypass the page cache, because new memory for the cache costs as
+        much time as the copies do.
         """
         is_direct = self._config.direct_io and self._plan.nbytes >= _MIN_DIRECT_NBYTES
         if not isinstance(target, str) or not self._atomic or not is_direct:
@@ -455,7 +456,7 @@ def _writable_status(path: str) -> os.stat_result | None:
 
 
 def absolute(path: str) -> str:
-    """Return a path that means the same in any directory; it keeps links, unnormalized."""
+    """Return an absolute path; links and ``..`` in it stay as they are."""
     if os.path.isabs(path):
         return path
     try:
@@ -468,7 +469,7 @@ def absolute(path: str) -> str:
 def _can_replace(target: str, status: os.stat_result | None) -> bool:
     """Return whether the directory of `target` allows a new file in its place."""
     if status is None:
-        return True  # if not, creating it says why
+        return True  # otherwise creating it raises the reason
     parent = os.path.dirname(target)
     if not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
         return False
@@ -481,7 +482,7 @@ def _is_refused(number: int | None, target: str) -> bool:
     """Return whether a rename's error means that this file can never be replaced."""
     if number in _UNSUPPORTED:
         return True
-    if number == errno.EBUSY:  # network file systems also say it of a file in use
+    if number == errno.EBUSY:  # network file systems also raise it for a file in use
         return mount_of(target) != mount_of(os.path.dirname(target))
     return number in _RENAME_REFUSED and os.path.exists(target)
 
@@ -501,7 +502,7 @@ def _is_mapped(target: str) -> bool:
     try:
         with _located(target) as descriptor:
             status = os.fstat(descriptor)
-            name = os.readlink(f"/proc/self/fd/{descriptor}")  # as the list of mappings has it
+            name = os.readlink(f"/proc/self/fd/{descriptor}")  # as /proc/self/maps names it
     except FileNotFoundError:
         return False
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
@@ -547,7 +548,7 @@ def _complete_writer(write: Callable[[memoryview], object]) -> Callable[[memoryv
             if n == 0:
                 raise OSError(errno.EIO, "write() took none of the bytes")
             rest = rest[n:]
-        # The memory behind the views is about to be reused: code that kept one gets an error.
+        # The memory behind the views is about to be reused: code that kept a view gets an error.
         for each in (rest, view):
             with suppress(BufferError):  # it is still in use, as with torch's own writer
                 each.release()
@@ -570,7 +571,7 @@ def _zero_writer(write: Callable[[memoryview], object]) -> Callable[[int], None]
 
 
 def _dirty_limits() -> tuple[int, int]:
-    """Return the dirty bytes from which the kernel writes them, and makes writers wait."""
+    """Return how many dirty bytes make the kernel begin to write, and make writers wait."""
     limit = _dirty_limit("dirty", 1 << 30)
     begin = _dirty_limit("dirty_background", 1 << 29)
     return (begin if begin < limit else limit // 2), limit
@@ -584,5 +585,5 @@ def _dirty_limit(name: str, default: int) -> int:
         ratio = int(Path(f"/proc/sys/vm/{name}_ratio").read_text())
     except (OSError, ValueError):
         return default
-    # In a control group, the ratio is of the memory that its limit leaves.
+    # In a control group, the ratio applies to the memory that the group's limit leaves.
     return config.available_nbytes() * ratio // 100

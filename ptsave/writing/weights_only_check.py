@@ -1,7 +1,7 @@
 """Warns at save time of objects that ``weights_only=True`` will refuse to load.
 
-The machine that would load the pickle runs it, with storages that have no bytes.  Only if the
-machine refuses the pickle is the object searched, part by part, for the names to report.
+The unpickler that would load the file runs the pickle, with storages that have no bytes.  If the
+unpickler refuses the pickle, this module searches the object's parts for the names to report.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ptsave.tree.containers import is_container, walk_entries
 from ptsave.writing.planning import pickle_object
 
 _MAX_NAMED = 8
-_SMALLEST_ODD_INT = 1 << (8 * 255 - 1)  # its opcode is unknown to torch's machine
+_SMALLEST_ODD_INT = 1 << (8 * 255 - 1)  # torch's unpickler does not know its opcode
 _ACCEPTED = (type(None), bool, float, str, torch.dtype, torch.device, torch.Size)
 _PLAIN_CONTAINERS = (dict, list, tuple, OrderedDict, Counter)
 
