@@ -37,7 +37,7 @@ from ptsave.support.torch_names import restricted_unpickler
 
 JOURNAL_PREFIX = ".journal/"
 _DATA = "data/"
-_LOST = ".lost/"  # for ranges in which a record is lost
+_LOST = ".lost/"  # the prefix of names for ranges that hold no known record
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _Found: TypeAlias = tuple[str, int, int, int, int]  # name, header's offset, size, CRC-32, end
 _OTHER_RECORDS = {"data.pkl", *SMALL_RECORDS}
@@ -277,7 +277,7 @@ def _header_of(name: bytes, flags: int, n_extra: int) -> bytes:
 def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, bytes]:
     """Return a record for bytes that belong to no other record, and its header.
 
-    Archives must have no gaps: the next record's place tells where a payload begins.
+    An archive must have no gaps: the engine finds a payload by the place of the next record.
     """
     full_name = f"{cut.root}/{name}".encode()
     front = _LOCAL_HEADER.size + len(full_name)

@@ -43,7 +43,7 @@ class SavedEntries:
             reader = _Reader(BytesIO(data))
             reader.n_to_hash = _HASHED_PER_BYTE * len(data)
             self._obj = reader.load()
-        except Exception as error:  # the standard library's machine may raise anything
+        except Exception as error:  # Python's unpickler may raise anything
             raise ValueError(f"its entries cannot be told apart ({error})") from error
         closed: set[int] = set()
         for _ in range(_MAX_ROUNDS):
@@ -52,7 +52,7 @@ class SavedEntries:
             shared = {id(each) for _, each in self._open[1:] if id(each) in self._users}
             if not shared:
                 break
-            closed |= shared  # something else holds them, too, and would change
+            closed |= shared  # another object holds them, too, and would change
         else:
             raise ValueError("its entries cannot be told apart (they share too many dicts)")
         self.storages = {
@@ -155,7 +155,7 @@ class _Made:
             yield from pair
 
 
-if TYPE_CHECKING:  # the parts of the standard library's machine that typeshed lacks
+if TYPE_CHECKING:  # the parts of Python's unpickler that typeshed lacks
 
     class _PythonUnpickler(pickle.Unpickler):
         dispatch: ClassVar[dict[int, Callable[[Any], None]]]

@@ -241,7 +241,7 @@ def _reserve(reader: RecordReader) -> None:
 def _load_reserved(
     reader: RecordReader, map_location: Any, pickle_module: Any, pickle_load_args: dict[str, Any]
 ) -> Any:
-    """Make the object of an archive after `_reserve`, if no code looks at storages meanwhile."""
+    """Make the object of an archive after `_reserve`; no code may look at storages meanwhile."""
     module = faster(pickle_module, reader, storages_are_plain=True)
     return _load(reader.for_loader(), map_location, module, pickle_load_args)
 
@@ -327,13 +327,13 @@ def _is_blind(data: bytes, pickle_module: Any, *opaque: set[str]) -> bool:
 
 def _stay_on_cpu(map_location: Any) -> bool:
     """Whether storages that were saved on the CPU certainly stay there."""
-    # A callable or a subclass may say that it is the CPU, and do anything.
+    # A callable or a subclass of `str` may claim to be the CPU, and do anything.
     is_plain = type(map_location) in (str, torch.device)
     return map_location is None or (is_plain and str(map_location) == "cpu")
 
 
 def _overlapping(reader: RecordReader, pickle_module: Any) -> Any:
-    """Return a stand-in for `pickle_module` that waits for storages that leave the CPU."""
+    """Return a stand-in for `pickle_module` that waits for a storage before it leaves the CPU."""
 
     class Unpickler(pickle_module.Unpickler):  # type: ignore[misc]
         persistent_load: Callable[[Any], Any]  # set by torch

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _PIECE_NBYTES = 32 << 20
 # If ranks have more files, none is read in place, because each keeps a descriptor until the end.
 _MAX_FILES = 128
-# Chunks whose checksums are found at once: each takes less than a block of memory.
+# The most chunks whose checksums are found together: each takes less than a block of memory.
 _N_CHUNKS = 4096
 _SPOOL_ALIGNMENT = 64
 _ZIP64_HEADER_NBYTES = 30 + 20 + 4  # of a local header and the start of its padding

@@ -23,7 +23,7 @@ Path: TypeAlias = tuple[Any, ...]  # keys of an entry, from the outermost contai
 # makes the names below it longer.  torch.save reaches 970 levels before a RecursionError.
 MAX_DEPTH = 1000
 
-# Their instances hold the entries of a saved object.
+# The types whose instances hold the entries of a saved object.
 CONTAINERS = (Mapping, list, tuple)
 
 # Path and prefix ("a.b.") of a container, key and value of a part in it, whether the part is a

@@ -356,7 +356,7 @@ class TargetWriter(FileWriter):
 
         The target has to be a large file that is replaced as a whole: then a failed copy loses
         nothing.  The write has to bypass the page cache, because new memory for the cache costs as
-        much time as the copies do.
+        much time as new memory for the copies.
         """
         is_direct = self._config.direct_io and self._plan.nbytes >= _MIN_DIRECT_NBYTES
         if not isinstance(target, str) or not self._atomic or not is_direct:
