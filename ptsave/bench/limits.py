@@ -4,12 +4,12 @@
 
 * ``direct-write``: write a new, preallocated file with direct I/O, then fdatasync;
 * ``buffered-write``: write a new, preallocated file into the page cache;
-* ``tmpfs-write``: the same without preallocation, which on tmpfs is a write of its own;
+* ``tmpfs-write``: the same without preallocation, which on tmpfs would write all pages;
 * ``direct-read``: drop the file at PATH from the page cache, and read it with direct I/O;
 * ``cached-read``: read the cached file at PATH into new memory made of huge pages.
 
-Without direct I/O in the file system, all modes use the page cache.  Python is fast enough, because
-each call moves 8 MiB, and it needs no compiler.  Limits that need one (mapped pages, memcpy) are in
+If the file system has no direct I/O, all modes use the page cache.  Python is fast enough, because
+each call moves 8 MiB.  Limits that need compiled code (mapped pages, memcpy) are in
 ``benchmarks/cpp/io_limits.cpp``.
 """
 
@@ -32,7 +32,7 @@ from ptsave.support.threads import ThreadPool
 THREAD_COUNTS = (1, 2, 4)
 _CHUNK_NBYTES = 8 << 20
 
-# Moves bytes of a file.  Gets the thread's number, the position, and the number of bytes.
+# Moves bytes of a file; takes the thread's number, the position and the number of bytes.
 _Move: TypeAlias = Callable[[int, int, int], None]
 
 

@@ -1,4 +1,4 @@
-"""Plans and runs rounds in which contenders and the hardware take turns; draws the figures.
+"""Plans and runs benchmark rounds of the libraries and the hardware; draws the figures.
 
 Each figure comes from a fresh process.
 """
@@ -67,8 +67,8 @@ class Workload:
 class Results:
     """All figures of one workload, by contender, one per round.
 
-    The limit has the figures of the thread count with the best median.  The best of each round
-    would be the luckiest of several draws, while a contender has only one.
+    The limit's figures come from the thread count with the best median.  Taking the best thread
+    count of each round would favour the limit, because a contender has only one try per round.
     """
 
     figures: dict[str, list[Figure]] = field(default_factory=dict)
@@ -119,9 +119,9 @@ def is_available(contender: str) -> bool:
 class Bench:
     """Runs workloads on files in two empty folders, one on disk and one on tmpfs.
 
-    With `drop_all` the page cache may drop all files if it cannot drop one alone.  `state` is one
-    of `ptsave.bench.system.STATES`, and free memory rests for `rest` seconds in the states that are
-    not warmed up.  The limit's memory is always fetched ahead.
+    With `drop_all`, the page cache may drop all files if it cannot drop one alone.  `state` is one
+    of `ptsave.bench.system.STATES`.  Except when warmed up, free memory rests for `rest` seconds
+    before a measurement.  The limit's memory is always fetched in advance.
     """
 
     disk: Path
@@ -136,7 +136,7 @@ class Bench:
     _checksum: int = field(default=0, init=False)
 
     def prepare(self) -> None:
-        """Write the files to load, which saved files are also compared with."""
+        """Write the files to load; saved files are also compared with them."""
         for contender in {STOCK, *self.contenders} - {PTSAVE}:
             path = self.loaded_file(contender)
             path.parent.mkdir(exist_ok=True)
@@ -286,7 +286,7 @@ def speed_rows(workload: Workload, results: Results) -> Iterator[list[str]]:
 MIN_NBYTES = 32 * MIB  # the smallest model that the worker makes
 _DEFAULT_NBYTES = 1 << 30
 _MARGIN_NBYTES = 64 * MIB
-# A worker's tensors, its other pages, and the file.
+# Memory holds a worker's tensors, its other pages, and the file.
 _MEMORY_FACTOR = 3
 
 WORKLOADS = {
@@ -381,7 +381,7 @@ def plan_disk(
     folder = Path(directory)
     try:
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:  # which names a temporary file
+    except OSError as error:  # the error names a temporary file
         raise OSError(error.errno, error.strerror, str(folder)) from error
     free, memory = shutil.disk_usage(folder).free, available_nbytes()
     if nbytes is None:
@@ -419,7 +419,7 @@ def _require_room(plan: Plan, directory: str, free: int, memory: int, *, in_memo
 
 
 def measure_disk(plan: Plan, *, progress: bool = False) -> Measurement:
-    """Carry out a plan, and always remove the files; a failed worker is a RuntimeError."""
+    """Carry out a plan, and always remove the files; a failed worker raises RuntimeError."""
     workloads, remarks = dict(plan.workloads), [*plan.remarks]
     with _scratch_folder(plan.directory) as folder:
         bench = Bench(
@@ -465,7 +465,7 @@ _TEXT = 0.15  # the width of a figure's text, as a fraction of the longest bar
 
 @dataclass(frozen=True)
 class Bar:
-    """One contender's median, its `low` to `high` spread, and a text; a limit is a line."""
+    """One contender's median, its `low` to `high` spread, and a text; the limit is a line."""
 
     label: str
     value: float
@@ -483,7 +483,7 @@ class Group:
     bars: Sequence[Bar]
 
     def longest(self) -> float:
-        """Return the value of the longest bar; the limit counts only if it is alone."""
+        """Return the value of the longest bar; the limit counts only without other bars."""
         values = [bar.value for bar in self.bars if not bar.is_limit]
         return max(values or [bar.value for bar in self.bars]) or 1.0
 

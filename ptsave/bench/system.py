@@ -44,9 +44,9 @@ class Task:
     fsync: bool = False
     page_cache: str = "warm"  # or "cold", for a load
     mmap: bool = False
-    drop_all: bool = False  # drop all files from the page cache if the file alone cannot be
+    drop_all: bool = False  # if the file alone cannot be dropped from the page cache
     state: str = WARMED_UP  # of the process and of free memory
-    rest: float = REST_SECONDS  # before the call, unless the state is warmed up
+    rest: float = REST_SECONDS  # wait before the call, unless the state is warmed up
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Figure:
 
 
 def answer_of(name: str, module: str, *arguments: str) -> Any:
-    """Return the JSON that a module prints in a fresh process; a failure is a RuntimeError."""
+    """Return the JSON that a module prints in a fresh process; raise RuntimeError if it fails."""
     command = [sys.executable, "-m", module, *arguments]
     result = subprocess.run(command, cwd=_ROOT, check=False, capture_output=True, text=True)
     if result.returncode != 0:
@@ -85,7 +85,7 @@ def cached_fraction(path: Path) -> float:
 
 
 def make_cold(path: Path, *, drop_all: bool = True) -> None:
-    """Drop a file from the page cache, or raise; with `drop_all` root drops all files if needed."""
+    """Drop a file from the page cache, or raise; with `drop_all`, root may drop all files."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -59,15 +59,15 @@ class Options(NamedTuple):
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which a device is the current one.
 
-    Otherwise events use the thread's device, which is device 0 in a new thread, and make a context
-    there that takes hundreds of MiB.
+    Without it, events use the thread's device, which is device 0 in a new thread, and create a
+    context there that takes hundreds of MiB.
     """
     return torch.accelerator.device_index(device.index)
 
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Add the tensor's name to an error that there is no room for it."""
+    """Add the tensor's name to a StagingFullError."""
     try:
         yield
     except StagingFullError as error:
@@ -99,7 +99,7 @@ class Block:
 
 
 class Blocks:
-    """Adds blocks and tensors to an archive, within bounds of memory and of the file."""
+    """Adds blocks and tensors to an archive, within the limits of memory and file size."""
 
     def __init__(self, writer: MeasuringWriter, options: Options, max_staged_bytes: int) -> None:
         self._writer = writer
@@ -170,7 +170,7 @@ class Blocks:
             event = torch.Event(device=tensor.device)
             event.record(torch.accelerator.current_stream(tensor.device))
             staged = Staged(host.expand(tensor.shape), event, name)
-            del event  # only `staged` has it, because it has to be destroyed on its device
+            del event  # only `staged` refers to it: it must be destroyed on its device
         if name:
             self.stored_nbytes += nbytes
         block.staged.append(staged)
@@ -190,7 +190,7 @@ class Blocks:
         self._writer.add_of_any_size(key, value, when_full="wait")
 
     def close(self) -> None:
-        """Wait for everything that is on its way, and add it."""
+        """Wait for all pending tensors and blocks, and add them."""
         self._lane.shutdown()
         self._raise_failure()
         with self._lock:
@@ -200,7 +200,7 @@ class Blocks:
                 self._unwritten.pop(0)
 
     def cancel(self) -> None:
-        """Give up everything that is on its way."""
+        """Give up all pending tensors and blocks."""
         self._lane.shutdown(cancel_futures=True)
         self._pending.clear()
         self._unwritten.clear()
@@ -280,7 +280,7 @@ class Blocks:
     # -------------------------------------------------------------------- from accelerators
 
     def _reserve(self, nbytes: int) -> bool:
-        """Take room for `nbytes`; a tensor that is larger than all room gets it alone."""
+        """Reserve `nbytes`; a tensor larger than the whole budget gets the budget alone."""
         with self._room:
             if self._options.when_full == "wait":
                 self._room.wait_for(lambda: self._failure is not None or self._has_room(nbytes))

@@ -33,7 +33,7 @@ from ptsave.support.ranks import check_rank_of_file, checked_rank
 from ptsave.support.text import count_text
 
 WHAT = ("inputs", "outputs", "grads", "params")
-# For page-locked copies of tensors on accelerators, unless max_memory_bytes is given.
+# Limit of page-locked copies from accelerators, unless max_memory_bytes is given.
 _MAX_STAGED_NBYTES = 1 << 30
 _MAX_STEPS_TEXT = 1000
 # The attributes in which wrappers hold their module: torch.compile, FSDP, checkpointing.
@@ -43,9 +43,9 @@ _running: WeakSet[Capture] = WeakSet()
 
 
 class Capture:
-    """A capture that goes on from :meth:`start` to :meth:`stop`; a context manager.
+    """A capture that runs from :meth:`start` to :meth:`stop`; a context manager.
 
-    See :func:`capture`, which makes one.
+    :func:`capture` creates it.
 
     Attributes
     ----------
@@ -83,8 +83,8 @@ class Capture:
         ------
         RuntimeError
             If the capture was started before, or another capture or process is writing the file.
-            Also if the job has several ranks (by torch.distributed, or by ``WORLD_SIZE`` in the
-            environment), and `rank` is not this process's rank.
+            Also if the job has several ranks (according to torch.distributed or the variable
+            ``WORLD_SIZE``), and `rank` is not this process's rank.
         ValueError
             If no module is selected, or the optimizer has none of the model's parameters.
         SaveError
@@ -142,9 +142,9 @@ class Capture:
     def step(self) -> None:
         """End a step: later calls belong to the next step.
 
-        With an `optimizer`, its step does this.  A gradient that comes later still belongs to the
-        call that had its value; a parameter's gradient belongs to the step in which it comes.  A
-        leaf is followed until it has a gradient, or is a value of a call again.
+        With an `optimizer`, each of its steps calls this.  A gradient that arrives later still
+        belongs to the call that used the value; a parameter's gradient belongs to the step in which
+        it arrives.  A leaf tensor is watched until its gradient arrives, or another call uses it.
         """
         if not self._running:
             raise RuntimeError("the capture is not running: start() it, or use it in a with block")
@@ -164,7 +164,7 @@ class Capture:
         Raises
         ------
         SaveError
-            If the file could not be written: the disk is full, ...
+            If the file could not be written, for example because the disk is full.
         """
         if not self._running:
             return
@@ -335,15 +335,16 @@ def capture(
         The file, which exists once the capture has stopped.
     what : iterable of {"inputs", "outputs", "grads", "params"}
         Values to keep.  "grads" are the gradients with respect to inputs and outputs (the tensor's
-        whole gradient, also from its other uses).  They are also the gradients of parameters, each
-        time these have been accumulated.  "params" are the parameters as each step begins.
+        whole gradient, also from its other uses).  "grads" also includes the gradients of
+        parameters, each time they have been accumulated.  "params" are the parameters at the
+        beginning of each step.
     include, exclude : str or iterable of str
         Patterns of modules' paths, such as ``"layers.*.mlp"``.  A module is captured if a pattern
         of `include` matches its path, and no pattern of `exclude`.  ``""`` is the path of the model
         itself.  A pattern of `include` without a module is a warning; it is an error if no module
         is selected.
     steps : container of int, callable or None
-        Steps to record, for example ``range(100, 103)``; None is all.  The first step is 0.
+        Steps to record, for example ``range(100, 103)``; None records all.  The first step is 0.
     statistics : bool
         Whether to take count, mean, deviation, extremes, norm and checksum of each tensor.
     tensors : bool
@@ -351,20 +352,20 @@ def capture(
     call_stacks : bool
         Whether to note where each call was made.
     optimizer : torch.optim.Optimizer or None
-        Its steps are the steps of the capture.  Without an optimizer, :meth:`Capture.step` marks
-        them.  If the program marks no step, `stop` warns if an optimizer of the model has taken
-        more than one.
+        The optimizer whose steps are the steps of the capture.  Without it, the program calls
+        :meth:`Capture.step` after each step.  If it never does, and an optimizer of the model has
+        taken more than one step, `stop` warns.
     max_bytes : int, str or None
-        Bytes of tensors in the file, for example ``"8GB"``.  Later tensors are left out, with a
-        note.
+        Limit of the tensors' bytes in the file, for example ``"8GB"``.  Later tensors are left out,
+        with a note.
     max_memory_bytes : int, str or None
-        Bytes of tensors that wait to be written.  The default is that of
-        :func:`ptsave.async_save`, and at most 1 GiB on the way from accelerators.  Records of calls
-        and values are never left out.
+        Limit of the bytes of tensors that wait to be written.  The default is that of
+        :func:`ptsave.async_save`, with at most 1 GiB for copies from accelerators.  Records of
+        calls and values are never left out.
     when_full : {"wait", "drop", "raise"}
-        For tensors that find no room there: wait in the hook, leave them out with a note, or raise
-        StagingFullError.  A tensor that is larger than all the room is left out with "drop", too.
-        Otherwise the hook raises.
+        Behaviour if a tensor exceeds this memory limit: wait in the hook, leave the tensor out with
+        a note, or raise StagingFullError.  If a single tensor is larger than the whole limit,
+        "drop" leaves it out, too; otherwise the hook raises.
     fsync : bool
         Whether the file survives power loss once the capture has stopped.
     rank : int or None

@@ -40,9 +40,9 @@ from ptsave.support.text import count_text
 Kind = Literal[
     "numbers", "statistics", "shape", "layout", "type", "value", "not compared", "not comparable"
 ]
-# Plain values of these types may differ: they say where and in what form a run was made.
+# Plain values of these types may differ: they describe a run's device and format.
 _OF_THE_RUN = {"torch.device", "torch.dtype", "torch.layout"}
-# Those of torch.testing.assert_close, and some for small floats.
+# `_BY_DTYPE`: tolerances of torch.testing.assert_close, and additional ones for small floats.
 _EXACT = Tolerance(0.0, 0.0)
 _BY_DTYPE = {
     torch.float16: Tolerance(1e-3, 1e-5),
@@ -52,7 +52,7 @@ _BY_DTYPE = {
     torch.complex32: Tolerance(1e-3, 1e-5),
     torch.complex64: Tolerance(1.3e-6, 1e-5),
     torch.complex128: Tolerance(1e-7, 1e-7),
-    # torch has none for these: one unit in the last place, and the smallest number.
+    # torch has no tolerances for these: one unit in the last place, and the smallest number.
     torch.float8_e4m3fn: Tolerance(2**-3, 2**-9),
     torch.float8_e4m3fnuz: Tolerance(2**-3, 2**-10),
     torch.float8_e5m2: Tolerance(2**-2, 2**-16),
@@ -71,7 +71,7 @@ class TensorDifference:
     numel : int
         Count of numbers on each side.
     n_different : int
-        Count of numbers with other bits or, between two dtypes, another value.
+        Count of numbers with different bits or, between two dtypes, different values.
     n_outside : int
         Count of numbers outside the tolerance.
     n_nan_a, n_nan_b, n_inf_a, n_inf_b : int
@@ -85,13 +85,14 @@ class TensorDifference:
     max_rel : float
         The largest distance divided by the absolute value in b; inf where that is 0.
     product, squares_a, squares_b : float
-        Sums of a * b, a * a and b * b, where both are finite, of a / 2**scale_a and b / 2**scale_b.
+        Sums of a * b, a * a and b * b over the numbers that are finite on both sides, with a
+        divided by 2**scale_a and b by 2**scale_b.
     scale_a, scale_b : int
-        0, unless squares of float64 would be infinite or 0.
+        0, unless squares would overflow or underflow float64.
     ulps : tuple of int
         Counts of numbers that are 0, 1, 2, 3 to 4, 5 to 8, 9 to 16, ... units in the last place
-        apart, in the coarser dtype.  The 66th counts numbers of two signs, and NaN and infinities
-        that the other side has not.  Counts behind the last one that is not 0 are left out.
+        apart, in the coarser dtype.  The 66th counts numbers of opposite signs, and NaN and
+        infinities that only one side has.  Trailing zeros are left out.
     first : tuple of int or None
         The index of the first number that differs, in a's order of memory.  For nested tensors it
         begins with the index of the component.
@@ -122,7 +123,7 @@ class TensorDifference:
 
     @property
     def cosine(self) -> float:
-        """The cosine of the angle between both, as vectors of the numbers that are finite in both.
+        """The cosine of the angle between the vectors of all numbers that are finite on both sides.
 
         1.0 if both are 0 everywhere.  NaN if there is no angle: only one of them is 0, or there are
         only zeros and numbers that are NaN or infinite on one side.
@@ -200,11 +201,11 @@ class CapturedDifference:
     name : str
         ``step/phase/module.path#call/argument``, as in the run.
     kind : str
-        ``"numbers"``: the elements were compared.  ``"statistics"``: these were compared, because
-        one side has no elements.  ``"value"``: values that are no tensors were compared.
-        ``"shape"``, ``"layout"``, ``"type"``: this differs; the lengths of containers are compared
-        as ``"shape"``, too.  ``"not compared"``: one side has not even statistics.
-        ``"not comparable"``: torch cannot compare the elements.
+        ``"numbers"``: the elements were compared.  ``"statistics"``: the statistics were compared,
+        because one side has no elements.  ``"value"``: values that are no tensors were compared.
+        ``"shape"``, ``"layout"``, ``"type"``: this property differs; the length of a container
+        counts as ``"shape"``.  ``"not compared"``: one side has not even statistics.  ``"not
+        comparable"``: torch cannot compare the elements.
     equal : bool
         Whether they are equal, within the tolerance.
     a, b : CapturedValue
@@ -227,9 +228,9 @@ class CapturedDifference:
 
     @property
     def relative_error(self) -> float:
-        """The largest distance, divided by the root mean square of b; by statistics if need be.
+        """The largest distance, divided by the root mean square of b; if need be, from statistics.
 
-        inf if it is unknown: other shapes, or NaN on one side.
+        inf if it is unknown: the shapes differ, or only one side has NaN.
         """
         if self.numbers is not None:
             found = self.numbers
@@ -246,7 +247,7 @@ class CaptureComparison:
     Attributes
     ----------
     compared : list of CapturedDifference
-        All values that both have, equal or not, in the first run's order of execution.
+        All values that both runs have, equal or not, in the first run's order of execution.
     only_in_a, only_in_b : list of str
         Steps and calls that only one run has, and values that only one run has in a call of both.
         In order of execution.
@@ -294,32 +295,32 @@ def compare_captures(
     a_storage_options: Mapping[str, Any] | None = None,
     b_storage_options: Mapping[str, Any] | None = None,
 ) -> CaptureComparison:
-    """Compare two runs that :func:`ptsave.capture` has recorded, or one with a checkpoint.
+    """Compare two runs that :func:`ptsave.capture` has recorded, or a run with a checkpoint.
 
-    Values are aligned by step, phase, module, number of the call and argument.  So runs may differ
-    in dtype, device, compilation and the order of their calls.  Tensors are read and compared in
-    pieces, and the next pieces are read meanwhile.  This takes some 150 MiB of memory, however
-    large the tensors are.  Where one run has only statistics, these are compared.
+    Values are matched by step, phase, module, call number and argument.  So runs may differ in
+    dtype, device, compilation and the order of their calls.  Tensors are read and compared in
+    pieces, and the next pieces are read meanwhile.  This takes about 150 MiB of memory for tensors
+    of any size.  If one run has only statistics, the statistics are compared.
 
     Parameters
     ----------
     a, b : str, os.PathLike or file-like
-        Two captures.  Or a capture and a checkpoint of any kind: its tensors are compared with the
-        parameters of a step, by their names.
+        Two captures, or a capture and a checkpoint of any kind.  The checkpoint's tensors are
+        compared with the parameters of a step, by name.
     rtol, atol : float, optional
         Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, and NaN equals any NaN.  The
-        defaults are those of :func:`torch.testing.assert_close` for the coarser dtype, and one unit
-        in the last place of 8-bit floats.  If only one is given, the other is 0.
+        defaults are those of :func:`torch.testing.assert_close` for the coarser dtype; for 8-bit
+        floats, one unit in the last place.  If only one is given, the other is 0.
     exact : bool, default False
-        Whether only the same bits are equal; between two dtypes, the same values.
+        Whether numbers must have the same bits; between two dtypes, the same values.
     step : int, optional
-        Compare only this step.  Beside a checkpoint, the default is the first step.
+        Compare only this step.  With a checkpoint, the default is the first step.
     recover : bool, default False
         Whether to read leftovers of killed runs, as :func:`ptsave.open` does.
     progress : bool, default False
         Whether to show a progress bar.
     a_storage_options, b_storage_options : mapping, optional
-        For the file systems of URLs, of a and of b.
+        Options for the file systems of a and b, if these are URLs.
 
     Returns
     -------
@@ -418,7 +419,7 @@ class _Comparison:
         return common
 
     def _note_alone(self, in_a: list[str], in_b: list[str]) -> None:
-        """Note names of one side only: differences, or a remark if they were to be expected."""
+        """Add names that only one run has to the differences, or to a remark if expected."""
         for side, other, names, only in (
             (self._a, self._b, in_a, self._result.only_in_a),
             (self._b, self._a, in_b, self._result.only_in_b),
@@ -472,7 +473,7 @@ class _Comparison:
     ) -> tuple[dict[str, CapturedDifference], dict[_Keys, TensorPair]]:
         """Return the differences that records show, and the pairs of tensors that must be read."""
         compared: dict[str, CapturedDifference] = {}
-        unread: dict[_Keys, TensorPair] = {}  # an output is the next input: read once
+        unread: dict[_Keys, TensorPair] = {}  # an output that is the next call's input is read once
         for x, y in pairs:
             if (x.stored, y.stored) in unread:
                 continue
@@ -613,7 +614,7 @@ def _record_of(name: str, tensor: Tensor) -> CapturedValue:
 
 
 def _alone(names: Iterable[str], others: Mapping[str, Any]) -> list[str]:
-    """Return the calls that `others` lack, and the values that they lack in calls of both."""
+    """Return the calls that `others` lacks, and the values that it lacks in common calls."""
     calls = {_call_of(name) for name in others}
     found = (
         name if _call_of(name) in calls else _call_of(name) for name in names if name not in others
@@ -764,8 +765,8 @@ def difference_of_rows(
 ) -> TensorDifference | None:
     """Compare two strided CPU tensors of one shape in one pass, whatever their dtypes.
 
-    NaN is near any NaN.  None if the elements of one are no numbers (bits, quantized ones).  Raises
-    ValueError if their shapes differ, or only one is of torch.float4_e2m1fn_x2.
+    NaN is near any NaN.  Returns None if elements of one are not numbers (bits, or quantized).
+    Raises ValueError if their shapes differ, or only one is of torch.float4_e2m1fn_x2.
     """
     if a.shape != b.shape:
         raise ValueError(f"tensors of {list(a.shape)} and {list(b.shape)} cannot be compared")
@@ -782,7 +783,7 @@ def difference_of_rows(
 
 
 def _index(flat: int, a: Tensor, dims: list[int]) -> tuple[int, ...]:
-    """Return the index in a tensor of a number in its row."""
+    """Return the index in a tensor for a position in its row."""
     if a.dtype == torch.float4_e2m1fn_x2:  # two numbers in an element
         flat //= 2
     index = [0] * len(dims)

@@ -1,4 +1,4 @@
-"""Hooks of modules, parameters and optimizers: they tell of calls, gradients and steps."""
+"""Hooks of modules, parameters and optimizers: they report calls, gradients and steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ptsave.support.torch_modules import parameters_of
 class _ModuleHooks:
     """The two hooks of a module; nothing is compiled while they run, even below torch.compile.
 
-    In a copy of the module, or in a module that was saved whole, they do nothing.
+    Copies of the module, and modules that were pickled whole, get hooks that do nothing.
     """
 
     def __init__(self, hooks: Hooks, site: Site) -> None:
@@ -62,7 +62,7 @@ class _Idle:
 
 
 def idle_hooks() -> _ModuleHooks:
-    """Return hooks that do nothing; modules that were saved whole name this function."""
+    """Return hooks that do nothing; modules that were pickled whole refer to this function."""
     hooks = object.__new__(_ModuleHooks)
     vars(hooks)["_recorder"] = _Idle
     return hooks
@@ -177,7 +177,7 @@ class Hooks:
 
 
 class OptimizerSteps:
-    """Calls `step` after each step of an optimizer; without one, counts the model's own."""
+    """Calls `step` after each step of an optimizer; without it, counts optimizer steps."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, step: Callable[[], None]

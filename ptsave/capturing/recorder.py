@@ -1,6 +1,7 @@
 """Turns values into rows of records, and tensors into entries of the archive.
 
-Rows are tuples of the fields of `CapturedCall` and `CapturedValue`: a hook has only 20 us.
+Rows are plain tuples of the fields of `CapturedCall` and `CapturedValue`, because a hook has only
+20 us.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _MAX_TEXT = 200
 
 _COLON = "%3A"
 _MAX_DEPTH = 50
-# Of a tensor: its key in the file, a note, its statistics, and its copy if that is on its way.
+# A tensor's key in the file, a note, its statistics, and its copy while that is in transfer.
 _Kept: TypeAlias = tuple[str, str, tuple[Any, ...] | None, Staged | None]
 _GRADIENTS_OF = {"forward": "backward", "recompute": "recompute_backward"}
 
@@ -161,7 +162,7 @@ class Recorder:
         self._hooked.clear()
         self._hand_over(more=False)
         self._handles = [handle for handle in self._handles if _is_alive(handle)]
-        # A leaf may get this step's gradient later.  After that, its gradients are other steps'.
+        # A leaf may get this step's gradient later.  Further gradients belong to other steps.
         for key, (hooked, handle) in list(self._leaves.items()):
             if hooked.n_gradients or not _is_alive(handle):
                 handle.remove()
@@ -215,7 +216,7 @@ class Recorder:
         return call
 
     def end_call(self, site: Site, result: object) -> Call | None:
-        """Record the end of a call; return it, or None if it raised or was not seen to begin."""
+        """Record the end of a call; return the call, or None if it raised or began unseen."""
         calls = self._thread.calls
         for i in range(len(calls) - 1, -1, -1):
             if calls[i].site is site:
@@ -551,7 +552,7 @@ def _parts(keys: list[Any]) -> Iterable[str]:
 
 
 def _free(part: str, taken: set[str]) -> str:
-    """Return the part, or with a number from 2 on if it is taken."""
+    """Return the part; if it is taken, add a number from 2 on."""
     numbered, number = part, 2
     while numbered in taken:
         numbered, number = f"{part}{_COLON}{number}", number + 1

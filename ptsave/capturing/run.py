@@ -57,9 +57,9 @@ _NAME, _CALL, _KIND, _DTYPE, _SHAPE, _NBYTES, _NOTE, _STATISTICS = map(
 class CapturedRun:
     """An open capture; the tensors of the saved object `obj` may have no values.
 
-    `header` is as docs/format.md lists it. `totals` are written at the end, and None if the capture
-    was killed before. A capture of a later version raises ValueError; damaged records raise
-    CorruptCheckpointError. `captured_run` makes one of an object that may be no capture.
+    docs/format.md lists the fields of `header`. `totals` is None if the process was killed before
+    the capture ended. A capture of a later version raises ValueError; damaged records raise
+    CorruptCheckpointError. For an object that may not be a capture, use `captured_run`.
     """
 
     def __init__(self, obj: Any, path: str) -> None:
@@ -253,7 +253,7 @@ class CapturedRun:
 
 
 class _Values(Mapping[str, CapturedValue]):
-    """The values of a call by their paths, made when one of them is asked for."""
+    """The values of a call by their paths, created at the first access."""
 
     def __init__(self, rows: Sequence[Row], phases: Iterable[str]) -> None:
         self._rows = rows
@@ -447,7 +447,7 @@ class PooledStatistics:
         self._add_moments(n_finite, found.mean, found.std)
 
     def _add_moments(self, n: int, mean: complex, std: float) -> None:
-        # No sum of squares, which may be infinite or zero in doubles where its root is neither.
+        # Not a sum of squares, which may overflow or underflow where its root does not.
         deviation = std * math.sqrt((n - 1) / n) if n > 1 else 0.0
         if self._n_finite == 0:
             self._n_finite, self.mean, self._deviation = n, mean, deviation
@@ -497,10 +497,10 @@ class ModuleStatistics:
 
     path: str  # as in `torch.nn.Module.named_modules`
     class_name: str  # full name
-    n_calls: int = 0  # with recomputations
+    n_calls: int = 0  # including recomputations
     values: list[ValueStatistics] = field(default_factory=list)  # by phase and first appearance
     depth: int = 0  # number of listed modules around it
-    label: str = ""  # its path in the innermost of these; the class name for the model itself
+    label: str = ""  # path in the innermost of these; the model's is its class name
 
 
 def module_statistics(

@@ -1,4 +1,4 @@
-"""The records of a capture: the calls of modules, the values of each, and totals of both.
+"""The records of a capture: the calls of modules, the values of each call, and totals.
 
 A capture is an archive of one dict. Beside tensors it holds only plain dicts, tuples, numbers and
 text, so that ``torch.load(..., weights_only=True)`` opens it; docs/format.md, "Captures", lists its
@@ -47,7 +47,7 @@ class Name(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of one tensor; all but the counts and the checksum are of its finite elements.
+    """Statistics of one tensor; all but the counts and the checksum cover finite elements only.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class CapturedCall:
     class_name : str
         The module's class, for example ``"torch.nn.modules.linear.Linear"``.
     order, end : int
-        Numbers of the events of its beginning and its end; events of a run are counted from 0.
+        Event numbers of the call's beginning and end; a run's events are counted from 0.
     parent : int or None
         `id` of the call that contains this one, in the same thread.
     status : {"returned", "raised", "stopped", "unfinished"}
@@ -103,10 +103,11 @@ class CapturedCall:
     error : str
         Type and message of the exception of a call that raised.
     stack : tuple of str
-        Where it was called, outermost first, as ``"file:line function"``.  Empty unless asked for.
+        Where it was called, outermost first, as ``"file:line function"``.  Empty without
+        `call_stacks`.
     values : mapping of str to CapturedValue
         Arguments and results by their paths in the name, ``"inputs/0"`` or ``"outputs/logits"``,
-        with the containers that they are in.  Only calls that were read have them.
+        and the containers around them.  Filled in only when a capture is read.
     grads : mapping of str to CapturedValue
         Gradients with respect to `values`, by the same paths.
     inputs, outputs : list of CapturedValue
@@ -130,12 +131,12 @@ class CapturedCall:
 
     @property
     def inputs(self) -> list[CapturedValue]:
-        """The tensors among its arguments, also nested ones, in their order."""
+        """The tensors among the call's arguments, also nested ones, in their order."""
         return self._tensors("inputs")
 
     @property
     def outputs(self) -> list[CapturedValue]:
-        """The tensors in its result: one, several of a tuple, none if it raised."""
+        """The tensors in the call's result: one, several in a tuple, or none if the call raised."""
         return self._tensors("outputs")
 
     def _tensors(self, root: str) -> list[CapturedValue]:
@@ -155,7 +156,7 @@ class CapturedValue:
     name : str
         ``step/phase/module.path#call/argument/path``; `parse_name` takes it apart.
     order : int
-        Number of the event.
+        Event number, as in :class:`CapturedCall`.
     call : int or None
         `id` of the call; None for ``params`` and ``grads``.
     kind : {"tensor", "container", "plain"}
@@ -178,7 +179,7 @@ class CapturedValue:
     note : str
         Why something is missing or different: ``"meta: no values"``, ``"dropped: memory"``, ...
     statistics : Statistics or None
-        Of a tensor, if they were asked for and it has values.
+        A tensor's statistics, if the capture takes them and the tensor has values.
     """
 
     name: str

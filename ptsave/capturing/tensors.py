@@ -19,8 +19,8 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 def statistics_of(tensor: Tensor, n_threads: int) -> tuple[Any, ...] | None:
     """Return the fields of `Statistics` for a strided tensor in CPU memory.
 
-    Up to `n_threads` of torch's threads take them.  None if there are none: `why_no_statistics`
-    says why.
+    Uses up to `n_threads` of torch's threads.  Returns None if the tensor has no statistics:
+    `why_no_statistics` says why.
     """
     try:
         return _C.tensor_statistics(tensor, n_threads)
@@ -59,7 +59,7 @@ def unexpanded(tensor: Tensor) -> Tensor:
 
 
 def keeps_storage(tensor: Tensor) -> bool:
-    """Return whether a strided tensor fills its storage; of a part of one a copy is written."""
+    """Return whether a strided tensor fills its storage; otherwise a copy is written."""
     return tensor.untyped_storage().nbytes() <= unexpanded(tensor).nbytes
 
 

@@ -2,10 +2,10 @@
 
 Checked with torch 2.13.0; if a name is missing, `private` raises an ImportError that names it.
 
-Code of `torch.compile` must see hooks of modules that come and go.  Dynamo compiles a module's call
-without hooks if the module has none at that moment.  Neither calls nor guards look for new hooks
-later (`skip_nnmodule_hook_guards`).  So code that was compiled before, even for another instance of
-the class, would silently leave out hooks.
+Code compiled by `torch.compile` must notice when module hooks are added or removed.  Dynamo
+compiles a module's call without hooks if the module has none at that moment.  Neither calls nor
+guards look for new hooks later (`skip_nnmodule_hook_guards`).  So code that was compiled before,
+even for another instance of the class, would silently ignore the hooks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _eval_frame: Any = private(private(torch._C, "_dynamo"), "eval_frame")
 _set_strategy: Callable[[Any, Any], None] = private(_eval_frame, "set_code_exec_strategy")
 _FrameExecStrategy: Any = private(_eval_frame, "_FrameExecStrategy")
 _FrameAction: Any = private(_eval_frame, "_FrameAction")
-# For a frame, and for the frames of everything that it calls.
+# Skips a frame, and the frames of everything that it calls.
 _NEVER = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 WRAPPED_ATTRIBUTE = "_orig_mod"  # the module inside a module of `torch.compile`
 private(torch.ones(()), "_version")

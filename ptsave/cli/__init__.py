@@ -1,1 +1,1 @@
-"""The ``ptsave`` command: one module for each of its commands."""
+"""The ``ptsave`` command-line tool."""

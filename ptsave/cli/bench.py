@@ -65,13 +65,13 @@ def bench_command(
 ) -> None:
     """Measure saves and loads in DIR with torch, safetensors and ptsave.
 
-    Reads and writes of the same bytes without a library show the hardware's limit.
+    Plain reads and writes of the same bytes show the hardware's limit.
 
-    A GPT-2-like model is saved durably (fsync) and not, and loaded from the disk (cold) and from
-    the page cache (warm).  Contenders take turns, in a shuffled order; each figure comes from a
-    fresh process, and is its first call unless --state says otherwise.  A load ends when every page
-    has been touched.  s and GB/s are medians; ratios are medians of the ratios within a round.
-    Files are removed afterwards.
+    The command saves a GPT-2-like model with and without fsync, and loads it from the disk (cold)
+    and from the page cache (warm).  The libraries take turns, in a shuffled order.  Each figure is
+    the first call of a fresh process, unless --state says otherwise.  A load ends when every page
+    has been touched.  s and GB/s are medians; ratios are medians of the ratios within a round.  The
+    command removes its files at the end.
     """
     from ptsave.bench.rounds import (
         SPEED_HEADER,

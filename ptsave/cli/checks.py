@@ -1,6 +1,6 @@
-"""``ptsave verify`` and ``ptsave globals``: whether files are whole, and what code they need.
+"""``ptsave verify`` checks files for damage; ``ptsave globals`` lists the code that they need.
 
-docs/reference/command_line.md has the form of ``--json``.
+docs/reference/command_line.md documents the output of ``--json``.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def verify_command(
     recover: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
-    """Check that files are whole: every checksum, every size, every place.
+    """Check that files are whole: every checksum, size and position.
 
-    In a directory, every checkpoint is checked, whatever its name: shards with their index, the
-    files of all ranks of a distributed checkpoint, and each other file. The command names the files
+    In a directory, the command checks all checkpoints, whatever their names: shards with their
+    index, distributed checkpoints with the files of all ranks, and single files. It names the files
     that it does not check.
 
     Exit code: 1 if anything is damaged. The command then prints the damaged records, the tensors
@@ -89,7 +89,7 @@ def verify_command(
             checkpoints = checkpoint_files(file, storage_options)
             for each in checkpoints.sets:
                 each.close()  # many files would use up the descriptors
-            # A remote file is asked once for its size.
+            # The size of a remote file is fetched only once.
             sizes = {path: _nbytes(each, path) for each in checkpoints.sets for path in each.paths}
             found.append((argument, checkpoints, sizes))
         except Exception as error:
@@ -129,7 +129,7 @@ def _nbytes(files: ShardFiles, path: str) -> int:
 def _verify(
     path: str, files: ShardFiles, recover: bool, progress: ProgressCallback | None
 ) -> Verification:
-    """Verify one file; a plain and whole one needs no torch, which takes a second to import."""
+    """Verify one file, an undamaged plain one without importing torch, which takes a second."""
     found = None if recover else whole_file(path, progress)
     if found is not None:
         return found
@@ -139,7 +139,7 @@ def _verify(
 
 
 class _Report:
-    """The findings about all arguments, and the exit code; JSON is printed at the end."""
+    """Collects the findings about all arguments, and the exit code; `end` prints the JSON."""
 
     def __init__(self, ctx: click.Context, list_all: bool, as_json: bool) -> None:
         self._ctx = ctx
@@ -150,7 +150,7 @@ class _Report:
         self._arguments: list[dict[str, Any]] = []
 
     def begin(self, path: str) -> dict[str, Any]:
-        """Begin with an argument; return its JSON object, to which the other methods add."""
+        """Start the report on an argument; return its JSON object for the other methods."""
         self._arguments.append(
             {"path": path, "files": [], "problems": [], "not_looked_at": [], "error": None}
         )
@@ -286,13 +286,13 @@ def globals_command(
     as_json: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
-    """Say which functions and classes FILE needs beyond torch's default allow-list.
+    """List the functions and classes that FILE needs beyond torch's default allow-list.
 
-    Nothing of the file is run. Exits with 1 if there are any: torch.load with weights_only=True
-    refuses such a file until they are allowed.
+    The command does not run the file's pickle. Exit code: 1 if FILE needs any. Then torch.load with
+    weights_only=True refuses FILE until they are allowed.
 
-    With --json: an object with path and globals, a list of objects with name (the full one) and
-    state: "allowed", "not allowed" or "never allowed". All are listed.
+    With --json: an object with path and globals, a list of objects with name (the full name) and
+    state: "allowed", "not allowed" or "never allowed". The list also has the allowed ones.
     """
     ordinary = _ordinary_globals(file, storage_options)
     possible: dict[str, Any] = {}
@@ -330,7 +330,7 @@ def globals_command(
 
 
 def _ordinary_globals(file: str, storage_options: dict[str, Any] | None) -> set[str] | None:
-    """Return the globals if all are ordinary, else None; this does not import torch."""
+    """Return the globals, or None if any is not in `ORDINARY_GLOBALS`, without importing torch."""
     from ptsave.inspection.pickle_globals import ORDINARY_GLOBALS, globals_in_pickle
 
     found: set[str] = set()

@@ -1,6 +1,6 @@
 """The group of all commands, and the arguments, options, errors and remarks that they share.
 
-Its functions import what ``ptsave --help`` can do without.
+Functions import the modules that ``ptsave --help`` does not need.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PURPOSES = {
     "bench": "How fast your disk is, beside torch.",
     "completion": "A script for your shell.",
 }
-# The modules that hold several commands; any other command has a module of its name.
+# Commands that share a module; any other command is in the module of its own name.
 _MODULES = {
     "ls": "entries",
     "show": "entries",
@@ -68,8 +68,8 @@ class _Commands(click.Group):
         module = importlib.import_module(f"ptsave.cli.{_MODULES.get(name, name)}")
         command = getattr(module, f"{name}_command")
         assert isinstance(command, click.Command)
-        # The garbage collector visits all objects, during imports and at exit.  This exempts the
-        # many objects of torch's modules.
+        # The garbage collector visits all objects, during imports and at exit.  Freezing exempts
+        # the many objects of torch's modules.
         gc.freeze()
         return command
 
@@ -109,7 +109,7 @@ def commands() -> None:
 
 # ------------------------------------------------------------------- options, errors and exit codes
 
-# Exit codes of diff and grep: the answer is no, and there is no answer.
+# Exit codes as in diff and grep: 1 is the answer "no", 2 means that there is no answer.
 NEGATIVE = 1
 FAILED = 2
 _PIPE_CLOSED = 141  # the code of a program that SIGPIPE ends
@@ -174,7 +174,7 @@ class Command(click.Command):
 def exits_if_unwritable() -> Iterator[None]:
     """Exit as `Command` does if standard output cannot be written.
 
-    Python flushes it at exit, and would print several lines and exit with 120.
+    Otherwise Python's flush at exit prints several lines, and the exit code is 120.
     """
     try:
         try:
@@ -196,7 +196,7 @@ def _flush_output() -> None:
 
 
 def _discard_unwritten() -> None:
-    """Send the rest of standard output to /dev/null, also what Python flushes at exit."""
+    """Redirect standard output to /dev/null, so that Python's flush at exit cannot fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
@@ -210,7 +210,7 @@ def _flag(*names: str, help: str) -> click.Option:  # noqa: A002 - as click call
 
 
 def _is_set(ctx: click.Context, name: str) -> bool:
-    """Return whether a flag that every command has is given."""
+    """Return whether a flag that all commands share is set."""
     return bool(ctx.meta.get(f"ptsave.{name}"))
 
 
@@ -238,7 +238,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _short_refusal(message: str, path: str) -> str:
-    """Return the refusal of torch's restricted unpickler without its advice."""
+    """Shorten the error message of torch's restricted unpickler: leave out its advice."""
     needs = f"{path} needs more than torch.load(weights_only=True) allows"
     found = _REFUSED.search(message)
     if found:
@@ -335,7 +335,7 @@ _EXPECTED = "pass an object such as '{\"anon\": true}'"
 
 
 class _File(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """The name of a file, directory or URL, unchanged, because a URL is no path."""
+    """The name of a file, directory or URL, kept as typed, because a URL is not a path."""
 
     name = "file"
 
@@ -361,9 +361,9 @@ SOURCE = _Source()
 def path_of_standard_input(ctx: click.Context, *, needs_values: bool = True) -> str:
     """Return a path for a file that holds all of standard input.
 
-    A checkpoint is read at its end first, so a pipe is copied to an unnamed temporary file, which
-    replaces descriptor 0.  Without `needs_values` only the header of a safetensors file is copied,
-    and a hole stands for the tensors.
+    Reading a checkpoint starts at its end, so a pipe is copied to an unnamed temporary file, which
+    replaces descriptor 0.  Without `needs_values`, only the header of a safetensors file is copied,
+    and a hole in the temporary file replaces the tensors.
     """
     if ctx.meta.get(_TAKEN):
         raise click.UsageError("Standard input can be one argument only.", ctx)
@@ -388,7 +388,7 @@ def path_of_standard_input(ctx: click.Context, *, needs_values: bool = True) -> 
 
 
 def copy_header(stream: IO[bytes], copy: IO[bytes]) -> bool:
-    """Copy a safetensors file's header, extended to the file's size; False if there is none."""
+    """Copy a safetensors header, and extend the copy to the file's size; False without header."""
     import json
 
     from ptsave.sources.kinds import is_safetensors
@@ -415,7 +415,7 @@ def complete_names(
 ) -> list[CompletionItem]:
     """Return the entries of the command's file whose names begin with `incomplete`."""
     found: dict[str, None] = {}
-    of_modules = ctx.params.get("stats", False) is not False  # only ls has it; None is a default
+    of_modules = ctx.params.get("stats", False) is not False  # only ls has it; its default is None
     try:
         for name in names_in(ctx.params["file"], ctx.params.get("storage_options"), of_modules):
             if name.startswith(incomplete) and name.isprintable():
@@ -428,7 +428,7 @@ def complete_names(
 def names_in(
     file: str, storage_options: Mapping[str, Any] | None, of_modules: bool
 ) -> Iterator[str]:
-    """Yield the names of a file's entries, or with `of_modules` of a capture's modules."""
+    """Yield the names of a file's entries; with `of_modules`, a capture's module paths."""
     from ptsave.contents.captures import HEADER, is_capture
     from ptsave.contents.directories import find_files
     from ptsave.inspection.reports import list_files
@@ -441,7 +441,7 @@ def names_in(
 
 
 def _json_object(ctx: click.Context, option: click.Parameter, text: str | None) -> Any:
-    """Parse an object; errors do not show the text, because it may be a secret."""
+    """Parse a JSON object; errors do not show its text, because it may contain secrets."""
     import json
 
     if text is None:
@@ -456,7 +456,7 @@ def _json_object(ctx: click.Context, option: click.Parameter, text: str | None) 
 
 
 def with_storage_options(argument: str, prefix: str = "") -> Callable[[Any], Any]:
-    """Give a command the option for an argument's file system; `prefix` begins its name."""
+    """Add ``--storage-options`` for an argument to a command; `prefix` begins the option's name."""
     return click.option(
         f"--{prefix}-storage-options" if prefix else "--storage-options",
         callback=_json_object,

@@ -1,8 +1,8 @@
-"""``ptsave completion``: prints the script of bash, zsh or fish, and answers that script.
+"""``ptsave completion``: prints a completion script for bash, zsh or fish, and answers it.
 
-click's own scripts need a set-up that a fresh account does not have, and lose names with commas,
-blanks or colons.  These scripts pass the line up to the cursor, and quote the answers themselves.
-An answer is a line of kind, value and description, separated by tabs.
+click's own scripts need a set-up that a new user account lacks, and lose names with commas, blanks
+or colons.  The scripts here send the line up to the cursor, and quote the answers.  An answer is a
+line of kind, value and description, separated by tabs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from click.shell_completion import (
 
 from ptsave.cli.commands import Command
 
-LINE = "_PTSAVE_LINE"  # the variable with the line
+LINE = "_PTSAVE_LINE"  # the environment variable that holds the typed line
 
 _EXAMPLES = """
 ptsave completion bash > ~/.ptsave.bash; echo '. ~/.ptsave.bash' >> ~/.bashrc
@@ -114,8 +114,8 @@ for _name in _SCRIPTS:
 @click.command("completion", cls=Command, examples=_EXAMPLES)
 @click.argument("shell", type=click.Choice([*_SCRIPTS]))
 def completion_command(shell: str) -> None:
-    """Print the script with which SHELL completes commands, options, files and entries.
+    """Print a script that lets SHELL complete commands, options, files and entries.
 
-    Keep it in a file that the shell reads when it starts, as the examples do.
+    Save it in a file that the shell reads when it starts, as in the examples.
     """
     click.echo(_SCRIPTS[shell], nl=False)

@@ -73,21 +73,21 @@ def diff_command(
 ) -> None:
     """Compare two checkpoints: names, types, dtypes, shapes, values.
 
-    A and B are files (.pt, .safetensors), directories, or URLs. Of two directories all files are
+    A and B are files (.pt, .safetensors), directories, or URLs. For two directories, all files are
     compared: checkpoints of the same name or step, other files byte by byte. Tensors are equal if
     they have the same bits: 0.0 and -0.0 differ (by 0), NaN equals the same NaN.  With --rtol or
-    --atol, values are equal if |a - b| <= atol + rtol * |b|, as for torch.testing.assert_close,
-    and NaN equals any NaN.
+    --atol, values are equal if |a - b| <= atol + rtol * |b|, as for torch.testing.assert_close, and
+    NaN equals any NaN.
 
-    With --capture, A and B are runs that ptsave.capture has recorded. Their calls are aligned by
-    step, module and number. The first call that differs is printed first, then the worst values of
-    each module. The error is the largest distance divided by the root mean square of B. The cosine
-    of two tensors of zeros is 1; "-" stands where there is no angle. The tolerance is that of
-    assert_close for the coarser dtype, unless --rtol, --atol or --exact is given. A or B may be a
-    checkpoint: it is compared with the parameters of a step.
+    With --capture, A and B are runs that ptsave.capture has recorded. Their calls are matched by
+    step, module and call number. The first call that differs is printed first, then the worst
+    values of each module. The error is the largest distance divided by the root mean square of B.
+    The cosine of two all-zero tensors is 1; "-" means that there is no angle. The tolerance is
+    assert_close's default for the coarser dtype, unless --rtol, --atol or --exact is given. A or B
+    may be a checkpoint: its tensors are compared with the parameters of a step.
 
     Exit code: 0 if A and B are equal, 1 if they differ, 2 if a value could not be compared. If both
-    runs recorded the same things, a step or a call of one run alone is a difference.
+    runs recorded the same things, a step or call that only one run has is a difference.
     """
     options["progress"] = shows_progress(ctx)
     if capture:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def comparison_lines(a: str, b: str, found: Comparison, top: int | None) -> Iterator[str]:
-    """Yield text lines: entries of one side only, other types, other numbers."""
+    """Yield text lines about entries on one side only, differing types and differing numbers."""
     numbers = [each for each in found.differences if each.kind == "numbers"]
     others = [each for each in found.differences if each.kind != "numbers"]
     yield from _alone_lines(a, b, [each for each in others if each.kind.startswith("only")])
@@ -52,7 +52,7 @@ def comparison_lines(a: str, b: str, found: Comparison, top: int | None) -> Iter
 
 
 def _alone_lines(a: str, b: str, alone: list[EntryDifference]) -> Iterator[str]:
-    """Yield lines for entries of one side only; entries that seem renamed come first."""
+    """Yield lines for entries that only one side has; likely renamed entries come first."""
     moved = [each for each in alone if each.moved is not None]
     prefixes: dict[tuple[str, str], list[EntryDifference]] = {}
     for each in moved:
@@ -156,7 +156,7 @@ def _name(difference: EntryDifference) -> str:
 
 
 def _largest(numbers: list[EntryDifference], top: int | None) -> list[EntryDifference]:
-    """Return the `top` largest differences, largest first, or all in their order."""
+    """Return the `top` largest differences, largest first; without `top`, all in their order."""
 
     def size(difference: EntryDifference) -> tuple[bool, float]:
         found = difference.numbers
@@ -302,7 +302,7 @@ def _statistics_lines(a: Statistics, b: Statistics) -> Iterator[str]:
 
 
 def _cosine_text(cosine: float, form: str) -> str:
-    """Return a cosine as text, or a dash for NaN: there is no angle."""
+    """Return a cosine as text, or a dash for NaN, which means that there is no angle."""
     return "-" if math.isnan(cosine) else format(cosine, form)
 
 

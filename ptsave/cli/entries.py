@@ -126,16 +126,16 @@ def ls_command(
     """List the entries of FILE: names, dtypes, shapes and sizes.
 
     FILE is a .pt or .safetensors file, a URL, a directory of shards (or their index), or a
-    directory of torch.distributed.checkpoint. NAMEs are names of entries, with all that is in them,
-    or patterns such as '*.weight'; "('a.b', 0)" is a path of keys. No tensor is read without
-    --stats.
+    directory of torch.distributed.checkpoint. Each NAME is the name of an entry, which includes its
+    contents, a pattern such as '*.weight', or a path of keys such as "('a.b', 0)". Without --stats,
+    no tensor is read.
 
-    Another argument is a FILE, too, if a file is there, or it ends as one (.pt, .safetensors, ...),
-    and the first FILE has no entry of that name. NAMEs are looked for in each. A FILE that cannot
-    be listed is an error, and the others are listed all the same.
+    There may be several FILEs. Another argument is a FILE if the first FILE has no entry of that
+    name, and the argument is a URL, exists, or ends in .pt, .safetensors, ... Each NAME is searched
+    in all FILEs. If a FILE cannot be listed, that is an error, but the others are still listed.
 
-    With statistics, NAMEs of a capture are paths of modules, with all that is in them. Lines are
-    cut to the terminal; mean, std, min, max and norm are of the finite elements.
+    For statistics of a capture, each NAME is the path of a module, which includes its submodules.
+    Lines are cut to the terminal's width; mean, std, min, max and norm cover only finite elements.
     """
     if gc.isenabled():  # all objects live until the end, so collecting finds nothing
         gc.disable()
@@ -181,7 +181,7 @@ def ls_command(
 def _places(
     file: str, others: Sequence[str], of_modules: bool, storage_options: dict[str, Any] | None
 ) -> set[str]:
-    """Return which of the other arguments are files, and no names of entries."""
+    """Return the other arguments that are files rather than names of entries."""
     places = {
         each
         for each in others
@@ -200,7 +200,7 @@ def _listed(ctx: click.Context, file: str, asked: ListOptions) -> str:
     """Return the listing of one file as text."""
     files = find_files(file, asked.storage_options, distributed=True)
     listings = [] if asked.stats else list(list_files(files, recover=asked.recover))
-    # Objects in a circle live until the process ends, which is faster than to free 100,000 of them.
+    # A reference cycle keeps objects until the process ends, because freeing 100,000 takes longer.
     circle: list[object] = [listings]
     circle.append(circle)
     gc.freeze()
@@ -286,18 +286,18 @@ def show_command(
 ) -> None:
     """Print one entry of FILE.
 
-    NAME is as `ptsave ls` shows it, with dots between the levels, or Python's tuple of keys:
-    "('a.b', 0)". Without it, the whole object is shown.
+    NAME is a dotted name, as `ptsave ls` shows it, or a Python tuple of keys: "('a.b', 0)". Without
+    NAME, the whole object is shown.
 
-    Of a tensor: dtype, shape, size, the device it was saved from, its numbers as torch prints them,
-    and statistics, of the finite elements. Nothing else is read. A container that holds tensors is
-    listed, and none of them is read. An object of a class that is not built is an error, which
-    names the class.
+    For a tensor, the command prints dtype, shape, size, the device it was saved from, its numbers
+    as torch prints them, and statistics of its finite elements. It reads no other tensor. A
+    container that holds tensors is listed without reading them. An object whose class is not built
+    is an error, which names the class.
 
-    With --json: an object with path, name, type and value; where JSON has no such value it is null,
-    and text is Python's. Of a tensor: dtype, shape, nbytes, location, note and statistics, and the
-    value of up to 1,000 elements, in which NaN and infinities are null. A container that holds
-    tensors is an object as of `ptsave ls --json`.
+    With --json: an object with path, name, type and value. If JSON cannot express the value, it is
+    null, and text has Python's form. A tensor has dtype, shape, nbytes, location, note and
+    statistics, and value if it has up to 1,000 elements; NaN and infinities are null. A container
+    that holds tensors is an object as in `ptsave ls --json`.
     """
     from ptsave.capturing.run import tensor_statistics
     from ptsave.cli.statistics import statistics_json, statistics_line

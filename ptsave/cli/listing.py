@@ -54,9 +54,9 @@ class ListOptions(NamedTuple):
 
 
 class Style(NamedTuple):
-    """How entries are shown: `with_places` in the file, and `with_chunks`, the parts of ranks.
+    """How to show entries: `with_places` adds positions in the file, `with_chunks` ranks' parts.
 
-    Lines are cut to the terminal's width, names in their middle and all else at the end.
+    Lines are cut to the terminal's width, names in the middle, other text at the end.
     """
 
     terminal: Terminal = PLAIN
@@ -128,7 +128,7 @@ def parts_text(chunks: Sequence[ChunkInfo]) -> str:
 
 
 class _Table:
-    """The columns after the names; tensors of the same facts are formatted once."""
+    """Formats the columns after the names; tensors with the same facts are formatted once."""
 
     def __init__(self, listing: FileListing, style: Style) -> None:
         self._listing = listing
@@ -154,7 +154,7 @@ class _Table:
         widths = [max((len(row[i]) for row in rows.values()), default=0) for i in range(3)]
         texts = {key: _joined(row, widths) for key, row in rows.items()}
         stripped = {key: text.rstrip() for key, text in texts.items()}
-        is_ascii = "".join(names).isascii()  # usual, and then len() is the width
+        is_ascii = "".join(names).isascii()  # the usual case: len() is the width
         width = min(max(map(len if is_ascii else n_columns, names), default=0), _MAX_NAME_WIDTH)
         pad = str.ljust if is_ascii else padded
         if self._terminal != PLAIN:
@@ -175,7 +175,7 @@ class _Table:
         name_width: int,
         widths: Sequence[int],
     ) -> list[str]:
-        """Return lines with the terminal's width and colours."""
+        """Return the lines, coloured and cut to the terminal's width."""
         nodes, terminal = self._tree.nodes, self._terminal
         remarkable = self._remarkable([nodes[number].tensor for number in numbers])
         remarks = {at: self._remarks(nodes[numbers[at]]) for at in remarkable}
@@ -219,7 +219,7 @@ class _Table:
         return [at for at, i in enumerate(tensors) if i in sharing or i in away]
 
     def _columns_of(self, number: int) -> tuple[str, str, str, str]:
-        """Return the columns of a container or other value."""
+        """Return the columns of an entry that is not a tensor."""
         node = self._tree.nodes[number]
         if node.again is not None:
             return type_text(node.value), "", "", f"the same as {printable(node.again)}"
@@ -373,7 +373,7 @@ def file_json(listing: FileListing, numbers: Sequence[int]) -> dict[str, Any]:
 
 
 def json_text(path: str, files: ShardFiles, objects: Sequence[dict[str, Any]]) -> str:
-    """Return the JSON text for the object of a single file, or for those of a directory's files."""
+    """Return the JSON text for one file's object, or for the objects of a directory's files."""
     if files.source is not None:
         return json.dumps(objects[0])
     sums: dict[str, dict[str, int]] = {"totals": {}, "listed": {}}

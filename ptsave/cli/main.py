@@ -15,7 +15,7 @@ def main() -> None:
 
     from ptsave.cli.commands import commands, exits_if_unwritable
 
-    if "_PTSAVE_COMPLETE" in os.environ:  # a shell asks
+    if "_PTSAVE_COMPLETE" in os.environ:  # a shell asks for completions
         import ptsave.cli.completion  # noqa: F401 - tells click about the shells
 
     for stream in (sys.stdout, sys.stderr):

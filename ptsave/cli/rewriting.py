@@ -1,4 +1,4 @@
-"""``ptsave convert``, ``compact`` and ``extract``: write a checkpoint, or a part of it, anew."""
+"""``ptsave convert``, ``compact`` and ``extract``: rewrite a checkpoint, or a part of it."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def convert_command(
 
     SOURCE is a file, a directory of shards, its index, a URL, or a directory of
     torch.distributed.checkpoint.  TARGET is a file (.pt, .pth, .bin, .ckpt, .safetensors) or, with
-    no suffix or a slash at its end, a directory of shards.
-    Bytes are copied from file to file, and compared with their checksums on the way.
+    no suffix or a slash at its end, a directory of shards.  The bytes are copied from file to file,
+    and verified against their checksums.
 
     With --json: an object with path, tensors (how many), nbytes, seconds and remarks.
     """
@@ -132,10 +132,10 @@ def compact_command(
     """Rewrite FILE so that its storages hold only bytes that its tensors use.
 
     FILE is a checkpoint, a directory of shards or their index. Shards are compacted one by one and
-    keep their names; OUT is a directory then.
+    keep their names; OUT is then a directory.
 
-    A saved view takes its whole storage along.  Views that overlap go on sharing memory. Views of
-    one storage that are a KiB or more apart get storages of their own.
+    A checkpoint contains the whole storage of a saved view. After compacting, views that overlap
+    still share memory; views of one storage that are a KiB or more apart get separate storages.
 
     With --json: an object with path, tensors (how many), storages (how many have unused bytes),
     nbytes_before, nbytes and written (whether there is a new file).
@@ -230,11 +230,11 @@ def extract_command(
     storage_options: dict[str, Any] | None,
     target_storage_options: dict[str, Any] | None,
 ) -> None:
-    """Write entries of FILE to a file of their own.
+    """Write entries of FILE to a new file.
 
-    NAMEs are as `ptsave ls` shows them, with dots between the levels: tensors, containers such as
-    model, or other values. One is written as it is, several as a dict. Nothing else is read. A name
-    that may mean several entries is written as Python's tuple: "('a.b', 0)".
+    NAMEs are dotted names, as `ptsave ls` shows them, of tensors, containers such as model, or
+    other values. One entry is written as it is, several as a dict. No other entry is read. If a
+    name is ambiguous, give a Python tuple of keys: "('a.b', 0)".
 
     With --json: an object with path, entries (the names), tensors and
     values (how many) and nbytes (of the tensors); with --whole left_out, too.

@@ -32,10 +32,10 @@ _TO_THE_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": Fa
 def run_command(*, module: str | None, arguments: tuple[str, ...], **switches: bool) -> None:
     """Run SCRIPT with ptsave.install() in it and in every Python that it starts.
 
-    So workers of launchers, multiprocessing and data loaders have it, too. It happens when torch is
-    imported, before any module can bind torch's functions to names of its own. The variable
-    PTSAVE_INSTALL tells the child processes, and PYTHONPATH brings them to it: a program that
-    clears these, or python -E, -I and -S, runs without.
+    So workers of launchers, multiprocessing and data loaders use ptsave, too. The installation
+    happens when torch is imported, before any module can bind torch's functions to its own names.
+    Child processes read the variable PTSAVE_INSTALL, and find ptsave's start-up code through
+    PYTHONPATH. A program that clears these variables, and python -E, -I or -S, runs without ptsave.
     """
     if module is None and not arguments:
         raise click.UsageError("Name a script, or -m MODULE.")

@@ -1,6 +1,6 @@
 """Shows statistics of tensors as text and as JSON: ``ptsave ls --stats`` and ``ptsave show``.
 
-docs/reference/command_line.md has the form of the JSON.
+docs/reference/command_line.md documents the JSON.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The terminal: its width, its colours and Ctrl-C.
 
-The first import of the command, and small, because before it Ctrl-C is a traceback.
+The command imports this small module first, because before that Ctrl-C prints a traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MIN_WIDTH = 20
 
 
 class Terminal(NamedTuple):
-    """A terminal, or a file, where `width` is None and lines are not cut."""
+    """A terminal, or a file, for which `width` is None and lines are not cut."""
 
     width: int | None = None
     has_colors: bool = False
@@ -32,7 +32,7 @@ PLAIN = Terminal()
 
 
 def colors_by_environment() -> bool | None:
-    """Return whether the user wants colours; None if that depends on where the text goes.
+    """Return whether the user wants colours; None if it depends on the output's kind.
 
     NO_COLOR (https://no-color.org) comes first, then FORCE_COLOR, then TERM; an empty variable
     counts as not set.
@@ -49,7 +49,7 @@ def terminal() -> Terminal:
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     wanted = colors_by_environment()
     has_colors = is_terminal if wanted is None else wanted
-    # COLUMNS also counts for a pipe.
+    # COLUMNS sets the width of a pipe, too.
     if not is_terminal and not os.environ.get("COLUMNS"):
         return Terminal(None, has_colors)
     import shutil

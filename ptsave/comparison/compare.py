@@ -48,7 +48,7 @@ _CHUNK_NBYTES = 1 << 20
 
 
 class _Shown(str):
-    """A word for a file, which is shown where the values of entries are shown."""
+    """A word that describes a file, shown in place of an entry's value."""
 
     __slots__ = ()
 
@@ -70,7 +70,7 @@ class Comparison:
     within_tolerance : list of EntryDifference
         Tensors whose values differ by no more than the tolerance.
     not_compared : dict of str to str
-        Names of files that could not be compared, or have no counterpart, and why.
+        Files that could not be compared, or have no counterpart, with the reasons.
     remarks : list of str
         Differences that do not count, and entries that were not compared.
     n_tensors : int
@@ -108,17 +108,18 @@ def compare(
     """Compare two checkpoints: their entries, types, dtypes, shapes and values.
 
     Two tensors are equal if they have the same bytes, element by element.  So 0.0 and -0.0 differ,
-    and two NaNs of other bits differ, though by 0.  With `rtol` or `atol` values count instead: 0.0
-    equals -0.0, and NaN equals any NaN.  Strides, devices, ``requires_grad`` and the order of dicts
-    are not compared.  Shared memory that differs gives only a remark.
+    as do two NaNs with different bits, both by a distance of 0.  With `rtol` or `atol`, values are
+    compared instead: 0.0 equals -0.0, and NaN equals any NaN.  Strides, devices, ``requires_grad``
+    and the order of dicts are not compared.  If tensors share memory on only one side, the result
+    has a remark, but no difference.
 
     Parameters
     ----------
     a, b : str, os.PathLike or file-like
-        As for :func:`ptsave.open`.  If one of them is a safetensors file, or several files,
-        only tensors are compared, by their dotted names.  Two directories are compared file by
-        file.  The model of one is compared with the model of the other, however they are split,
-        other checkpoints by name or step, and all other files byte by byte.
+        The checkpoints, as for :func:`ptsave.open`.  If one of them is a safetensors file, or
+        several files, only tensors are compared, by their dotted names.  Two directories are
+        compared file by file: their models, however each is split into files; other checkpoints of
+        the same name or step; and all other files byte by byte.
     rtol, atol : float, optional
         Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, as for
         :func:`torch.testing.assert_close`.  If only one is given, the other is 0.
@@ -132,7 +133,7 @@ def compare(
     progress : bool, default False
         Whether to show a progress bar.
     a_storage_options, b_storage_options : mapping, optional
-        For the file systems of URLs, of a and of b.
+        Options for the file systems of a and b, if these are URLs.
 
     Returns
     -------
@@ -178,7 +179,7 @@ def compare(
 
 
 def _compare_directories(a: Folder, b: Folder, settings: Settings) -> Comparison:
-    """Compare everything in two directories; files that are no checkpoints by their bytes."""
+    """Compare everything in two directories; files that are not checkpoints byte by byte."""
     found = pairs_in(a, b)
     for folder, others in ((a, found.only_in_a), (b, found.only_in_b)):
         if not (found.pairs or found.problems or others):
@@ -204,7 +205,7 @@ def _compare_directories(a: Folder, b: Folder, settings: Settings) -> Comparison
 
 
 def _add(result: Comparison, file: str, found: Comparison) -> None:
-    """Add the result for one file of a directory; its name precedes the names of its entries."""
+    """Add the result for one file of a directory; prefix its entries' names with its name."""
     prefix = f"{file}/" if file and not file.endswith("/") else file
 
     def named(differences: list[EntryDifference]) -> list[EntryDifference]:
@@ -226,7 +227,7 @@ def _add(result: Comparison, file: str, found: Comparison) -> None:
 
 
 def _note_others(folder: Folder, result: Comparison) -> None:
-    """Name the checkpoints of a directory beside the model that was compared with one file."""
+    """Note checkpoints beside a directory's model that were not compared with the single file."""
     named = named_checkpoints(folder, look_into(folder, distributed=True))
     if "" in named:  # otherwise they are steps, and the newest was compared
         reason = "the other side is one file"
@@ -256,7 +257,7 @@ def _compare_contents(first: Contents, second: Contents, settings: Settings) -> 
 def _objects(
     sources: tuple[ComparedCheckpoint, ComparedCheckpoint], result: Comparison
 ) -> tuple[Any, Any]:
-    """Return the objects to compare, or only their tensors where one side has nothing else."""
+    """Return the objects to compare, or only their tensors if one side can hold only tensors."""
     if not any(source.is_flat for source in sources):
         return sources[0].obj, sources[1].obj
     for source in sources:

@@ -40,12 +40,12 @@ class EntryDifference:
     name : str
         The entry's dotted name; ``""`` for the whole object.
     a, b : object
-        The two values; tensors have no bytes.  None where a side has no such entry.
+        The two values; tensors hold no data.  None if a side lacks the entry.
     top : str
         For an entry that only one side has: the name of the outermost container that is missing
         as a whole, or its own.
     moved : str or None
-        For such an entry, too: its likely name on the other side.
+        For an entry that only one side has: its likely name on the other side.
     numbers : NumberDifference or None
         Size and place of the differences between values of tensors.
     """
@@ -104,9 +104,9 @@ class Settings:
 class EntryComparer:
     """Walks through two objects together, and collects their differences.
 
-    `ignore_types` takes a tensor and a parameter for the same.  `differences` are in the order of
-    a; entries that only b has come last in their container.  The values of `pairs` remain to be
-    compared.
+    With `ignore_types`, a tensor and a parameter have the same type.  `differences` are in the
+    order of a; entries that only b has come last in their container.  `pairs` are the tensors whose
+    values remain to be compared.
     """
 
     def __init__(self, settings: Settings, *, ignore_types: bool) -> None:
@@ -210,7 +210,7 @@ class EntryComparer:
     def _compare_values(self, a: Any, b: Any, name: str) -> None:
         if isinstance(a, _BY_NUMBER) and isinstance(b, _BY_NUMBER):
             equal = self._numbers.of(a) == self._numbers.of(b)
-            if equal:  # as far as it is not in tensors
+            if equal:  # except for the values of tensors
                 for n, pair in enumerate(self._numbers.tensor_pairs(a, b)):
                     self._compare_tensors(*pair, f"{name}.<tensor {n}>")
         elif {type(a), type(b)} <= _NUMBERS:
@@ -286,7 +286,7 @@ _HOLDERS = (Opaque, *OPAQUE_HOLDERS)
 
 
 class _Again(NamedTuple):
-    """Stands for a container that is met again inside itself."""
+    """Replaces a container that occurs inside itself."""
 
     order: int
 
@@ -298,17 +298,17 @@ class _Open:
 
     def __init__(self, value: Any, order: int, start: int, parts: Iterable[Any]) -> None:
         self.value = value
-        # Number of incomplete containers before it, and that of the outermost container known to be
-        # in a circle with it.
+        # `order`: number of incomplete containers before this one.  `lowest`: the order of the
+        # outermost container known to be in a circle with this one.
         self.order = self.lowest = order
         self.start = start  # number of tokens in front of its own
         self.rest = iter(parts)
 
 
 class ValueNumbers:
-    """Numbers the values of several files: two values have the same number if they are equal.
+    """Numbers the values of several files: equal values get the same number.
 
-    All tensors have one number, and all storages have one: `tensor_pairs` yields the pairs to
+    All tensors get one common number, and all storages another: `tensor_pairs` yields the pairs to
     compare.  A part that two containers share counts as two equal parts.  Each container is
     searched once, unless it holds itself.
     """
@@ -321,8 +321,9 @@ class ValueNumbers:
 
     def of(self, value: Any) -> int:
         """Return the number of a value."""
-        # A container is a row of tokens.  When it is complete, it is one token in the row around
-        # it.  Containers in a circle are completed together (Tarjan's algorithm).
+        # A container becomes a row of tokens.  When it is complete, it becomes one token in the row
+        # of the container around it.  Containers in a circle are completed together (Tarjan's
+        # algorithm).
         tokens: list[Any] = []
         orders: dict[int, int] = {}  # of incomplete containers
         around = [_Open(None, -1, 0, (value,))]
@@ -355,7 +356,7 @@ class ValueNumbers:
                     self._complete(done, tokens, orders)
 
     def _complete(self, done: _Open, tokens: list[Any], orders: dict[int, int]) -> None:
-        """Replace the tokens of a container, and of all in a circle with it, by its number."""
+        """Replace the tokens of a container, and of containers in a circle with it, by a number."""
         form = tokens[done.start :]
         if isinstance(done.value, (set, frozenset)) and all(type(each) is int for each in form[1:]):
             form[1:] = sorted(form[1:])
@@ -434,11 +435,11 @@ _WRAPPERS = frozenset(
 
 
 def moved_names(a: Mapping[str, Hashable], b: Mapping[str, Hashable]) -> dict[str, str]:
-    """Return the new names in `b` of names in `a`, where these are clear.
+    """Return the likely new names in `b` for names in `a`, if they are unambiguous.
 
-    Parts from wrappers (``module.``, ``_orig_mod.``) do not count.  One name must end in the whole
-    of the other (``model.fc.weight``, ``fc.weight``), or both must end in the same two parts or
-    more.  The longest common end decides between several candidates.  The values of both names,
+    Parts from wrappers (``module.``, ``_orig_mod.``) do not count.  One name must end with the
+    other (``model.fc.weight``, ``fc.weight``), or both must end with the same two or more parts.
+    Of several candidates, the one with the longest common end counts.  The values of both names,
     such as dtype and shape, must be equal.
 
     >>> moved_names({"fc.weight": 1, "fc.bias": 2}, {"module.fc.weight": 1, "module.fc.bias": 3})
@@ -453,7 +454,7 @@ def moved_names(a: Mapping[str, Hashable], b: Mapping[str, Hashable]) -> dict[st
         found = _partner([by_end.get((end, fact), []) for end in _ends(name)])
         if found is not None:
             moved[name] = found
-    count = Counter(moved.values())  # a name that several would have become is not clear
+    count = Counter(moved.values())  # a new name of several old names is ambiguous
     return {name: other for name, other in moved.items() if count[other] == 1}
 
 
@@ -470,7 +471,7 @@ def _partner(candidates: list[list[str]]) -> str | None:
         return None
     n_common, names = n_parts - begin, candidates[begin]
     if len(names) > 1:
-        # A name may be the end of many others: the one without further parts is meant.
+        # A name may be the end of many others: take the one without further parts.
         names = [other for other in names if len(_ends(other)) == n_common]
     if len(names) != 1:
         return None

@@ -1,7 +1,7 @@
 """Reads and compares the values of tensors of two checkpoints, in pieces of bounded size.
 
 The engine finds the differences of numbers.  Differences of whole numbers are exact; all others are
-computed in float64, so that the counts are those of ``torch.testing.assert_close``.
+computed in float64, so that the counts match ``torch.testing.assert_close``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ptsave.tree.containers import dotted
 from ptsave.tree.extents import ADVICE, default_limit, stored_nbytes_of
 from ptsave.tree.tree import EntryNames
 
-# For one side.  The next pieces of both sides are read while one piece is compared.
+# Bytes of one side.  The next pieces of both sides are read while one piece is compared.
 _PIECE_NBYTES = 16 << 20
 _N_PIECES = 3
 _SMALL_NUMEL = 1 << 12
@@ -59,8 +59,8 @@ class TensorPair:
 class ComparedCheckpoint:
     """One side of a comparison: an open checkpoint.  Safe for concurrent use.
 
-    `is_flat` says that it cannot hold more than a dict of tensors.  `allocate` gives memory for
-    values that are compared and dropped.
+    `is_flat` says that it can hold only a dict of tensors.  `allocate` gives memory for values that
+    are compared and dropped.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -76,7 +76,7 @@ class ComparedCheckpoint:
         return self._contents.read(tensors, None, self.allocate)
 
     def packs(self, tensors: list[Tensor]) -> UnreadContents | None:
-        """Return the contents that can read all of these tensors in one row; None if none can."""
+        """Return the contents that can read all these tensors as one row of bytes, or None."""
         found = self._contents.by_part(tensors)
         contents = found[0][0] if len(found) == 1 else None
         if not isinstance(contents, UnreadContents) or not contents.can_read_packed(tensors):
@@ -178,8 +178,7 @@ def compare_tensors(
 class _Packing:
     """The small tensors of a piece that both sides read as a row of bytes, at the same offsets.
 
-    `numbers` are the numbers of their pairs in the piece; there are none if a side cannot read them
-    so.
+    `numbers` are the positions of their pairs in the piece; empty if a side cannot read such rows.
     """
 
     def __init__(self, piece: _Piece, a: ComparedCheckpoint, b: ComparedCheckpoint) -> None:
@@ -334,8 +333,8 @@ def _is_strided(tensor: Tensor) -> bool:
 def _nbytes_read(tensor: Tensor) -> int:
     """Return the most memory that reading a tensor together with others takes.
 
-    Reading several tensors of a storage takes the bytes between them, too.  Expanded tensors are
-    larger than their storage when they are rows of numbers.
+    Reading several tensors of a storage also reads the bytes between them.  An expanded tensor
+    takes more bytes than its storage once it becomes a row of numbers.
     """
     nbytes = int(tensor.numel() * tensor.itemsize)
     if not _is_strided(tensor) or tensor.is_meta:  # meta: of a safetensors file, all dense
@@ -437,7 +436,7 @@ def cannot_compare(pair: TensorPair, a: Tensor, b: Tensor, error: Exception) -> 
 
 
 def dense_values(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return strided tensors of numbers; of sparse tensors the values where either has one."""
+    """Return strided tensors of numbers; for sparse ones, the values where either has one."""
     a, b = a.detach(), b.detach()
     if a.layout != torch.strided:
         return _of_same_pattern(a, b)
@@ -498,7 +497,7 @@ def opened_sides(
     *,
     recover: bool = False,
 ) -> tuple[Contents, Contents]:
-    """Open both sides; a file object that is both has one position, so it is opened once."""
+    """Open both sides; a file object that is both sides has one position, and is opened once."""
     first = open_checkpoint(a, OpenOptions(a_storage_options, recover=recover))
     if b is a and b_storage_options == a_storage_options:
         return first, first
@@ -506,7 +505,7 @@ def opened_sides(
 
 
 def flat(obj: Any, path: str) -> dict[str, Tensor]:
-    """Return an object's tensors by dotted name; two of one name raise ValueError."""
+    """Return an object's tensors by dotted name; two tensors of one name raise ValueError."""
     names = EntryNames(obj, path)
     result: dict[str, Tensor] = {}
     for name, tensor in zip(names.names, names.tensors, strict=True):
@@ -540,10 +539,11 @@ def checked_tolerance(rtol: float | None, atol: float | None) -> Tolerance | Non
 
 @dataclass(frozen=True)
 class NumberDifference:
-    """Counts and sizes of differences; the results of parts add up to that of the whole.
+    """Counts and sizes of differences; results of parts can be added.
 
-    `max_abs` is an exact int between whole numbers.  It is 0 where only bits differ: 0.0 and -0.0,
-    or two NaNs.  `max_abs` and `max_rel` are None for dtypes that torch cannot compute with.
+    `max_abs` is an exact int if both sides are whole numbers.  It is 0 where only bits differ: 0.0
+    and -0.0, or two NaNs.  `max_abs` and `max_rel` are None for dtypes that torch cannot compute
+    with.
     """
 
     numel: int = 0  # on each side
@@ -563,7 +563,7 @@ class NumberDifference:
         )
 
     def times(self, n: int) -> NumberDifference:
-        """Return the difference of n such rows."""
+        """Return the difference for n repetitions of the rows."""
         return replace(self, **{name: n * getattr(self, name) for name in _COUNTS})
 
 
@@ -608,7 +608,7 @@ def number_difference(
 
 
 def rows_in_order(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the numbers of two tensors in the memory order of a, and its dimensions so ordered."""
+    """Return two tensors as rows in the memory order of a, and the dimensions in that order."""
     dims = sorted(range(a.dim()), key=a.stride().__getitem__, reverse=True)
     return _row(a.permute(dims)), _row(b.permute(dims)), dims
 

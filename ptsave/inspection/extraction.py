@@ -1,4 +1,4 @@
-"""Writes parts of checkpoints as files of their own."""
+"""Reads parts of checkpoints, and writes them to new files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_entries(
     recover: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Read some entries of a file, and nothing else.
+    """Read only the named entries of a file.
 
     `names` are dotted names of tensors, containers or values, or paths of keys such as ``"('a.b',
     0)"``.  Raises KeyError, with similar names, if there is no such entry.
@@ -51,10 +51,11 @@ def read_entries(
 def read_whole(
     file: Any, *, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read all intact entries of a file that is damaged, or has lost its end.
+    """Read all intact entries of a damaged or truncated file.
 
-    Also returns the names of the parts left out: damaged tensors, and objects that are not built.
-    Raises CorruptCheckpointError if more than tensors is damaged, TypeError if there is no dict.
+    Also returns the names of the omitted parts: damaged tensors, and objects that are not built.
+    Raises CorruptCheckpointError if other parts than tensors are damaged, and TypeError if the file
+    does not hold a dict.
     """
     found = verify_file(file, recover=True, storage_options=storage_options)
     with position_kept(file):
@@ -71,13 +72,13 @@ def read_whole(
 
 
 def without_entries(obj: Mapping[Any, Any], names: Set[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return a copy of an object without the leaves `names`, and the names of all that is left out.
+    """Copy a mapping without the leaves `names`; also return the names of all omitted parts.
 
-    Lists and tuples that hold such a leaf are left out, too, because their other parts would change
-    places.
+    Lists and tuples that hold such a leaf are omitted, too, because the positions of their other
+    elements would change.
     """
     lost: list[str] = []
-    copies: dict[int, Any] = {}  # a mapping that is met again gives the same copy
+    copies: dict[int, Any] = {}  # a mapping that occurs twice is copied once
 
     def rest_of(container: Any, prefix: str, depth: int) -> Any:
         if id(container) in copies:
@@ -90,7 +91,7 @@ def without_entries(obj: Mapping[Any, Any], names: Set[str]) -> tuple[dict[str, 
             inner = value
             if type(value) in (dict, OrderedDict) and value and depth < MAX_DEPTH:
                 inner = rest_of(value, f"{name}.", depth + 1)
-                if not inner:  # all of it is left out
+                if not inner:  # every part is omitted
                     continue
             elif name in names or (
                 isinstance(value, (list, tuple, set, frozenset, Mapping))
@@ -105,7 +106,7 @@ def without_entries(obj: Mapping[Any, Any], names: Set[str]) -> tuple[dict[str, 
 
 
 def without_opaque(obj: Any) -> tuple[Any, list[str]]:
-    """Return a copy of a mapping without `Opaque` parts, and their names; others stay."""
+    """Copy a mapping without `Opaque` parts, and return their names; keep any other object."""
     opaque = _opaque_in(obj)
     return without_entries(obj, opaque) if opaque and isinstance(obj, Mapping) else (obj, [])
 
@@ -159,10 +160,10 @@ def write_entries(
     max_size: int | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write entries to a file; nothing is left behind if that fails.
+    """Write entries to a file; a failure leaves no partial file.
 
     One entry is written as it is, several as a dict.  The suffix ``.safetensors`` or ``.npy`` of a
-    path or URL chooses that format, in which `max_size` limits the bytes of the tensors.
+    path or URL selects that format; `max_size` then limits the bytes of the tensors.
     """
     obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
     if not isinstance(output, str):

@@ -1,6 +1,6 @@
 """Finds the functions and classes that a checkpoint asks for, without running its pickle.
 
-Only functions import the modules that need torch, because `ptsave globals` often works without.
+Functions import the modules that need torch, because `ptsave globals` often needs no torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _GETS = {"GET", "BINGET", "LONG_BINGET"}
 
 
 def globals_in_pickle(stream: BinaryIO, path: str) -> dict[str, str]:
-    """Return the globals of one pickle, as `required_globals`; leaves the stream at its end."""
+    """Return the globals of one pickle, as `required_globals` does; leave the stream behind it."""
     found: dict[str, str] = {}
     memo: dict[int, str | None] = {}
     strings: list[str | None] = []  # the last two pushed values; None for a value that is no text
@@ -82,7 +82,7 @@ def _add(found: dict[str, str], module: str | None, name: str | None) -> _Global
     if not module or not name:
         found[_UNKNOWN] = ""
         return _Global(_UNKNOWN)
-    # Files have the names of Python 2.
+    # Pickles use the module names of Python 2.
     if (module, name) in _compat_pickle.NAME_MAPPING:
         module, name = _compat_pickle.NAME_MAPPING[module, name]
     else:
@@ -99,21 +99,21 @@ def _dtype_class(code: str | None) -> dict[str, str]:
         import numpy
 
         kind = type(numpy.dtype(code))
-        if kind.__module__ == "numpy.dtypes":  # before NumPy 1.25 they have no names
+        if kind.__module__ == "numpy.dtypes":  # before NumPy 1.25 these classes have no names
             return {f"numpy.dtypes.{kind.__name__}": "numpy.dtypes"}
     return {}
 
 
-# Of a legacy file: magic number, protocol, machine, object, keys of its storages.
+# A legacy file has pickles of: magic number, protocol, machine, object, keys of storages.
 _N_LEGACY_PICKLES = 5
 
 
 def required_globals(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return the functions and classes that a checkpoint's files name, and their modules.
 
-    The full names are those of Python 3, as torch has them.  The steps of the pickle are read, not
-    run.  With NumPy's arrays come the classes of their dtypes: no file names them, but torch wants
-    them allowed.
+    The full names are those of Python 3, as in torch.  The pickle is read, not run.  For NumPy
+    arrays, the result includes the classes of their dtypes: files do not name these classes, but
+    torch requires that they are allowed.
     """
     from ptsave.contents.opening import require_checkpoint
 

@@ -1,6 +1,6 @@
-"""Lists files without the values of their tensors, and verifies whole ones, both without torch.
+"""Lists files without their tensors' values, and verifies undamaged files, both without torch.
 
-Files that are not plain are listed with torch; `verification` judges those that are not whole.
+Files that are not plain are listed with torch; `verification` examines damaged files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class FileListing:
-    """The contents of one file; facts, places, sharing and chunks are by the tensors' numbers."""
+    """The contents of one file; facts, places, sharing and chunks are indexed by tensor number."""
 
     path: str
     kind: str  # "pt", "safetensors", ...
@@ -56,14 +56,14 @@ class FileListing:
     tree: EntryTree  # the tensors have no values
     facts: list[Facts]
     places: list[Place]
-    sharing: dict[int, list[int]] = field(repr=False)  # the numbers of all with that storage
+    sharing: dict[int, list[int]] = field(repr=False)  # numbers of all tensors with that storage
     totals: Totals
     # Parts of the tensors of a distributed checkpoint.
     chunks: dict[int, Sequence[ChunkInfo]] = field(default_factory=dict, repr=False)
 
 
 def list_files(files: ShardFiles, *, recover: bool = False) -> Iterator[FileListing]:
-    """Yield a listing of each file, of plain ones without torch; they need not fit together."""
+    """Yield a listing of each file, without torch for plain ones; the files may be inconsistent."""
     for path in files.paths:
         source = files.open_one(path)
         with pausing_garbage_collection():
@@ -139,7 +139,7 @@ def _groups_of(storages: list[object]) -> dict[int, list[int]]:
 
 
 def totals_of(listing: FileListing, numbers: Sequence[int]) -> Totals:
-    """Return the sums over the tensors among some nodes; their unused bytes are unknown, and 0."""
+    """Return the sums over the tensors of some nodes; `unused_nbytes` is 0 for a part of a file."""
     nodes, facts, sharing = listing.tree.nodes, listing.facts, listing.sharing
     tensors = [nodes[number].tensor for number in numbers if nodes[number].tensor >= 0]
     if len(tensors) == len(facts):
@@ -169,7 +169,7 @@ def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:
 
 
 def select(listings: Sequence[FileListing], patterns: Sequence[str]) -> list[list[int]]:
-    """Return the numbers of each file's nodes that match; a pattern without any is a KeyError."""
+    """Return each file's matching node numbers; raise KeyError if a pattern matches nothing."""
     if not patterns:
         return [[*range(len(listing.tree.nodes))] for listing in listings]
     for pattern in patterns:
@@ -207,11 +207,11 @@ class Verification:
     tensors: list[str] | None = None  # names; None if they are unknown
     whole: list[str] | None = None  # names of the tensors that can still be read
     has_checksums: bool = True  # without checksums, damage to values may not show
-    is_unfinished: bool = False  # it has no end, and the recoverable part was verified
+    is_unfinished: bool = False  # the file has no end; its recoverable part was verified
 
 
 def compare_with_index(files: ShardFiles, shards: list[Verification]) -> list[Problem]:
-    """Return the problems between shards: tensors in two files, or not where the index says."""
+    """Return the problems between shards: tensors in two files, or not in the indexed one."""
     problems = []
     found: dict[str, str] = {}
     for shard in shards:
@@ -227,9 +227,9 @@ def compare_with_index(files: ShardFiles, shards: list[Verification]) -> list[Pr
 
 
 def whole_file(path: str, progress: ProgressCallback | None) -> Verification | None:
-    """Return the result of `verify_file` for a plain local archive or safetensors file, if whole.
+    """Verify an undamaged, plain local archive or safetensors file, as `verify_file` does.
 
-    None for any other file, also a damaged one: only torch can tell what is left of it.
+    Returns None for any other file: examining a damaged file needs torch.
     """
     if is_url(path):
         return None

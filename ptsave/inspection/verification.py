@@ -1,4 +1,4 @@
-"""Verifies files: makes every possible check, and names the tensors that damage has reached."""
+"""Verifies files: makes every possible check, and names the damaged tensors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _WITHOUT_CHECKSUMS = (
 def verify_all(
     contents: CheckpointFiles, progress: ProgressCallback | None
 ) -> tuple[list[Verification], list[Problem]]:
-    """Check each file of a directory; also return the problems of the directory and of its sets."""
+    """Check each file of a directory; also return problems of the directory and its file sets."""
     problems = [Problem(text) for text in contents.problems]
     verified: list[Verification] = []
     done = 0
@@ -73,11 +73,11 @@ def verify_file(
     recover: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Verification:
-    """Check a file: every checksum, and that every record and tensor lies where it can.
+    """Check a file: every checksum, and that each record and tensor has a possible position.
 
-    All checkpoints of a directory count; subdirectories are not searched.  With `recover`, a file
-    without its end is whole if no part that :func:`ptsave.open` recovers is lost.  Raises OSError
-    if there is no checkpoint at all.
+    In a directory, checks all checkpoints, but no subdirectories.  With `recover`, a file without
+    its end is whole if no part that :func:`ptsave.open` recovers is lost.  Raises OSError if there
+    is no checkpoint at all.
     """
     with position_kept(f):
         contents = checkpoint_files(f, storage_options)
@@ -170,7 +170,7 @@ def _verify_other(source: RangeSource) -> Verification:
 
 def _verify_ranks(metadata: str | FsspecFile, progress: ProgressCallback | None) -> Verification:
     """Check a distributed checkpoint, given its ``.metadata``: every file and every checksum."""
-    # Not above: the first one imports torch's slow module.
+    # Imported here, because ptsave.dcp.checkpoint imports a slow module of torch.
     from ptsave.dcp.checkpoint import DcpCheckpoint, find_dcp_damage
 
     metadata_path = metadata if isinstance(metadata, str) else metadata.name
@@ -261,7 +261,7 @@ class _Tensors(NamedTuple):
 
 
 def _tensors_in(source: RangeSource, reader: RecordReader, is_damaged: bool) -> _Tensors:
-    """Return the tensors by record, or raise UnpicklingError if weights_only=True is too little."""
+    """Return the tensors by record; raise UnpicklingError if weights_only=True does not suffice."""
     if not reader.engine.all_stored:  # its pickle is compressed, too
         return _Tensors([], {})
     reader.check_version()
@@ -281,7 +281,7 @@ def _tensors_in(source: RangeSource, reader: RecordReader, is_damaged: bool) -> 
 def _tensors_made_of_values(
     source: RangeSource, reader: RecordReader, is_damaged: bool
 ) -> _Tensors:
-    """Return `_tensors_in` of an object that torch can only make from its values."""
+    """Do `_tensors_in` for an object that torch can build only from the tensors' values."""
     found = entries_with_records(reader, set(reader.get_all_records()))
     users: dict[str | None, list[str]] = {}
     for name, record in found:
