@@ -17,26 +17,28 @@ struct Storage;
 
 namespace ptsave {
 
-// The C++ values of torch's objects; TypeError for other objects.
+// Return the C++ value of a torch object.  Throw TypeError for any other object.
 const at::Tensor& unpack_tensor(const py::handle& tensor);
 const c10::Storage& unpack_storage(const py::handle& storage);
 c10::ScalarType unpack_dtype(const py::handle& dtype);
 c10::Device unpack_device(const py::handle& device);
 py::object wrap_tensor(at::Tensor tensor);
 
-// A contiguous tensor in CPU memory or on an accelerator that can be staged; else TypeError.
+// Returns a contiguous tensor in CPU memory or on an accelerator that ptsave can stage.  Throws
+// TypeError for any other object.
 const at::Tensor& unpack_bytes_of(const py::handle& tensor);
 
-// Taking the GIL back can take longer than reading this many bytes.
+// For at most this many bytes, keep the GIL: taking it back can take longer than reading them.
 inline constexpr std::size_t kNbytesWithGil = std::size_t{64} << 10;
 
-// A contiguous tensor in CPU memory; else TypeError, or RuntimeError if its storage was freed.
+// Returns a contiguous tensor in CPU memory.  Throws TypeError for any other object, and
+// RuntimeError if the tensor's storage was freed.
 at::Tensor unpack_measurable(const py::handle& object);
 
 // The fields of capturing.schema.Statistics, in order.
 py::tuple fields_of(const Statistics& found, c10::ScalarType type);
 
-// Whether a contiguous tensor's elements are all bytes of the storage, in CPU memory.
+// Whether the elements of a contiguous CPU tensor fill the whole storage.
 bool is_storage(const at::Tensor& tensor, const c10::Storage& storage);
 
 void bind_writing(py::module_& module);

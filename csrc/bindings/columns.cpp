@@ -82,7 +82,7 @@ py::list tensor_kinds(const py::list& values, const py::tuple& types, bool pinne
   return result;
 }
 
-// Whether a tensor is strided numbers on a real device.  All other kinds have another dispatch key:
+// Whether a tensor has strided numbers on a real device.  Other kinds have another dispatch key:
 // sparse, quantized, nested and meta tensors, lazy conjugates, wrappers.  An inference tensor lacks
 // keys.
 bool is_memory(const at::Tensor& tensor, bool is_inference) {
@@ -109,8 +109,8 @@ bool is_real(c10::ScalarType type) {
   return std::ranges::find(kTypes, type) != kTypes.end();
 }
 
-// Whether `copy_` converts without a warning or error.  It does not from complex to real numbers,
-// nor between types with only some conversions in torch.
+// Whether `copy_` converts without a warning or error.  False from complex to real numbers, and for
+// types that torch converts only in part.
 bool converts_silently(c10::ScalarType source, c10::ScalarType target) {
   return (is_real(source) || c10::isComplexType(source)) &&
          (c10::isComplexType(target) || (is_real(source) && is_real(target)));
@@ -148,8 +148,8 @@ bool is_small(const at::Tensor& tensor) {
 }
 
 // Copies pairs (target, source) of small tensors of one type, from `begin` on, as `copy_` does
-// under no_grad.  All pairs copy plainly.  Returns the index of the first pair that torch has to
-// copy.
+// under no_grad.  copies_plainly() must hold for all pairs.  Returns the index of the first pair
+// that torch has to copy.
 std::size_t copy_small(const py::list& pairs, std::size_t begin) {
   for (std::size_t i = begin; i < pairs.size(); ++i) {
     const py::tuple pair = pairs[i];

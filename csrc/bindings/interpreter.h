@@ -31,8 +31,8 @@ void register_errors(py::module_& module);
 // ended by unwinding its stack.  Instead it waits here for the end of the process.
 void take_gil(PyThreadState* state);
 
-// Runs `call` without the GIL.  It is no guard object, because taking the GIL can unwind the stack,
-// which a destructor must not do.
+// Runs `call` without the GIL.  This is a function and not a guard object, because taking the GIL
+// can unwind the stack, which a destructor must not do.
 template <typename Call>
 auto without_gil(const Call& call) -> decltype(call()) {
   PyThreadState* const state = PyEval_SaveThread();
@@ -71,12 +71,12 @@ void with_gil(const Call& call) {
 // Drops the result of a C API call; throws if it is null.
 void drop_result(PyObject* result);
 
-// Makes a Poll that is called on the waiting thread without the GIL, runs signal handlers, and
-// reports progress, or 0, to `callback`.
+// Makes a Poll for a waiting thread without the GIL.  The Poll runs signal handlers, and reports
+// the progress (or 0) to `callback`.
 Poll make_poll(const std::function<std::uint64_t()>& progress = {},
                const py::object& callback = py::none());
 
-// The payload of record i, which exists.  With `verify`, throws FormatError for a wrong CRC.
+// The payload of record i, which must exist.  With `verify`, throws FormatError for a wrong CRC.
 py::bytes read_record(const ArchiveReader& reader, std::size_t i, bool verify);
 
 }  // namespace ptsave

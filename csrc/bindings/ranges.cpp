@@ -110,9 +110,9 @@ py::object map_file_range(int fd, std::string name, std::uint64_t offset, std::u
   return wrap_tensor(map_range(file, offset, nbytes));
 }
 
-// The same if the page cache is known to hold the whole range, so that access does not wait; else
-// None.  It does not make the pages present: a caller that copies from them does that in parallel,
-// in fewer steps.
+// Maps the range if the page cache is known to hold all of it, so that access does not wait.
+// Returns None otherwise.  Does not make the pages present: a caller that copies from them does
+// that in parallel, in fewer steps.
 py::object map_cached_file_range(int fd, std::string name, std::uint64_t offset,
                                  std::uint64_t nbytes) {
   const File file = File::duplicate(fd, std::move(name));

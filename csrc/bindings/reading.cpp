@@ -136,8 +136,8 @@ class Reader final : public StorageSource {
     const Poll poll = make_poll();
     without_gil([&] { ptsave::read_ranges(*reader_, ranges, n_threads, max_pinned_nbytes, poll); });
   }
-  // (number, name, payload offset, location) of each record.  The location is the saved one of the
-  // storage that the unpickler has taken; None if it has taken none, or if Python made the storage.
+  // (number, name, payload offset, location) of each record.  The location is the one saved for the
+  // record's storage.  None if the unpickler has not taken the storage, or if Python made it.
   py::list places() const {
     py::list result(index().records().size());
     std::unordered_map<const std::string*, py::object> locations{{nullptr, py::none()}};

@@ -214,8 +214,8 @@ class AcceleratorStager final : public Stager {
     std::size_t max_count = 0;
   };
 
-  // The bytes have their values after the work now on this thread's current streams.  Without
-  // `buffers` the host memory is not bounded: each chunk allocates memory for its staged bytes.
+  // Copies the values that the bytes have after the work now on this thread's current streams.
+  // Without `buffers`, host memory is not bounded: each chunk allocates its own.
   AcceleratorStager(AcceleratorSources sources, std::optional<Buffers> buffers)
       : sources_(std::move(sources)),
         streams_(gathering_parts(sources_, buffers ? buffers->max_nbytes : kMaxScratchNbytes)) {

@@ -64,7 +64,7 @@ inline std::uint64_t byte_offset(const at::Tensor& tensor) {
   return static_cast<std::uint64_t>(tensor.storage_offset()) * tensor.itemsize();
 }
 
-// The same over a part of a contiguous tensor.
+// A uint8 tensor that views a part of a contiguous tensor.
 inline at::Tensor bytes_of(const at::Tensor& tensor, std::uint64_t offset, std::uint64_t nbytes) {
   return bytes_of(tensor.storage(), byte_offset(tensor) + offset, nbytes);
 }
@@ -91,7 +91,7 @@ inline void wait_until_done(const c10::Event& event) {
   }
 }
 
-// Only backends of torch 2.13 and later can be asked.
+// Always false before torch 2.13, whose backends are the first that can tell.
 template <class Guard>
 bool is_capturing(const Guard& impl, const c10::Stream& stream) {
   if constexpr (requires { impl.isStreamCapturing(stream); }) {
@@ -197,8 +197,8 @@ class SideStreams {
   c10::Device device() const { return sides_.front().device; }
 
   // Throws std::runtime_error if this thread's current stream captures a graph, because copies that
-  // wait for it would be captured instead of made.  Before torch 2.13, which cannot be asked, the
-  // driver's own error comes during the wait for the copies.
+  // wait for it would be captured instead of made.  Before torch 2.13 ptsave cannot see this; the
+  // driver's own error then comes during the wait.
   static void refuse_capture(c10::Device device) {
     const c10::DeviceGuard guard(device);
     const c10::impl::VirtualGuardImpl impl(device.type());

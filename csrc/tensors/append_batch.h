@@ -145,7 +145,7 @@ class NumberedStorages {
 inline constexpr std::string_view kDictHead{"\x80\x02}q\x00", 5};
 inline constexpr char kStop = '.';
 
-// Below this a copy past the cache costs more than one through it.
+// A smaller copy is faster through the cache than past it.
 inline constexpr std::size_t kMinStreamNbytes = std::size_t{64} << 10;
 // A copy of at least this size is aligned to blocks in memory and in the file, so that direct
 // writes take it from where it is.  The padding is less than 2 % of it.

@@ -70,8 +70,8 @@ struct TensorCopy {
 };
 
 // The steps for a list of copies, which are identified by their indices.  First the destinations
-// are read, then repeated copies are made from other copies' targets, then the others in their
-// order.
+// are read, then repeated copies are made from other copies' targets, then all remaining copies are
+// made in their order.
 struct CopySteps {
   struct Repeated {
     std::size_t copy;
@@ -167,7 +167,7 @@ inline bool have_same_layout(const TensorCopy& a, const TensorCopy& b) {
 }
 
 // Keeps one of several copies of the same bytes.  The others are repeated from its target, or
-// dropped if they have the same target.  Records with parts that overlap otherwise need a storage.
+// dropped if they have the same target.  Records whose parts overlap in another way need a storage.
 inline std::vector<CopySteps::Repeated> resolve_overlaps(const std::vector<TensorCopy>& copies,
                                                          std::vector<ByteCopy>& byte_copies,
                                                          std::vector<bool>& needs_storage) {
@@ -202,8 +202,8 @@ inline std::vector<CopySteps::Repeated> resolve_overlaps(const std::vector<Tenso
 // Plans copies from tensors whose bytes are still in an archive into existing tensors.  A copy is a
 // read straight into place if dtype, strides and conjugation agree.  The same bytes for a second
 // tensor are copied from the first.  Copies to overlapping targets keep their order, unless they
-// copy the same bytes (tied parameters).  If `is_whole` of a record, its storage has its bytes or
-// gets them, and copies are made from there.  Does not need the GIL.
+// copy the same bytes (tied parameters).  If is_whole[record], the record's storage has the bytes
+// or gets them, and copies are made from there.  Does not need the GIL.
 inline CopySteps plan_copies(const std::vector<TensorCopy>& copies,
                              const std::vector<bool>& is_whole) {
   std::vector<bool> are_bytes(copies.size());
@@ -246,7 +246,7 @@ struct RestoreOptions {
   std::size_t max_pinned_nbytes;  // host memory for bytes that go on to accelerators
 };
 
-// Copies that are no reads into place have this many bytes, or one record, in memory at a time.
+// Copies that cannot be read into place take this much memory, or that of one record, at a time.
 inline constexpr std::uint64_t kBatchNbytes = std::uint64_t{32} << 20;
 
 // Whether a source may cross the bus unconverted, and be converted on the target's device.
@@ -271,8 +271,8 @@ inline void sort_apart(std::vector<std::size_t>& numbers, const std::vector<at::
   });
 }
 
-// Moves sources that are converted on an accelerator there, unless they have few bytes.  They cross
-// the bus together, in chunks of page-locked memory.
+// Moves sources to the accelerator on which they are converted, unless they have few bytes.  They
+// cross the bus together, in chunks of page-locked memory.
 inline void move_sources(std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& targets,
                          const RestoreOptions& options, const Poll& poll) {
   std::vector<std::size_t> numbers;
@@ -293,11 +293,11 @@ inline void move_sources(std::vector<at::Tensor>& sources, const std::vector<at:
   for (std::size_t k = 0; k < numbers.size(); ++k) sources[numbers[k]] = copies[k].target;
 }
 
-// Copies are collected first, so that all of them can be checked before the first one is made.  A
-// copy that is no read into place goes through the record's own place in the reserved region.
-// These copies use 32 MiB or one record at a time, and return the memory afterwards.  A transfer
-// records the payloads that it has begun to place, so the changed targets are known after an error.
-// Needs no GIL; not safe for concurrent use.
+// Restores tensors.  Copies are collected first, so that all of them can be checked before the
+// first one is made.  A copy that cannot be read into place goes through the record's own place in
+// the reserved region.  These copies use 32 MiB or one record at a time, and return the memory
+// afterwards.  A transfer records the payloads that it has begun to place, so the changed targets
+// are known after an error.  Needs no GIL; not safe for concurrent use.
 class Restore {
  public:
   // The reserved storage of a record.
@@ -483,8 +483,8 @@ class Restore {
   std::vector<bool> has_changed_;  // by record: whether its targets may have changed
 };
 
-// Either start() reads in the background, or reserve() gives storages places and fill() reads.
-// Both start() and reserve() forget earlier storages.  Not safe for concurrent use.
+// The storages of a load.  Either start() reads in the background, or reserve() gives storages
+// places and fill() reads.  Both forget earlier storages.  Not safe for concurrent use.
 class ArchiveStorages {
  public:
   // Waits for the payload of a record that is being read.
@@ -580,8 +580,8 @@ class ArchiveStorages {
     return found == record_by_storage_.end() ? std::nullopt : std::optional(found->second);
   }
   // The records whose storages have references outside this object.  Frees all other storages.
-  // Releases each storage and tries to lock it again.  A count of references would not do: a
-  // storage keeps its Python object, and that keeps the storage.
+  // Releases each storage and tries to lock it again.  Counting references would not help: a
+  // storage keeps its Python object, which keeps the storage.
   std::vector<std::size_t> referenced() {
     std::vector<std::size_t> records;
     for (std::size_t i = 0; i < storages_.size(); ++i) {

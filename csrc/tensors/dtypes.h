@@ -23,8 +23,8 @@ inline int elements_per_byte(c10::ScalarType dtype) {
   }
 }
 
-// Nothing for a dtype whose elements are no numbers (quantized, bits).  Elements smaller than a
-// byte (uint1 ... int7) count as bytes.
+// Returns nothing for a dtype whose elements are no numbers (quantized, bits).  Elements smaller
+// than a byte (uint1 ... int7) count as bytes.
 inline std::optional<Element> element_of(c10::ScalarType type) {
   using enum c10::ScalarType;
   using enum Element;
@@ -58,8 +58,8 @@ inline std::optional<Element> element_of(c10::ScalarType type) {
   return found == std::end(kElements) ? std::nullopt : std::optional(found->second);
 }
 
-// Whether the host and every device convert all values alike.  They do not from fractional numbers
-// to integers, because values that do not fit have no defined result.
+// Whether the host and every device convert all values alike.  False from fractional numbers to
+// integers, because values that do not fit have no defined result.
 inline bool convert_alike(c10::ScalarType from, c10::ScalarType to) {
   return from == to || c10::isIntegralType(from, /*includeBool=*/true) ||
          !c10::isIntegralType(to, /*includeBool=*/true);

@@ -1,4 +1,4 @@
-// The storages that a save writes: as they are, or copies of them as they were at one moment.
+// The storages that a save writes: the originals, or copies of their contents at one moment.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -75,18 +75,18 @@ inline std::vector<Group> group_neighbours(const std::vector<c10::Storage>& stor
   return groups;
 }
 
-// Copies of storages as they were at one moment.
+// Copies of the contents of storages at one moment.
 //
-// Neighbouring storages share blocks of 32 MiB; larger ones have their own.  All threads copy, in
-// pieces of 2 MiB with stores past the cache, the bytes that no plan writes meanwhile
-// (StagingCopy).
+// Neighbouring storages share blocks of 32 MiB; larger ones have their own.  All threads copy the
+// bytes that no plan writes meanwhile (StagingCopy), in pieces of 2 MiB with stores past the cache.
 //
 // Works in two steps, so that all places are known before the first byte is copied.
 class Snapshot {
  public:
   // Reserves memory for the copies.  An accelerator's storage stands for its own copy, which a
   // Stager makes.  Empty storages, and CPU storages without memory (holes of the file), get
-  // storages like themselves.  Without bytes, when only sizes will be written, all storages do.
+  // storages without memory of the same size.  With `without_bytes`, for saves that write only
+  // sizes, all storages get these.
   Snapshot(const StorageList& sources, bool without_bytes)
       : copying_(std::make_unique<StagingCopy>([this](std::size_t i) { return source(i); })) {
     std::vector<Group> groups;

@@ -1,5 +1,5 @@
-// Makes torch storages over ptsave's memory, shares work on their bytes out to torch's threads, and
-// computes their statistics.
+// Makes torch storages over ptsave's memory, distributes work on their bytes to torch's threads,
+// and computes statistics of the bytes.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -74,7 +74,7 @@ inline bool must_copy(const LoadedPayload& payload) {
   return reinterpret_cast<std::uintptr_t>(payload.data) % kTorchAlignment != 0;
 }
 
-// A CPU storage of exactly these bytes, at any address; a hole without data.
+// A CPU storage of exactly these bytes, at any address.  A payload without data makes a hole.
 inline c10::Storage storage_over(LoadedPayload payload) {
   return cpu_storage(payload.nbytes,
                      c10::DataPtr(payload.data, payload.owner.detach(), &release_owner,

@@ -18,10 +18,10 @@ class FormatError : public std::runtime_error {
  public:
   static constexpr std::uint64_t kNoOffset = ~std::uint64_t{0};
 
-  // `reason` is the wording of torch's own reader for the same fault where it has one (tools match
-  // on it), `detail` ptsave's own findings.  `record` is the record's name without the root
-  // folder, or empty; `offset` is an absolute position in the archive, or kNoOffset.  `path`
-  // is the file as the user named it; parsers leave it empty, and naming_file() sets it.
+  // `reason` is the message of torch's own reader for the same fault, if there is one, because
+  // tools match on it.  `detail` adds ptsave's own findings.  `record` is the record's name without
+  // the root folder, or empty; `offset` is an absolute position in the archive, or kNoOffset.
+  // `path` is the file as the user named it; parsers leave it empty, and naming_file() sets it.
   FormatError(std::string reason, std::string detail, std::string record = {},
               std::uint64_t offset = kNoOffset, std::string path = {})
       : std::runtime_error(reason + ": " + detail),
@@ -46,13 +46,13 @@ class FormatError : public std::runtime_error {
   std::string path_;
 };
 
-// The end of an archive is missing, and its central directory with it.
+// The end of an archive is missing, including the central directory.
 class MissingEndError : public FormatError {
  public:
   using FormatError::FormatError;
 };
 
-// Calls a function, and names the file in its FormatError.
+// Calls a function.  If it throws a FormatError, adds the file's name to the error.
 template <typename Function>
 auto naming_file(const std::string& path, const Function& function) {
   try {

@@ -1,4 +1,4 @@
-// Interfaces, and ownership of memory: shared, and for ever.
+// Base classes for interfaces and for owners of memory, and values that are never destroyed.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,7 @@
 
 namespace ptsave {
 
-// The base of interfaces, whose objects are used where they are.
+// The base class of interfaces.  Their objects cannot be copied or moved.
 class Interface {
  public:
   Interface() = default;
@@ -17,9 +17,8 @@ class Interface {
   virtual ~Interface() = default;
 };
 
-// Keeps loaded memory in place.  The object counts its own references, so a reference is one
-// pointer, for which a torch storage has room.  A std::shared_ptr would need extra memory for each
-// storage.
+// Owns loaded memory.  The object counts its own references, so a reference is one pointer, which
+// fits into a torch storage.  A std::shared_ptr would need extra memory for each storage.
 class Owner {
  public:
   void retain() noexcept { n_references_.fetch_add(1, std::memory_order_relaxed); }
@@ -52,15 +51,15 @@ class OwnerReference {
     if (owner_ != nullptr) owner_->release();
   }
 
-  // Leaves it to the caller to release the reference.
+  // Returns the pointer.  The caller must release the reference.
   Owner* detach() { return std::exchange(owner_, nullptr); }
 
  private:
   Owner* owner_ = nullptr;
 };
 
-// Never destroys the value, not even when the process ends.  For forked children, where its
-// destructor would call the parent's GPU driver.  Not safe for concurrent use.
+// Keeps a value and never runs its destructor, not even when the process ends.  Used in forked
+// children, where the destructor would call the parent's GPU driver.  Not safe for concurrent use.
 template <class T>
 void keep_for_ever(T value) {
   static std::vector<T>& kept = *new std::vector<T>;

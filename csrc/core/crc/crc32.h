@@ -10,7 +10,8 @@
 
 namespace ptsave {
 
-// zlib's crc32(): the CRC of earlier bytes (`crc`, 0 for none) and `nbytes` bytes at `data`.
+// Same as zlib's crc32().  Continues `crc`, the CRC of all earlier bytes (0 if there are none),
+// over `nbytes` bytes at `data`.
 std::uint32_t crc32(std::uint32_t crc, const void* data, std::size_t nbytes);
 
 // memcpy(dst, src, nbytes) and crc32(crc, dst, nbytes) in one pass.  Each byte of the source is
@@ -22,12 +23,12 @@ std::uint32_t crc32_copy(std::uint32_t crc, void* dst, const void* src, std::siz
 // The CRC of A followed by B, given crc(A), crc(B) and B's length in bytes.  O(log nbytes_b).
 std::uint32_t crc32_combine(std::uint32_t crc_a, std::uint32_t crc_b, std::uint64_t nbytes_b);
 
-// Size of the pieces in which bytes are both checksummed and read or written, so that the second
-// step finds them in the cache.
+// Bytes are checksummed, and read or written, in pieces of this size.  The second of both steps
+// then finds the piece in the cache.
 inline constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
 
-// Bytes per checksum in a file of checked blocks, which has a table of them behind the last block
-// (little-endian).  A small read costs at least this much, and the table is 0.1 % of the file.
+// The size of a block in a file of checked blocks.  A table of their checksums is behind the last
+// block (little-endian).  Every read takes at least one block; the table is 0.1 % of the file.
 inline constexpr std::size_t kCheckedBlockNbytes = 4096;
 
 // One implementation; tests and benchmarks run over all of them.

@@ -74,7 +74,7 @@ inline constexpr std::array<ByteTable, kSliceCount> kSlices = [] {
   return slices;
 }();
 
-// The state after `nbytes` bytes, one at a time, for the few bytes that a kernel has left over.
+// Updates the state byte by byte.  Kernels use it for the few bytes that remain.
 inline std::uint32_t update_bytewise(std::uint32_t state, const unsigned char* data,
                                      std::size_t nbytes) {
   for (; nbytes != 0; --nbytes) state = (state >> 8) ^ kSlices[0][(state ^ *data++) & 0xFF];
@@ -99,7 +99,7 @@ std::uint32_t copy_by_pieces(std::uint32_t crc, void* dst, const void* src, std:
   return crc;
 }
 
-// The kernels: support by this CPU, crc32() and crc32_copy().
+// The kernels' crc32() and crc32_copy(), and their checks for support by this CPU.
 std::uint32_t update_portable(std::uint32_t crc, const void* data, std::size_t nbytes);
 
 #if defined(__x86_64__)

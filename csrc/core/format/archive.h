@@ -24,7 +24,7 @@ struct RecordSpec {
   std::uint64_t alignment = 1;  // of its payload; used if it is a multiple of the archive's
 };
 
-// Offsets of one record: local header, payload and data descriptor, which an empty record lacks.
+// Offsets of a record's local header, payload and data descriptor (an empty record has none).
 struct RecordLayout {
   std::uint64_t header_offset;
   std::uint64_t payload_offset;
@@ -67,7 +67,7 @@ class ArchiveLayout {
   }
 
   std::string root_;
-  // Root and name of every record, one after another: strings would cost more than all the rest.
+  // The roots and names of all records in one string, because separate strings cost too much.
   std::string full_names_;
   std::vector<std::size_t> name_ends_;
   std::vector<RecordLayout> records_;
@@ -85,17 +85,17 @@ class ArchiveLayout {
 ArchiveLayout plan(const std::string& root, std::span<const RecordSpec> records,
                    std::uint64_t alignment);
 
-// The same for records that are appended to an archive whose records so far end at `begin`.  Does
-// not plan the central directory, because there are more records than these.
+// Lays out records that are appended to an archive whose existing records end at `begin`.  Does not
+// plan the central directory, because it also lists the existing records.
 ArchiveLayout plan_part(const std::string& root, std::span<const RecordSpec> records,
                         std::uint64_t alignment, std::uint64_t begin);
 
-// The payload's offset of a record with its local header at `header_offset`, as torch's writer
-// places it.  `full_name` includes the root.  Throws as plan() does.
+// Returns the offset at which torch's writer places the payload of a record whose local header is
+// at `header_offset`.  `full_name` includes the root.  Throws as plan() does.
 std::uint64_t payload_offset_after(std::uint64_t header_offset, std::string_view full_name,
                                    std::uint64_t nbytes, std::uint64_t alignment);
 
-// The serialization id's hash of the names (without root) of the records before it, in order.
+// Hashes the names (without root) of all records before the serialization id, in their order.
 std::uint64_t hash_names(std::span<const std::string_view> names);
 
 // torch's 40-digit `.data/serialization_id`, from hash_names() and the CRCs of the non-empty
@@ -112,7 +112,7 @@ std::optional<std::uint32_t> descriptor_lookalike(std::span<const std::byte> fro
 
 // ---------------------------------------------------------------------------------------- reading
 
-// From the end-of-central-directory records.
+// The facts in the end-of-central-directory records.
 struct CentralDirectory {
   std::uint64_t offset;
   std::uint64_t nbytes;
@@ -129,14 +129,14 @@ struct IndexedRecord {
   std::uint64_t stored_nbytes = 0;  // compressed size; equals nbytes for STORED records
   std::uint32_t crc = 0;
   std::uint64_t header_offset = 0;
-  // Offset of the payload if the record fills its place up to the next header, as in every file
-  // that torch writes.  It comes from the central directory alone; payload_offset() confirms it.
+  // The payload's offset, computed from the central directory alone.  It is right if no gap follows
+  // the record, as in every file that torch writes. payload_offset() confirms it.
   std::uint64_t payload_offset = 0;
   // Offset of the next entry's header, or of the central directory: the record ends before it.
   std::uint64_t limit = 0;
   std::uint16_t method = 0;  // 0 STORED, 8 DEFLATED, ...
   std::uint16_t flags = 0;   // general purpose bit flag
-  // Whether its attributes mark it as a directory, which torch's own reader does not read.
+  // Whether the attributes mark a directory. torch's own reader reads no directories.
   bool directory = false;
 
   bool stored() const { return method == 0; }
@@ -183,15 +183,16 @@ inline constexpr std::size_t kLocalHeaderNbytes = 30;
 //
 // Throws FormatError if it is not a local header or contradicts the central directory: in the
 // method, the flags, the name's length, or the part of the name in `header`.  If miniz (so torch)
-// wrote it, record.payload_offset has to agree, too.  The payload has to end by `limit`, the next
-// record's header or the central directory: record.limit, unless the caller knows better.
+// wrote the header, record.payload_offset must agree, too.  The payload must not reach beyond
+// `limit`, where the next record's header or the central directory begins.  Pass record.limit,
+// unless you know a better limit.
 std::uint64_t payload_offset(std::span<const std::byte> header, const IndexedRecord& record,
                              std::size_t root_nbytes, std::uint64_t limit);
 
 // Returns the rule that forbids `name` (without the archive's root) for a record, or nullptr.
 const char* record_name_fault(std::string_view name);
 
-// `text` for a message: cut if long, control characters masked.  Not always UTF-8.
+// Prepares `text` for a message: cuts long text and masks control characters.  Not always UTF-8.
 std::string printable(std::string_view text);
 std::string quoted(std::string_view text);
 

@@ -1,5 +1,5 @@
-// ZIP64 wire structures.  Knows PKWARE's APPNOTE as miniz writes it for an unseekable stream of
-// STORED entries (sizes and CRC in a data descriptor), and nothing of torch.
+// ZIP64 wire structures.  Follows PKWARE's APPNOTE as miniz does for an unseekable stream of STORED
+// entries, with sizes and CRC in a data descriptor.  Independent of torch.
 //
 // All functions are pure.  Writers fill memory that the caller has sized with the matching
 // *_nbytes().  Parsers read only inside their span and never allocate.
@@ -14,7 +14,8 @@
 namespace ptsave::zip {
 
 inline constexpr std::uint64_t kMax16 = 0xFFFFu;
-// Sizes and offsets from here on move to a zip64 field, and this value is the "look there" mark.
+// Sizes and offsets of at least this value are stored in a zip64 field.  The 32-bit field then has
+// this value as a mark.
 inline constexpr std::uint64_t kMax32 = 0xFFFFFFFFu;
 
 inline constexpr std::uint32_t kDescriptorSignature = 0x08074b50;
@@ -62,12 +63,13 @@ struct Entry {
 // Size of the entry's zip64 extra field, the same in both headers; 0 if it needs none.
 std::size_t zip64_extra_nbytes(const Entry& entry);
 
-// Local header: fixed part, name and zip64 extra; it announces `more_extra_nbytes` that the caller
-// writes behind it.  Returns the address behind it.
+// Local header: fixed part, name and zip64 extra.  Its extra length includes `more_extra_nbytes`
+// bytes that the caller writes behind it.  Returns the address behind it.
 std::size_t local_header_nbytes(const Entry& entry);
 std::byte* write_local_header(const Entry& entry, std::size_t more_extra_nbytes, std::byte* out);
 
-// Data descriptor: none after an empty entry, 64-bit sizes iff the local header has a zip64 extra.
+// Data descriptor.  An empty entry has none.  Its sizes have 64 bits if the local header has a
+// zip64 extra, and else 32.
 std::uint32_t descriptor_nbytes(const Entry& entry);
 std::byte* write_descriptor(const Entry& entry, std::uint32_t crc, std::byte* out);
 
@@ -105,8 +107,7 @@ std::optional<End> parse_end(std::span<const std::byte> bytes);
 std::optional<End> parse_zip64_end(std::span<const std::byte> bytes);
 std::optional<Zip64Locator> parse_zip64_locator(std::span<const std::byte> bytes);
 
-// Index of the last EOCD signature with a whole record behind it and at most 65535 bytes of
-// comment.
+// Index of the last EOCD signature of a complete record with at most 65535 bytes of comment.
 std::optional<std::size_t> find_end(std::span<const std::byte> tail);
 
 struct LocalHeader {
@@ -132,8 +133,8 @@ struct CentralHeader {
   std::size_t header_nbytes = 0;  // of the whole header, to find the next one
 };
 
-// Parses the central header at the front of `bytes` and resolves its zip64 fields.  Returns
-// nullptr, or the fault; `header` is then unspecified.
+// Parses the central header at the front of `bytes` and resolves its zip64 fields.  Returns nullptr
+// or a fault.  After a fault, `header` is unspecified.
 const char* parse_central_header(std::span<const std::byte> bytes, CentralHeader& header);
 
 }  // namespace ptsave::zip

@@ -37,8 +37,9 @@ class Descriptor {
   int fd_ = -1;
 };
 
-// Offsets beyond the end of every file, for ptsave's own locks, so that users' own locks on the
-// file do not collide with them.  They differ, so that a save does not wait for readers.
+// Offsets of ptsave's own locks.  They are beyond the end of every file, so that users' locks on
+// the file do not collide with them.  Saves and readers lock different offsets, so that a save does
+// not wait for readers.
 inline constexpr std::int64_t kInPlaceSaveByte = std::numeric_limits<std::int64_t>::max() - 1;
 inline constexpr std::int64_t kReadersByte = kInPlaceSaveByte - 1;
 
@@ -51,7 +52,7 @@ inline constexpr std::size_t kCacheWriteNbytes = std::size_t{256} << 10;
 
 // Alignment that direct I/O on a file requires; all zero if the file system has no direct I/O.
 struct DirectIoAlignment {
-  // Disks that accept sectors of 512 bytes mostly have sectors of 4 KiB.
+  // Most disks that accept sectors of 512 bytes really have sectors of 4 KiB.
   static constexpr std::uint32_t kMinBlockNbytes = 4096;
 
   std::uint32_t memory = 0;
@@ -60,7 +61,7 @@ struct DirectIoAlignment {
   constexpr bool supported() const { return offset != 0; }
   // Positions and sizes of direct transfers are multiples of this.
   constexpr std::uint32_t block_nbytes() const { return std::max(kMinBlockNbytes, offset); }
-  // Whether a transfer may begin at an address.
+  // Whether a direct transfer may begin at this address.
   bool takes_from(const std::byte* data) const {
     return memory != 0 && reinterpret_cast<std::uintptr_t>(data) % memory == 0;
   }
@@ -72,8 +73,7 @@ class File {
   File(Descriptor fd, std::string path) : fd_(std::move(fd)), path_(std::move(path)) {}
 
   static File open_for_reading(const std::string& path);
-  // Opens the file behind `fd` again, or duplicates `fd`, which stays the caller's, if not
-  // permitted.
+  // Opens the file behind `fd` again, or duplicates `fd` if not permitted.  The caller keeps `fd`.
   static File reopen_for_reading(int fd, std::string path);
   // Opens a file for writing without truncating it, and also for reading if permitted.  Creates a
   // missing file and then sets `created`.
@@ -88,8 +88,8 @@ class File {
   // Whether the page cache holds all of a range; false if the kernel does not say.
   bool is_cached(std::uint64_t offset, std::uint64_t nbytes) const;
 
-  // Whether the file is on a network file system or FUSE: there, a mapping fetches few pages a
-  // fault.
+  // Whether the file is on a network file system or FUSE.  There, each fault in a mapping fetches
+  // only a few pages.
   bool is_remote() const;
 
   // Opens the same file once more, with its own position; empty if that is not permitted.
@@ -106,7 +106,7 @@ class File {
   // Writes all pieces one after another, from `offset` on.
   void write_pieces_at(std::uint64_t offset, std::vector<iovec> pieces) const;
   // Reserves space, so that later writes cannot run out of it.  Does nothing on a file system that
-  // cannot reserve (never writes zeros).
+  // cannot reserve space (never writes zeros).
   void preallocate(std::uint64_t nbytes) const;
   void truncate(std::uint64_t nbytes) const;
   // Syncs the file if `durable`.  Otherwise reports errors that a (network) file system delays
@@ -188,8 +188,8 @@ class InPlaceFile {
   bool created_ = false;  // and no other save has seen it
 };
 
-// Follows symbolic links from `path` to the name that a save replaces.  Nothing if a link is in
-// /proc (fd/3, exe): it stands for an open file, not for a name.
+// Follows symbolic links from `path` to the name that a save replaces.  Returns nothing if a link
+// is in /proc (fd/3, exe), because such a link stands for an open file, not for a name.
 std::optional<std::string> resolve_links(const std::string& path);
 
 // Removes a file without waiting for its blocks (core/io/late_release.h); false if it is missing.

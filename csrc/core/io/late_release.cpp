@@ -58,7 +58,7 @@ class Releases {
  private:
   Releases() {
     static_cast<void>(std::atexit([] { instance().finish(); }));
-    // A child would hold the files open as long as it lives.
+    // A forked child would hold the files open as long as it lives.
     const auto prepare = [] { instance().lock_when_idle(); };
     const auto in_parent = [] { instance().mutex_.unlock(); };
     const auto in_child = [] { instance().begin_child(); };

@@ -1,8 +1,9 @@
 // Frees the blocks of replaced and removed files in the background.
 //
-// A file system frees blocks when the last holder of the file lets go.  That happens inside
-// renameat() and unlinkat(), for 0.12 s per GB on ext4.  If a descriptor holds the file open across
-// the call, it happens inside that descriptor's close() instead, and no saver has to wait for that.
+// A file system frees a file's blocks when the file has no name and no open descriptor left.
+// Normally that happens inside renameat() and unlinkat(), and takes 0.12 s per GB on ext4.  If a
+// descriptor is still open, the blocks are freed inside its close() instead, and no saver has to
+// wait for that.
 #pragma once
 
 #include <sys/stat.h>
@@ -36,8 +37,8 @@ inline std::uint64_t free_nbytes(int fd) {
 // free blocks at the last close (NFS renames an open file instead).
 Descriptor hold_blocks(int directory, const std::string& name);
 
-// Closes a held file in the background; here, and waiting, if several are pending or no thread
-// starts.
+// Closes a held file in the background.  If several files are pending or no thread starts, closes
+// it on this thread, and waits.
 void release_later(Descriptor held) noexcept;
 
 // Waits until the blocks of all released files are free.  Called by forks, at the end of the

@@ -1,5 +1,4 @@
-// Reads parts of files into existing memory: the tensors of all of a model's files, in a format
-// such as safetensors that is a header and bytes.
+// Reads parts of files into existing memory, such as the tensors of a model's safetensors files.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +21,7 @@
 
 namespace ptsave {
 
-// A part of a file and the memory it belongs in: a place on the host, or an Unstager's target.
+// A part of a file, and its destination: a place in host memory, or an Unstager's target.
 struct FileRange {
   std::size_t file = 0;
   std::uint64_t offset = 0;
@@ -44,8 +43,8 @@ class SmallPieces {
     pieces_.push_back({offset, place, nbytes});
     end_ = offset + nbytes;
   }
-  // Puts the pieces in their places with read(offset, data, nbytes), which returns its number of
-  // bytes, and forgets them.  Moves `at` behind the last byte read; returns whether all were read.
+  // Puts the pieces in their places, and forgets them. read(offset, data, nbytes) returns the
+  // number of bytes read.  Moves `at` behind the last byte read; returns whether all were read.
   template <class Read>
   bool finish(const Read& read, std::uint64_t& at) {
     if (pieces_.empty()) return true;
@@ -67,8 +66,8 @@ class SmallPieces {
   }
 
  private:
-  // One call reads neighbours of a few bytes each into a buffer, from which they are copied.  A
-  // call takes as long as a copy of some KiB, and a model may have 100,000 tensors.
+  // One call reads neighbouring pieces of up to this size into a buffer, from which they are
+  // copied.  A call takes as long as a copy of some KiB, and a model may have 100,000 tensors.
   static constexpr std::size_t kSmallNbytes = std::size_t{8} << 10;
   static constexpr std::size_t kRunNbytes = std::size_t{64} << 10;
   static constexpr std::uint64_t kRunGapNbytes = std::uint64_t{1} << 10;
@@ -83,7 +82,8 @@ class SmallPieces {
   std::unique_ptr<std::byte[]> buffer_;
 };
 
-// Ranges in the order of files and offsets, in independent stretches.  Safe for concurrent use.
+// Ranges, sorted by file and offset, and divided into stretches that can be read independently.
+// Safe for concurrent use.
 class RangeList {
  public:
   // Whole ranges or parts that are read together: [begin, end) of one file.
@@ -98,7 +98,7 @@ class RangeList {
   // Size of the file window that holds a stretch, and of the buffer for reading it.
   static constexpr std::size_t kWindowNbytes = kHugePageNbytes;
 
-  // Reading a gap of this size is cheaper than one more call.
+  // Reading a gap of this size is cheaper than one more system call.
   static constexpr std::uint64_t kMaxGapNbytes = std::uint64_t{64} << 10;
 
   // Throws std::invalid_argument for a range with a bad file number, and IoError for a range beyond
@@ -272,10 +272,10 @@ class RangeList {
 };
 
 // Files, and the buffers for reads past the page cache.  The buffers are made once, because fresh
-// memory costs more than the copy out of it.  Safe for concurrent use.
+// memory costs more than copying out of a buffer.  Safe for concurrent use.
 class RangeFiles {
  public:
-  // Announces this reader.  At most half as many direct reads as buffers run at a time.
+  // Announces this reader.  At a time, direct reads fill at most half of the buffers.
   explicit RangeFiles(std::vector<ByteSource> sources, std::size_t n_buffers = 1)
       : owned_(std::move(sources)),
         sources_(owned_),

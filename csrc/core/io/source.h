@@ -16,8 +16,8 @@
 
 namespace ptsave {
 
-// The beginning of a load, read through the page cache, because ranks start some milliseconds
-// apart.  The files of one checkpoint share it.  Safe for concurrent use.
+// Tracks the beginning of a load.  It is read through the page cache, because other ranks may start
+// some milliseconds later.  The files of one checkpoint share it.  Safe for concurrent use.
 class SharedStart {
  public:
   // Bytes read before the first direct read.
@@ -38,8 +38,8 @@ class SharedStart {
 // host load the same checkpoint that way, they fetch it eight times.  Through the page cache, each
 // byte is fetched once.
 //
-// This is one reader of one file, visible to all other readers on this host and in this process
-// while it lives.  Safe for concurrent use.
+// An object stands for one reader of one file.  While it lives, all other readers on this host and
+// in this process can see it.  Safe for concurrent use.
 //
 // A reader announces itself by a lock on a byte beyond the end of every file.  It is an
 // open-file-description lock: the kernel releases it when the holder dies.  No reader waits for it.
@@ -61,7 +61,7 @@ class CoReaders {
   std::atomic<bool> found_{false};
 };
 
-// Fills the page cache by folios of 2 MiB.
+// Fills the page cache with folios of 2 MiB.
 //
 // readahead() makes pages of 4 KiB, at 1 us each, and each page is a segment of the disk's request.
 // A fault in a mapping that is advised to use huge pages has the kernel fetch 2 MiB at once: 512
@@ -89,10 +89,10 @@ class PageCacheFiller {
 
 // Lets at most half of a transfer's threads wait for the disk at a time.
 //
-// Requests that a disk has at the same time tend to end at the same time: a virtual disk answers
-// when its queue is empty.  If every thread waited for it, all would then checksum and copy at
-// once, and the disk would be idle (a quarter of a cold load's time on two cores).  Here the
-// threads that hold a buffer and wait for a slot send the next requests.
+// Concurrent requests to a disk tend to end at the same time: a virtual disk answers when its queue
+// is empty.  If every thread waited for it, all would then checksum and copy at once, and the disk
+// would be idle (a quarter of a cold load's time on two cores).  Here the threads that hold a
+// buffer and wait for a slot send the next requests.
 //
 // Safe for concurrent use.
 class ReadSlots {
@@ -100,7 +100,7 @@ class ReadSlots {
   explicit ReadSlots(std::size_t n_threads)
       : free_(static_cast<std::ptrdiff_t>(std::max<std::size_t>(n_threads / 2, 1))) {}
 
-  // A lock of this object, as by std::lock_guard, is the right to wait for the disk.
+  // A thread may wait for the disk while it holds this object's lock (std::lock_guard).
   void lock() { free_.acquire(); }
   void unlock() { free_.release(); }
 
@@ -115,7 +115,7 @@ enum class DirectReads : std::uint8_t {
   kAlways,
 };
 
-// The mode of a load, by the caller's permission to read directly.
+// The mode of a load.  `allowed`: whether the caller permits direct reads.
 constexpr DirectReads direct_reads(bool allowed) {
   return allowed ? DirectReads::kAlone : DirectReads::kNever;
 }
@@ -153,8 +153,8 @@ class ByteSource {
   // Direct reads begin and end at multiples of this, at most a page.
   std::size_t block_nbytes() const { return block_nbytes_; }
   // Reads whole blocks past the page cache, up to the end of the file: offset and nbytes are
-  // multiples of block_nbytes(), data is page-aligned.  False if they do not work or are not
-  // wanted.
+  // multiples of block_nbytes(), data is page-aligned.  Returns false if direct reads do not work
+  // or are not wanted.
   bool read_direct(std::uint64_t offset, void* data, std::size_t nbytes) const;
 
  private:

@@ -1,5 +1,5 @@
 // The system calls of core, each behind one inline function, so that a test build
-// (PTSAVE_FAULT_INJECTION) can make it fail or transfer less.  Retries and errors are file.cpp's.
+// (PTSAVE_FAULT_INJECTION) can make it fail or transfer less.  file.cpp handles retries and errors.
 #pragma once
 
 #include <fcntl.h>
@@ -20,8 +20,8 @@
 namespace ptsave::sys {
 
 #ifdef PTSAVE_FAULT_INJECTION
-// Called before every call, with its name and, for transfers, the byte count, which it may lower.
-// Returns 0 to allow the call, else its errno.  Set by tests; may be null.
+// Called before every call with its name and, for a transfer, the byte count, which the hook may
+// lower.  Returns 0 to allow the call, or the errno of its failure.  Set by tests; may be null.
 using FaultHook = int (*)(const char* call, std::size_t* nbytes);
 inline FaultHook fault_hook = nullptr;
 
@@ -48,7 +48,7 @@ inline constexpr std::uint32_t device_alignment(std::uint32_t alignment) { retur
 inline int openat(int dir_fd, const char* path, int flags, mode_t mode = 0) {
   return fault("openat") ? -1 : ::openat(dir_fd, path, flags, mode);
 }
-// A second description of an open file, by its name in /proc.
+// Opens an open file again by its name in /proc, which gives a second description.
 inline int reopen(const char* link, int flags) {
   return fault("reopen") ? -1 : ::openat(AT_FDCWD, link, flags | O_CLOEXEC);
 }
@@ -87,7 +87,7 @@ inline int fstat(int fd, struct stat* status) { return fault("fstat") ? -1 : ::f
 inline int fstatat(int dir_fd, const char* path, struct stat* status) {
   return fault("fstatat") ? -1 : ::fstatat(dir_fd, path, status, 0);
 }
-// Number of pages that the page cache holds of a range; -1 if the kernel does not say.
+// Number of a range's pages that are in the page cache; -1 if the kernel does not say.
 inline std::int64_t cached_pages(int fd, std::uint64_t offset, std::uint64_t nbytes) {
   constexpr long kCachestat = 451;  // the same number on every architecture
   const std::array<std::uint64_t, 2> range{offset, nbytes};

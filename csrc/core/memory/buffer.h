@@ -1,5 +1,5 @@
-// Page-aligned memory, with huge pages if they cost less, a bounded pool of buffers in it, and
-// copies past the cache.
+// Page-aligned memory, a bounded pool of buffers, and copies past the cache.  Memory has huge pages
+// if they cost less.
 //
 // Fresh memory costs more than copying it: 4 KiB faults run at 1 GB/s, huge-page faults at 3.5 GB/s
 // (unless the host has taken the memory back: FreshPages).
@@ -17,8 +17,8 @@
 
 namespace ptsave {
 
-// The huge page of systems with pages of 4 KiB.  On all others it is a whole number of pages, and
-// huge pages are larger than most tensors.
+// The size of a huge page on systems with pages of 4 KiB.  On other systems it is a whole number of
+// pages, and their huge pages are larger than most tensors.
 inline constexpr std::size_t kHugePageNbytes = std::size_t{2} << 20;
 
 // How much of a mapping will be used.  The system refuses kAll mappings larger than its memory.
@@ -36,15 +36,15 @@ class Mapping {
 
   std::byte* data() const { return data_; }
   std::size_t nbytes() const { return nbytes_; }
-  // Makes the pages that hold [begin, end) present, as the kind of page that FreshPages chooses.  A
-  // huge page counts as present if its first and last small pages are.  Does nothing on kernels
-  // without MADV_POPULATE_WRITE: the pages then come when they are touched.
+  // Makes the pages that hold [begin, end) present.  FreshPages chooses their kind.  A huge page
+  // counts as present if its first and last small pages are.  Does nothing on kernels without
+  // MADV_POPULATE_WRITE: the pages then come when they are touched.
   void populate(std::size_t begin, std::size_t end) const noexcept;
   // Returns the whole pages in [begin, end) to the system; they read as zero afterwards.
   void discard(std::size_t begin, std::size_t end) const noexcept;
   // Removes this memory from forked children, so that this process never has to copy it.
   void exclude_from_children() const noexcept;
-  // Forgets the memory without unmapping it, in a child that does not have it.
+  // Forgets the memory without unmapping it.  For a forked child, which does not have the memory.
   void abandon() noexcept;
 
  private:
@@ -54,7 +54,7 @@ class Mapping {
 
   std::byte* data_ = nullptr;
   std::size_t nbytes_ = 0;
-  // The kind of pages that are not present yet; nothing while a thread changes it.
+  // The kind of page for memory that is not present yet; empty while a thread changes the kind.
   mutable std::atomic<std::optional<PageKind>> kind_{PageKind::kSmall};
 };
 

@@ -1,4 +1,4 @@
-// The system's pages: their size, the whole pages of a range, and the cost of fresh ones.
+// The system's pages: their size, the whole pages of a range, and the cost of fresh pages.
 //
 // Three different sizes are 4 KiB on most machines.  The system's page is 4 KiB on x86-64 and 4, 16
 // or 64 KiB on arm64.  The file system's block of direct I/O is in DirectIoAlignment.  Tuned sizes
@@ -24,7 +24,7 @@ constexpr std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) {
   return align_down(value + alignment - 1, alignment);
 }
 
-// Asks the system once.
+// Returns the page size.  Asks the system only once.
 inline std::size_t page_nbytes() noexcept {
   static const auto kNbytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   return kNbytes;
@@ -75,7 +75,7 @@ class FreshPages {
   // The time of a piece of small pages: the expected one before any measurement, and the minimum.
   static constexpr Time kExpectedSmall = std::chrono::microseconds{600};
   static constexpr Time kLeastSmall = std::chrono::microseconds{300};
-  // A kind is tried again after this many times its last cost.
+  // The more expensive kind is tried again after its last cost times this factor.
   static constexpr int kRetryFactor = 16;
 
   static FreshPages& of_process() {
@@ -111,7 +111,7 @@ class FreshPages {
   }
 
  private:
-  // Pieces over which the better kind's cost is averaged: a few huge pages are always slow.
+  // Pieces over which the better kind's cost is averaged, because a few huge pages are always slow.
   static constexpr std::int64_t kAveraged = 16;
 
   struct Account {
@@ -147,12 +147,12 @@ class MemoryGauge {
     }
     if (before + loss > kBearableLoss.count()) is_cheap_.store(false, std::memory_order_relaxed);
   }
-  // Never becomes true again: the next file or copy has a gauge of its own.
+  // Once false, it stays false: the next file or copy has a gauge of its own.
   bool is_cheap() const noexcept { return is_cheap_.load(std::memory_order_relaxed); }
 
  private:
-  // Twice the usual time; the most that a MiB counts for, as a virtual machine's host may stop the
-  // processor; and the loss at which fresh memory is given up.
+  // Three limits: twice the usual time, the largest loss that a MiB counts for (a host may stop its
+  // virtual machine), and the loss at which fresh memory is given up.
   static constexpr std::chrono::nanoseconds kCheapTimePerKib{700};
   static constexpr std::chrono::milliseconds kMaxLossPerMib{2};
   static constexpr std::chrono::nanoseconds kBearableLoss = std::chrono::milliseconds{8};

@@ -3,7 +3,7 @@
 // The pool keeps returned blocks, because fresh pages cost more than the copy into them.  Free
 // memory is one heap of extents, so a save can use the memory of an earlier one, whatever the sizes
 // of its storages are.  If free memory does not suffice, it first goes back to the system, and new
-// memory is mapped.  So the pool never holds more than was once in use at the same time.
+// memory is mapped.  So the pool never holds more memory than was in use at one time.
 #pragma once
 
 #include <cstddef>
@@ -23,11 +23,11 @@ struct StagingBlock {
   std::byte* data = nullptr;
   std::size_t nbytes = 0;
   OwnerReference owner;
-  const Mapping* mapping = nullptr;  // that the block is part of; it lives as long as the block
+  const Mapping* mapping = nullptr;  // holds the block, and lives as long as the block
   bool is_new = false;               // mapped for this block: its pages are not there yet
 };
 
-// Alignment of storages in a shared block; for small ones less than that of torch's allocator.
+// Alignment of a storage in a shared block.  Small storages have less than in torch's allocator.
 constexpr std::size_t staging_alignment(std::size_t nbytes) { return nbytes < 64 ? 8 : 64; }
 
 // Safe for concurrent use; must outlive its blocks.
@@ -41,11 +41,12 @@ class StagingPool {
 
   // The process's pool, which survives static destruction.  A forked child begins with an empty
   // pool: it does not have the parent's memory, and must not touch the blocks that it has
-  // inherited.  (With that memory there, each page that the parent fills later would be copied.)
+  // inherited.  (If the child had that memory, each page that the parent fills later would be
+  // copied.)
   static StagingPool& instance();
 
-  // Takes page-aligned blocks of at least these sizes (not 0), or nothing and throws
-  // std::bad_alloc.
+  // Takes page-aligned blocks of at least these sizes, which must not be 0.  If memory is short,
+  // takes no block and throws std::bad_alloc.
   std::vector<StagingBlock> acquire(const std::vector<std::size_t>& sizes);
   // Returns the free memory to the system.
   void trim();

@@ -1,5 +1,5 @@
 // Interfaces for moving payloads between accelerators and host memory, and into copies on the host.
-// core knows no more about accelerators; device/ implements them.
+// core uses accelerators only through these interfaces, which device/ implements.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ class StagedPieces : public Interface {
   virtual const std::byte* data() const = 0;
 };
 
-// Brings payloads of an archive that is being written into host memory.  Safe for concurrent use.
+// Brings payloads into host memory while their archive is written.  Safe for concurrent use.
 class Stager : public Interface {
  public:
   // Whether the stager brings the record's payload.
@@ -49,7 +49,7 @@ class ArrivingPayloads : public Interface {
 
   // Passes a part of a payload to `use`, each byte once.  Throws if the copy has failed.
   virtual void read(const std::byte* copy, std::size_t nbytes, const Use& use) = 0;
-  // Copies a part, which may still be read.
+  // Copies a part of a payload. read() may be called for that part later.
   virtual void peek(const std::byte* copy, std::span<std::byte> out) = 0;
 };
 
@@ -59,8 +59,7 @@ class Lease : public Interface {
   virtual std::byte* data() = 0;
 };
 
-// Takes payloads of an archive that is being read to targets on accelerators.  Safe for concurrent
-// use.
+// Takes payloads to targets on accelerators while their archive is read.  Safe for concurrent use.
 class Unstager : public Interface {
  public:
   // Bytes at position `at` of a lease, which belong at `offset` in a target.

@@ -1,5 +1,5 @@
-// Reads parts of files into existing memory, in whole blocks that are checked against a table of
-// checksums before bytes are copied out.
+// Reads parts of files into existing memory.  Whole blocks are read and checked against a table of
+// checksums, before bytes are copied out of them.
 #pragma once
 
 #include <algorithm>
@@ -53,8 +53,8 @@ class CheckedRead {
     cut(max_gap);
   }
 
-  // Returns the damaged blocks in the order of files and offsets, when all bytes are in their
-  // places, except bytes that were read together with a damaged block.  Throws IoError.
+  // Returns when all bytes are in their places, except bytes that were read together with a damaged
+  // block.  Returns the damaged blocks, sorted by file and offset.  Throws IoError.
   std::vector<DamagedBlock> run(std::size_t n_threads, const Poll& poll) {
     std::uint64_t nbytes = 0;
     for (const Stretch& stretch : stretches_) nbytes += stretch.end - stretch.begin;
@@ -73,7 +73,7 @@ class CheckedRead {
   static constexpr std::uint64_t kWindow = RangeList::kWindowNbytes;
   // Pieces of this size stay in the processor's cache until they are checked and copied.
   static constexpr std::uint64_t kCachedPieceNbytes = std::uint64_t{256} << 10;
-  // Below this a copy past the cache costs more than one through it.
+  // A smaller copy is faster through the cache than past it.
   static constexpr std::uint64_t kMinStreamNbytes = std::uint64_t{16} << 10;
 
   using Stretch = RangeList::Stretch;  // of whole blocks

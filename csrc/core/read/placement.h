@@ -1,6 +1,6 @@
 // Plans one transfer, as a pure function of the archive's index: the bytes to read, cut into
-// chunks, and the records they belong to.  A Placement is their destination: fresh memory (Region)
-// or existing memory (Scatter).
+// chunks, and the records they belong to.  A Placement is the bytes' destination: fresh memory
+// (Region) or existing memory (Scatter).
 //
 // Positions refer to a *mirror*: the wanted parts of the archive, one behind the other, each at the
 // beginning of a page.  A position in the mirror and its position in the archive are congruent
@@ -42,8 +42,7 @@ struct Slot {
   std::size_t end = 0;
 };
 
-// One unit of reading, a part of the mirror, and the slots with headers or payloads at least partly
-// in it.
+// One unit of reading: a part of the mirror, and the slots whose headers or payloads overlap it.
 struct Chunk {
   std::size_t begin = 0;
   std::size_t end = 0;
@@ -147,14 +146,14 @@ inline TransferPlan plan_transfer(const ArchiveIndex& index, std::vector<WantedR
   return plan;
 }
 
-// Safe for concurrent use with different chunks.
+// The destination of a transfer.  Safe for concurrent use with different chunks.
 class Placement : public Interface {
  public:
   // Called before a chunk's first byte.
   virtual void prepare(const Chunk& chunk) = 0;
 
   // The memory for up to `nbytes` bytes from `at` on, if reading straight into it is worth a system
-  // call; else empty: use a buffer.  `slot` is the first that ends behind `at`.
+  // call.  Otherwise empty: use a buffer.  `slot` is the first slot that ends behind `at`.
   virtual std::span<std::byte> window(const Slot& slot, std::size_t at, std::size_t nbytes) = 0;
   // The number of bytes from `at` on, at most `nbytes`, to read into a buffer before asking again.
   virtual std::size_t detour(const Slot& slot, std::size_t at, std::size_t nbytes) const = 0;
@@ -197,9 +196,11 @@ class Segments final : public Owner {
 };
 
 // The page-aligned beginnings of a region's segments; a segment ends where the next begins.  A page
-// with records of two segments is a segment of its own; otherwise each segment would keep the next.
+// with records of two segments is a segment of its own; otherwise each segment would keep the next
+// one in memory.
 inline std::vector<std::size_t> segment_begins(std::span<const Slot> slots, std::size_t page) {
-  // Small neighbours share a segment of up to this size; one of a quarter of it has its own.
+  // Small neighbours share a segment of up to this size.  A record of at least a quarter of this
+  // size has its own segment.
   constexpr std::size_t kSegmentNbytes = std::size_t{4} << 20;
   std::vector<std::size_t> begins;
   const auto begin_segment = [&](std::size_t begin) {
@@ -224,15 +225,15 @@ inline std::vector<std::size_t> segment_begins(std::span<const Slot> slots, std:
   return begins;
 }
 
-// Memory that mirrors the wanted part of an archive, and is owned by the payloads.
+// Memory that mirrors the wanted part of an archive.  The loaded payloads own it.
 //
-// The region is one anonymous mapping, cut into segments: a record of 1 MiB or more has its own,
-// and smaller neighbours share one of up to 4 MiB.  A storage owns the segments that its payload
-// touches.  When a segment's last storage is freed, its pages return to the system at once; the
-// address range is freed with the region's last storage.  So a small tensor that outlives its
-// checkpoint keeps at most a few MiB of memory.
+// The region is one anonymous mapping, cut into segments: a record of 1 MiB or more has its own
+// segment, and smaller neighbours share a segment of up to 4 MiB.  A storage owns the segments that
+// its payload touches.  When a segment's last storage is freed, its pages return to the system at
+// once; the address range is freed with the region's last storage.  So a small tensor that outlives
+// its checkpoint keeps at most a few MiB of memory.
 //
-// The memory is mapped from the beginning; its pages come when they are filled.
+// The memory is mapped at once; its pages become present when they are filled.
 class Region final : public Placement {
  public:
   // With `verify`, CRCs are computed as payloads arrive.
@@ -323,7 +324,7 @@ class Scatter final : public Placement {
  public:
   // Destinations are not empty and lie within their records' payloads.  Throws
   // std::invalid_argument if destinations overlap in a record.  Their memory and `unstager`, which
-  // targets need, must outlive this object.  `fresh` may be null; it is a region that may hold
+  // targets need, must outlive this object.  `fresh`, which may be null, is a region that may hold
   // destinations whose pages are not present yet.
   Scatter(std::shared_ptr<const TransferPlan> plan, const std::vector<Destination>& destinations,
           bool verify, std::shared_ptr<Region> fresh, Unstager* unstager)
@@ -443,7 +444,8 @@ class Scatter final : public Placement {
     std::optional<std::size_t> target;
   };
 
-  // Otherwise a read would wait while the kernel finds and clears missing pages one by one.
+  // Makes missing pages present in advance.  Otherwise a read would wait while the kernel finds and
+  // clears them one by one.
   void make_present(const Chunk& chunk) {
     auto extent = std::ranges::upper_bound(extents_, chunk.begin, {}, &Extent::end);
     for (; extent != extents_.end() && extent->begin < chunk.end; ++extent) {

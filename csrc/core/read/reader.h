@@ -1,8 +1,8 @@
 // Parses an archive, and reads payloads of many records into one region that mirrors the file.
 //
 // In a mirror, a payload's address and its position in the file are congruent modulo the page size.
-// So one large read takes many records with the seams between them, and local headers arrive with
-// the data and can be checked.
+// So one large read takes many records and the seams between them.  Local headers arrive with the
+// data, and can be checked.
 #pragma once
 
 #include <cstddef>
@@ -69,7 +69,7 @@ struct LoadedPayload {
   OwnerReference owner;
 };
 
-// The largest chunk: no two threads fault in the same huge page.
+// The largest chunk is one huge page, so that no two threads fault in the same one.
 inline constexpr std::size_t kMaxChunkNbytes = kHugePageNbytes;
 
 // A part of a record's payload and the memory it belongs in.  With `target`, the number of an
@@ -82,8 +82,8 @@ struct Destination {
   std::optional<std::size_t> target = std::nullopt;
 };
 
-// Makes memory[k] the place of the whole payload of records[k]; without memory, returns no
-// destinations.  Throws std::invalid_argument if the sizes differ.
+// Returns destinations that put the whole payload of records[k] into memory[k].  Without memory,
+// returns none.  Throws std::invalid_argument if the sizes differ.
 std::vector<Destination> whole_payloads(const ArchiveIndex& index,
                                         std::span<const std::size_t> records,
                                         std::span<const std::span<std::byte>> memory);
@@ -140,7 +140,7 @@ class ArchiveReader {
                                   std::size_t n_threads, bool verify, const Poll& poll,
                                   Unstager* unstager = nullptr);
   // The records of the last fill() whose destinations may have changed, in file order: all records
-  // if it has returned.
+  // if fill() has returned.
   std::vector<std::size_t> begun() const;
   // Waits for a started record; only wait_all() reports damage.  Throws IoError, LayoutMismatch.
   void wait(std::size_t i, const Poll& poll);

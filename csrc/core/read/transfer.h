@@ -198,7 +198,7 @@ class Transfer {
     }
   }
 
-  // Reads straight into place where that is worth a call, and else through a buffer.
+  // Reads straight into place if that is worth a system call, and otherwise through a buffer.
   void read_cached(const Chunk& chunk, ChunkIntake& intake) {
     read_pieces(intake, [&](std::byte* to, std::size_t nbytes) {
       return source_.read_cached(chunk.archive_position(intake.at()), to, nbytes);

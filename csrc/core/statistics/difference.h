@@ -26,7 +26,7 @@ struct Tolerance {
 };
 
 // Buckets of units in the last place: 0, 1, 2, up to 4, up to 8, ..., up to 2^63.  The last bucket
-// is for different signs, or a number beside NaN or infinity.
+// counts pairs with different signs, and pairs of a number and NaN or infinity.
 inline constexpr std::size_t kNUlpBuckets = 66;
 inline constexpr std::size_t kNoUlps = kNUlpBuckets - 1;
 
@@ -63,8 +63,8 @@ struct Difference {
   std::uint64_t n_nan_only_b = 0;
   // Unequal pairs with an infinity and without NaN.
   std::uint64_t n_inf_mismatch = 0;
-  // Over pairs without NaN.  Both are infinite for an infinity beside another number, and max_rel
-  // for a number beside zero.
+  // Maxima over pairs without NaN.  Both are infinite for an infinity beside another number;
+  // max_rel is infinite for a number beside zero.
   double max_abs = 0;
   double max_rel = 0;
   WholeDistance max_abs_integer;  // of whole numbers
@@ -76,8 +76,8 @@ struct Difference {
 };
 
 // Compares `n` elements of each side, aligned or not, by up to `n_threads` threads.  Calls `poll`
-// while waiting for threads.  Throws std::invalid_argument for float4, which has two numbers in an
-// element, beside another format.
+// while waiting for threads.  Throws std::invalid_argument if only one side is float4, which has
+// two numbers in an element.
 Difference difference_of(Element element_a, const void* a, Element element_b, const void* b,
                          std::size_t n, const Tolerance& tolerance = {}, std::size_t n_threads = 1,
                          const Poll& poll = {});

@@ -3,7 +3,7 @@
 // It is written to a temporary file.  A batch of records is written as a whole, in parallel, and
 // the next batch begins at its end; only a failed batch is overwritten.  The central directory
 // stays in memory and is written last, with the records that depend on all others.  So the
-// temporary file always holds a whole number of records, with arbitrary bytes behind them.
+// temporary file always holds complete records, with arbitrary bytes behind the last one.
 #pragma once
 
 #include <sys/types.h>
@@ -42,8 +42,8 @@ class WrittenRecords {
   WrittenRecords(std::string root, std::uint64_t alignment)
       : root_(std::move(root)), alignment_(alignment) {}
 
-  // Places records behind the written ones.  Throws as plan() does, but misses names of earlier
-  // batches.
+  // Places records behind the written ones.  Throws as plan() does, but does not notice a name that
+  // an earlier batch has used.
   ArchiveLayout place(std::span<const RecordSpec> records) const {
     return plan_part(root_, records, alignment_, end_);
   }

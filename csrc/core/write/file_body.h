@@ -57,7 +57,7 @@ class ChunkSink : public Interface {
   virtual void put_hole(std::uint64_t nbytes) = 0;
 };
 
-// A file except its small tail, which is known when all else has been produced.
+// Produces a file except its small tail, which depends on all other bytes.
 class FileBody : public Interface {
  public:
   FileBody(std::uint64_t nbytes, std::size_t chunk_nbytes)
@@ -76,7 +76,7 @@ class FileBody : public Interface {
   // Hands the bytes of `chunk` to `sink`.  Call once for each chunk; safe for concurrent use on
   // different chunks of one pipeline.
   virtual void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) = 0;
-  // Makes the tail's parts that need no chunk, on a thread that would only wait.  Optional.
+  // Optional: prepares the parts of the tail that need no chunk, on a thread that would only wait.
   virtual void prepare_tail() {}
   // The rest of the file; called when every chunk has been produced.
   virtual std::string tail() = 0;
@@ -90,10 +90,10 @@ class FileBody : public Interface {
 };
 
 // Returns the address of record i's payload; null for a hole (unwritten bytes with CRC 0: torch's
-// skip_data).  Called for each piece of a payload, except empty ones, ones that a Stager brings,
-// and the last record, `.data/serialization_id`, which is computed.  Workers call it concurrently.
-// Without workers the waiting thread calls it in ascending order, so it may make one payload a
-// call.
+// skip_data).  Called for each piece of a payload, except empty payloads, payloads that a Stager
+// brings, and the last record, `.data/serialization_id`, which is computed.  Workers call it
+// concurrently.  Without workers the waiting thread calls it in ascending order, so the function
+// may make one payload per call.
 using Payloads = std::function<const std::byte*(std::size_t i)>;
 
 // Collects the records' CRCs from chunks in any order.  Safe for concurrent use.
@@ -239,8 +239,7 @@ class StagedCursor {
   const std::byte* at_ = nullptr;
 };
 
-// The first records of a layout, from a position in the file on, which is position 0 of the
-// body.
+// The first records of a layout, from a position in the file on.  That position is 0 in the body.
 class RecordsBody : public FileBody {
  public:
   // The part [begin, end) of the file, which holds the first `n_records` records.
@@ -493,7 +492,7 @@ class PackedBody final : public FileBody {
 // Cuts bytes into blocks and records their checksums.
 class CheckedSink {
  public:
-  // `offset` is a block's.
+  // `offset` is the beginning of a block.
   CheckedSink(ChunkSink& sink, std::uint64_t offset, std::vector<std::uint32_t>& crcs)
       : sink_(sink), at_(offset), crcs_(crcs) {}
 

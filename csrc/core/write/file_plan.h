@@ -30,7 +30,8 @@
 
 namespace ptsave {
 
-// Each write produces the whole file, so it may be retried elsewhere.  One write at a time.
+// A planned file.  Each write produces the whole file, so a failed write may be retried elsewhere.
+// Only one write may run at a time.
 class FilePlan : public Interface {
  public:
   // A file that appears complete or not at all; `display` is its name in errors.
@@ -97,7 +98,7 @@ class FilePlan : public Interface {
   std::uint64_t nbytes_written() const { return progress_.load(); }
 
  protected:
-  // Completes the options of a write.  Returns their stager if it lives only for this write.
+  // Completes the options of a write.  Returns the options' stager if it lives only for this write.
   virtual std::unique_ptr<Stager> begin_write(WriteOptions& options) = 0;
   // Makes the file's body for one write.
   virtual std::unique_ptr<FileBody> make_body(const WriteOptions& options,
@@ -173,7 +174,7 @@ class PlannedRecords {
   bool has_holes_ = false;
 };
 
-// Knows the records' layout and the places of their payloads.
+// The plan of an archive: the records' layout, and the places of their payloads.
 class ArchivePlan final : public FilePlan {
  public:
   // A record whose payload is a part of a source.
@@ -220,8 +221,8 @@ class ArchivePlan final : public FilePlan {
     staging_ = std::make_unique<SourcedPayloads>(std::move(sources), std::move(by_record));
   }
 
-  // Fixes the accelerators' payloads to their values after the work now on this thread's current
-  // streams; they are staged in chunks of this size.
+  // Freezes the values of payloads on accelerators, as they are after the work now on this thread's
+  // current streams.  The payloads are staged in chunks of this size.
   void begin_staging(std::size_t chunk_nbytes) {
     if (staging_ == nullptr) return;
     std::unique_ptr<Stager> stager = staging_->hand_over();
@@ -243,7 +244,7 @@ class ArchivePlan final : public FilePlan {
     records_.owners_.clear();
     release_arriving();
   }
-  // The same in a forked child, which leaks its copies of accelerators' objects, because freeing
+  // Replaces release() in a forked child.  Leaks copies of accelerators' objects, because freeing
   // page-locked memory would call the parent's driver.
   void abandon() {
     if (staging_ != nullptr) staging_->abandon();

@@ -1,6 +1,6 @@
 // Copies payloads into staging memory, from the last to the first, while a writer may take them in
 // file order.  This saves time if fresh memory is expensive.  While the writer is faster, the copy
-// pauses: expensive pages cost ten times as long as the writer takes for the same bytes.
+// pauses: filling expensive pages takes ten times as long as writing the same bytes.
 //
 // Every byte is claimed once: by the copy, or by the writer, which then reads the original. run()
 // returns when the originals are no longer needed.
@@ -45,9 +45,9 @@ class StagingCopy final : public ArrivingPayloads {
     parts_.push_back({copy, begin, begin + nbytes, &memory});
   }
 
-  // Copies the bytes that no writer takes.  Calls `when_slow` once, on this thread, when staging
-  // memory turns out to cost more than a disk; from then on a writer may call read().  If run()
-  // throws, it first waits for reads of originals to end, and later calls of read() throw.
+  // Copies the bytes that no writer takes.  Calls `when_slow` once, on this thread, when filling
+  // staging memory turns out to be slower than a disk; from then on a writer may call read().  If
+  // run() throws, it first waits for reads of originals to end, and later calls of read() throw.
   void run(std::size_t n_threads, const Poll& poll, const WhenSlow& when_slow) {
     const std::size_t n_units = (nbytes() + kUnitNbytes - 1) / kUnitNbytes;
     {

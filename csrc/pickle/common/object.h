@@ -100,7 +100,7 @@ inline PyObject* item_or_null(PyObject* dict, PyObject* key) {
 }
 
 // Imports modules and looks up attributes.  Names are the interned str objects that Python's own
-// code uses, because any other would fill the interpreter's method cache.
+// code uses, because any other str would fill the interpreter's method cache.
 
 inline Object import_module(const char* name) {
   return Object::checked(PyImport_ImportModule(name));

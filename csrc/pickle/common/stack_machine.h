@@ -16,9 +16,9 @@ namespace ptsave {
 struct Declined {};
 
 // Takes the steps of Python's and torch's unpicklers: operands, stack, marks and memo.  `Derived`
-// knows what the steps mean for its values, by a function for each kind of step.  Its function
-// keep(i) tells whether the memo keeps entry `i`, and other_step() takes or declines all other
-// steps.  The first Value::kind is that of no value.
+// has a function for each kind of step, which applies the step to its values.  Its function keep(i)
+// tells whether the memo keeps entry `i`, and other_step() takes or declines all other steps.  The
+// first Value::kind means "no value".
 template <class Derived, class Value>
 class StackMachine {
  private:

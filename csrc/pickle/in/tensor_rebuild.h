@@ -1,5 +1,4 @@
-// The storages and tensors of a pickle, made without torch's functions where the result is the
-// same.
+// Makes the storages and tensors of a pickle without torch's functions, if the result is the same.
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -44,7 +43,7 @@ struct StorageType {
   c10::ScalarType dtype;
 };
 
-// A storage without a Python object so far.
+// A storage that has no Python object yet.
 struct PlainStorage {
   const c10::Storage* storage;  // the source's
   const StorageType* type;      // of the first reference
@@ -77,7 +76,7 @@ inline std::optional<std::uint32_t> number_of(std::string_view key) {
 // a key's references are resolved here, or all by torch's persistent_load.
 class StorageReferences {
  public:
-  // With null `source`, torch resolves everything.
+  // If `source` is null, torch resolves everything.
   StorageReferences(StorageSource* source, const TorchMachine& torch)
       : source_(source),
         torch_(torch),
@@ -119,7 +118,7 @@ class StorageReferences {
 
   const PlainStorage& operator[](std::size_t index) const { return storages_[index]; }
 
-  // The storage as the object of torch's persistent_load, which is called once for each storage.
+  // The storage's object from torch's persistent_load, which is called once for each storage.
   Object as_object(std::size_t index) {
     PlainStorage& storage = storages_[index];
     if (!storage.typed) {
@@ -438,8 +437,8 @@ class TensorRebuilder {
     }
   }
 
-  // The object that torch's function makes from the arguments.  Nothing if it is not certain that
-  // this is the same object; the function itself must then be called.
+  // Returns the object that torch's function would make from the arguments.  Returns nothing if
+  // that is not certain; the function itself must then be called.
   Object rebuild(Rebuild function, std::span<const Value> arguments) const {
     if (!nothing_intervenes()) return {};
     switch (function) {
@@ -700,8 +699,8 @@ inline void check_set_state(PyObject* object) {
   if (THPVariable_Check(object) && THPVariable_Unpack(object).is_quantized()) refuse_quantized();
 }
 
-// Takes the steps from behind the arguments' MARK up to REDUCE.  Nothing, without any effect, if
-// there are other steps, or if one would write a memo entry that the pickle reads.
+// Takes the steps from behind the arguments' MARK up to REDUCE.  Returns nothing, and has no
+// effect, if there are other steps, or if a step would write a memo entry that the pickle reads.
 inline std::optional<TensorSteps> take_tensor_steps(PickleCursor& cursor, const Memo& memo) {
   std::optional<TensorSteps> steps(std::in_place);
   Recognizer next(cursor, memo);

@@ -1,7 +1,6 @@
 // torch's own restricted unpickler, for single steps, and the functions of torch that the fast
 // steps recognize.  A step is a pickle of a few bytes ("h\0h\1R." for REDUCE) with the operands in
-// its memo.  So its policy, calls and errors are always those of the installed torch.  Needs the
-// GIL.
+// its memo.  So the policy, calls and errors are always the installed torch's.  Needs the GIL.
 #pragma once
 
 #include <Python.h>
@@ -40,8 +39,8 @@ class CollectorPause {
   bool was_enabled_ = false;
 };
 
-// Ends the pause while other Python code runs, which then finds the collector as without a load,
-// and may switch it on and off.
+// Ends the pause while other Python code runs.  That code finds the collector as it was before the
+// load, and may switch it on and off.
 class CollectorResumed {
  public:
   explicit CollectorResumed(CollectorPause& pause) : pause_(pause) { pause_.resume(); }

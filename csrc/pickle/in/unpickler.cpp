@@ -355,7 +355,7 @@ class RestrictedMachine {
   // ---- everything that runs code
 
   // Takes all steps up to the REDUCE that makes the tensor, if they are the usual ones.  Otherwise
-  // it only may have registered the storage.
+  // the only effect may be that the storage is registered.
   bool rebuild_at_once() {
     if (!globals_.rebuilds_are_torchs()) return false;
     PickleCursor ahead = cursor_;

@@ -26,10 +26,10 @@ class StorageSource : public Interface {
 // Rebuilds the same object as torch's restricted unpickler (torch._weights_only_unpickler), under
 // that module's current policy.
 //
-// `persistent_load` is torch's; it resolves the references that `storages`, which may be null, does
-// not.  `encoding` is a str, as for torch.  A non-null `unpickler_type` is a subclass of torch's
-// unpickler that allows more, and takes torch's steps.  Throws PythonError as that does.  Needs the
-// GIL.
+// `persistent_load` is torch's function.  It resolves the references that `storages`, which may be
+// null, does not resolve.  `encoding` is a str, as for torch.  A non-null `unpickler_type` is a
+// subclass of torch's unpickler that allows more, and takes torch's steps.  Throws PythonError with
+// the errors of torch's unpickler.  Needs the GIL.
 //
 // If torch's machine fails by accident (IndexError, EOFError, ...), the error is also an
 // UnpicklingError and gives the offset in data.pkl.  Three things are refused although torch

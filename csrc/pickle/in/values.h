@@ -186,8 +186,9 @@ class Memo {
   std::unordered_map<std::uint32_t, Value> far_;
 };
 
-// torch's machine has one Python list for each mark and only uses the last list.  So no access
-// reaches below the topmost mark, and a missing value raises a list's error.  Needs the GIL.
+// The stack of the restricted machine. torch's machine has one Python list for each mark, and only
+// uses the last list.  So no access reaches below the topmost mark, and a missing value raises a
+// list's error.  Needs the GIL.
 class ValueStack {
  public:
   std::size_t depth() const { return values_.size() - base_; }

@@ -1,4 +1,4 @@
-// Objects of torch and Python for the pickler, and a check that both behave as it assumes.
+// Objects of torch and Python for the pickler, and a check that both behave as the pickler assumes.
 //
 // One instance per process, made at first use and never freed.  Needs the GIL.
 #pragma once
@@ -256,8 +256,8 @@ class PickleEnvironment {
   std::vector<Object> tensor_members_;
 };
 
-// Reserves n levels of the limit while it lives, or none if too few are left.  Needs the GIL;
-// leaves no exception set.
+// Reserves n levels of Python's recursion limit while this object lives, or none if too few are
+// left.  Needs the GIL; leaves no exception set.
 class RecursionLevels {
  public:
   explicit RecursionLevels(int n) {

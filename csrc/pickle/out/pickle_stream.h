@@ -1,4 +1,4 @@
-// The bytes of a pickle of protocol 2, and the memo of what has been written.
+// The bytes of a pickle of protocol 2, and the memo of the objects in it.
 #pragma once
 
 #include <Python.h>
@@ -224,7 +224,7 @@ class PickleWriter {
   char* end_ = nullptr;
 };
 
-// An object that one pickle refers to many times, with its number, which saves the memo's lookup.
+// An object that one pickle refers to many times, and its memo number, which saves a lookup.
 struct Recurring {
   Object object;
   std::optional<std::uint32_t> number = std::nullopt;

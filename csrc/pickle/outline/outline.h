@@ -25,9 +25,9 @@ Object make_outlined_tensor_type();
 
 // The object that weights_only=True makes from a pickle, without torch.  Each tensor and parameter
 // is an instance of `tensor_type`, from make_outlined_tensor_type().  Its facts are (dtype, shape,
-// stride, offset in the storage, size, size of the storage), the last three in bytes.  They are as
-// in bindings/columns.cpp, except that the dtype is its name.  Its place is its storage's, or None
-// if empty.
+// stride, offset in the storage, size, size of the storage), the last three in bytes.  They equal
+// tensor_facts() of bindings/columns.cpp, except that the dtype is a name.  The tensor's place is
+// its storage's place, or None for an empty storage.
 //
 // Returns nothing if only torch can read the pickle.  It accepts torch.save's pickles of plain
 // tensors within their storages, parameters, numbers and text in dicts, lists and tuples.  So it

@@ -8,15 +8,15 @@
 
 namespace ptsave {
 
-// Whether unpickling provably never reads the bytes of a tensor or storage, so that it may run
-// before they have arrived.
+// Whether unpickling provably never reads the bytes of a tensor or storage, so that the pickle may
+// be run before the bytes have arrived.
 //
 // True only for torch.save's pickles of plain tensors, parameters, and NumPy's arrays and scalars
 // in plain containers.  False is always a safe answer, also for a malformed pickle.  For example,
-// `_rebuild_tensor_v2` with a storage and plain numbers only passes the storage on.  A tensor as a
-// size, a dict key or a sequence would be read: false.  `dtypes` are the names of torch's dtypes,
-// without "torch.".  `opaque` are globals, "module\nname", that are not called; objects that they
-// would make are kept opaque.
+// `_rebuild_tensor_v2` with a storage and plain numbers only passes the storage on.  The result is
+// false if a tensor is used as a size, a dict key or a sequence, because it would be read.
+// `dtypes` are the names of torch's dtypes, without "torch.".  `opaque` are globals,
+// "module\nname", that are not called; objects that they would make are kept opaque.
 //
 // Pure; linear in the pickle's size in time and memory, for any pickle.
 bool rebuilds_blindly(std::string_view pickle, const std::unordered_set<std::string>& dtypes,
