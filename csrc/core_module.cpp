@@ -78,8 +78,8 @@ class Archive {
     return read_record(*reader_, i, true);
   }
 
-  // The pickle's outline in a tuple of one, with all storages placed; None if only torch can read
-  // it.
+  // The pickle's outline, with all storages placed, in a tuple of one item.  None if only torch can
+  // read the pickle.
   py::object outline(const py::bytes& pickle) {
     without_gil([&] { reader_->reserve(data_.storages()); });
     PlacedRecords records(index());
@@ -99,7 +99,7 @@ class Archive {
                [&] { return reader_->read_records(std::move(records), {}, n_threads, true, poll); })
         .empty();
   }
-  // The offset at which each record ends at the latest: where the next one begins.
+  // For each record, the offset at which the next one begins: the record ends there or earlier.
   std::vector<std::uint64_t> limits() const {
     std::vector<std::uint64_t> found;
     found.reserve(n_records());

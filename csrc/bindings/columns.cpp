@@ -60,7 +60,7 @@ std::string kind_of(const at::Tensor& tensor, bool with_pinned) {
   return kind;
 }
 
-// For each value, the index of the first value of the same kind; -1 if its type is not in `types`.
+// For each value, the index of the first value of its kind; -1 if its type is not in `types`.
 py::list tensor_kinds(const py::list& values, const py::tuple& types, bool pinned) {
   std::unordered_map<std::string, py::object> first;
   const py::int_ other(-1);
@@ -186,7 +186,7 @@ py::list empty_tensors(const std::vector<std::vector<std::int64_t>>& shapes,
   return result;
 }
 
-// The address of each tensor; 0 without elements in memory, None for a subclass.
+// The address of each tensor: 0 if it has no elements in memory, None if it is of a subclass.
 py::list addresses(const py::list& tensors) {
   py::list result(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -241,7 +241,7 @@ bool are_apart(const py::list& tensors) {
          }) == extents.end();
 }
 
-// The values of an attribute or a column: a list has one for each row, any other object is the
+// The values of an attribute or a column.  A list has a value for each row; another object is the
 // value of all.
 class Column {
  public:
@@ -381,7 +381,7 @@ py::list tensor_facts(const py::list& tensors) {
 
 using Found = std::tuple<std::size_t, py::object, std::size_t>;
 
-// Runs no Python code, so no dict changes meanwhile.
+// This runs no Python code, so no dict changes meanwhile.
 std::vector<Found> find_values(const std::vector<py::dict>& dicts,
                                const std::vector<py::object>& values) {
   std::vector<Found> result;

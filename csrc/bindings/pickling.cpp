@@ -32,7 +32,7 @@ StorageList storage_list(const std::vector<py::object>& objects) {
   return list;
 }
 
-// The storages as torch.UntypedStorage objects.
+// Returns the storages as torch.UntypedStorage objects.
 py::list untyped_storages(const StorageList& list) {
   py::list storages;
   for (const c10::Storage& storage : list.storages) {

@@ -20,7 +20,7 @@ py::object mean_of(const Statistics& found, bool is_complex) {
   return py::cast(std::complex<double>(real, found.imaginary_mean));
 }
 
-// A minimum or maximum: the exact int for whole numbers.
+// A minimum or maximum; an exact int for whole numbers.
 py::object extreme_of(const Statistics& found, c10::ScalarType type, double value,
                       std::int64_t integer) {
   if (found.n_finite() == 0) return py::float_(std::numeric_limits<double>::quiet_NaN());

@@ -283,7 +283,7 @@ using PieceOfPython = std::pair<std::uint64_t, py::object>;
 // nbytes, source, offset, parts.
 using SourcedPiece = std::tuple<std::uint64_t, std::size_t, std::uint64_t, PartsOfPython>;
 
-// The staging of pieces in other files, or of pieces on accelerators; null without either.
+// Makes the staging for pieces in other files or on accelerators; null if there are no such pieces.
 std::unique_ptr<PayloadStaging> staging_of(AcceleratorSources on_accelerators,
                                            std::vector<SourcePayload> sourced,
                                            const PayloadSources* sources) {

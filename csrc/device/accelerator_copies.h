@@ -380,8 +380,8 @@ class PinnedLease final : public Lease {
 // distributed on their device, which costs almost nothing.
 class AcceleratorUnstager final : public Unstager {
  public:
-  // `targets` are contiguous bytes on accelerators, which this object keeps alive.  Copies come
-  // after the work now on this thread's current streams, because that work may still use a target's
+  // `targets` are contiguous bytes on accelerators; this object keeps them alive.  Copies wait for
+  // the work now on this thread's current streams, because that work may still use a target's
   // memory.  Leases hold `lease_nbytes`.
   AcceleratorUnstager(std::vector<at::Tensor> targets, std::size_t lease_nbytes,
                       std::size_t max_leases)

@@ -157,8 +157,8 @@ inline at::Tensor bytes_on(c10::Device device, std::size_t nbytes) {
   }
 }
 
-// The streams of one transfer.  Their work comes after all work that the devices' current streams
-// had when this object was made.  Safe for concurrent use.
+// The streams of one transfer.  They wait for all work that the devices' current streams had when
+// this object was made.  Safe for concurrent use.
 class SideStreams {
  public:
   // A device, and the size of the scratch memory that each of its streams gets there.
@@ -239,7 +239,7 @@ class SideStreams {
   static constexpr std::size_t kStreams = 4;  // of each device
 
   struct Stream {
-    std::mutex is_queued_to;  // keeps copies together that are queued together
+    std::mutex is_queued_to;  // keeps the copies of one queue() call together
     std::optional<c10::Stream> stream;
     at::Tensor scratch;  // undefined if the device had no room for it
   };
@@ -308,7 +308,7 @@ class SideStreams {
 // The copies from or to one buffer, on one stream for each device.  Not safe for concurrent use.
 class SideStreams::Copies {
  public:
-  // `streams` must outlive it.
+  // `streams` must outlive this object.
   explicit Copies(SideStreams& streams) : streams_(streams), places_(streams.sides_.size()) {
     const std::lock_guard lock(streams_.mutex_);
     if (streams_.free_events_.empty()) {

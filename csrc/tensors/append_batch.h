@@ -38,7 +38,7 @@ namespace ptsave {
 
 // Dead storages are removed after this many new bytes.  A dead storage still has a few bytes of
 // identity beside its freed memory, so malloc cannot join that memory with its neighbours.  If
-// steps allocate and free large tensors, each step would lose as much memory again.
+// steps allocate and free large tensors, each step would lose that memory anew.
 inline constexpr std::uint64_t kMaxLateNbytes = std::uint64_t{4} << 20;
 
 // Whether two tensors share autograd's version counter. c10 has no function for that.
@@ -305,7 +305,7 @@ class AppendBatch {
   bool is_staged() const { return !stagers_.empty(); }
 
   std::size_t n_groups() const { return groups_.size(); }
-  // The number of first groups that together have at most `nbytes` bytes.
+  // The largest number of groups, from the first on, that together have at most `nbytes` bytes.
   std::size_t n_groups_within(std::uint64_t nbytes) const {
     std::size_t n_records = 0;
     std::uint64_t total = 0;
@@ -349,7 +349,7 @@ class AppendBatch {
     payloads_.clear();
     groups_.clear();
   }
-  // Replaces release() in a forked child, which must not touch memory of accelerators.
+  // Replaces release() in a forked child, which must not touch accelerators' memory.
   void abandon() {
     keep_for_ever(std::exchange(stagers_, {}));
     keep_for_ever(std::exchange(kept_, {}));

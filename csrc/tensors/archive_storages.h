@@ -490,7 +490,7 @@ class ArchiveStorages {
   // Waits for the payload of a record that is being read.
   using Wait = std::function<void(std::size_t record)>;
 
-  // `reader` must outlive it.
+  // `reader` must outlive this object.
   ArchiveStorages(ArchiveReader& reader, Wait wait)
       : reader_(reader), wait_(std::move(wait)), records_(reader.index()) {}
   ArchiveStorages(const ArchiveStorages&) = delete;

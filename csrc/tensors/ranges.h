@@ -33,9 +33,9 @@
 
 namespace ptsave {
 
-// A tensor of bytes that come from the file on access; writes change a copy in memory.  The file
-// may be closed.  If it is truncated while the tensor lives, access to the missing bytes kills the
-// process.  Throws IoError (errno 0 beyond the end).
+// A tensor whose bytes come from the file when they are accessed; writes change a copy in memory.
+// The file may be closed.  If it is truncated while the tensor lives, access to the missing bytes
+// kills the process.  Throws IoError (errno 0 beyond the end).
 inline at::Tensor map_range(const File& file, std::uint64_t offset, std::uint64_t nbytes) {
   const std::uint64_t file_nbytes = file.nbytes();
   if (offset > file_nbytes || nbytes > file_nbytes - offset) {
@@ -79,8 +79,8 @@ inline void detach_from_file(const c10::Storage& storage, const std::string& nam
   }
 }
 
-// A block for resharding: the place of a CPU tensor's elements in a file, the first at `offset`,
-// and strides in bytes.
+// A block for resharding.  Describes where a CPU tensor's elements are in a file: the first is at
+// `offset`, and strides are in bytes.
 struct TensorBox {
   std::size_t file = 0;
   std::uint64_t offset = 0;
@@ -176,7 +176,7 @@ class RangeTargets {
   RangeRead read_;
 };
 
-// For fewer bytes, threads and streams cost more than they save.
+// With fewer bytes, threads and streams cost more than they save.
 inline constexpr std::uint64_t kMinPinnedNbytes = std::uint64_t{1} << 20;
 
 // A contiguous tensor in CPU memory, and a contiguous tensor of as many bytes on an accelerator.

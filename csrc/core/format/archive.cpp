@@ -63,8 +63,8 @@ void check_record_name(std::string_view root, std::string_view name) {
   if (fault != nullptr) throw std::invalid_argument("record name " + quoted(name) + " " + fault);
 }
 
-// Bytes of the "FB" padding field, its head included, that bring the payload to `alignment`.  All
-// extra fields share one 16-bit length: beyond it torch writes a file that no reader can follow.
+// The size of the "FB" padding field, head included, that aligns the payload to `alignment`.  All
+// extra fields share one 16-bit length: if they exceed it, torch writes an unreadable file.
 std::size_t padding_extra_nbytes(const zip::Entry& entry, std::uint64_t alignment) {
   const std::size_t zip64_nbytes = zip::zip64_extra_nbytes(entry);
   const std::uint64_t start =
@@ -80,7 +80,7 @@ std::size_t padding_extra_nbytes(const zip::Entry& entry, std::uint64_t alignmen
 }
 
 RecordLayout place(const zip::Entry& entry, std::uint64_t alignment) {
-  // Room for any header and descriptor: no sum below can overflow.
+  // More than any header and descriptor take, so that no sum below can overflow.
   constexpr std::uint64_t kSlack = 4 * zip::kMax16;
   if (entry.header_offset > kMaxFileNbytes - kSlack ||
       entry.nbytes > kMaxFileNbytes - kSlack - entry.header_offset) {
@@ -103,7 +103,7 @@ void check_directory_room(std::uint64_t directory_nbytes, const zip::Entry& entr
 }
 
 // The set of used names, as a flat table of their indices.  With many records, the nodes of a
-// std::unordered_set would cost more than all the rest of plan().
+// std::unordered_set would cost more than everything else in plan().
 class NameSet {
  public:
   explicit NameSet(const ArchiveLayout& layout, std::size_t capacity)

@@ -34,7 +34,7 @@ template <typename Error = FormatError>
                     std::move(detail), record.name, record.header_offset);
 }
 
-// Whether an EOCD value is the true one or its "look in zip64" mark.
+// Whether an EOCD value equals the zip64 value, or is the "look in zip64" mark.
 bool agrees(std::uint64_t narrow, std::uint64_t wide, std::uint64_t mark) {
   return narrow == mark || narrow == wide;
 }
@@ -47,7 +47,7 @@ struct Zip64End {
   std::uint32_t n_disks;
 };
 
-// Nothing if there is no locator in front of the EOCD at `end_index`.
+// Returns nothing if there is no locator in front of the EOCD at `end_index`.
 std::optional<Zip64End> find_zip64_end(std::span<const std::byte> tail, std::size_t end_index,
                                        std::uint64_t tail_offset) {
   if (end_index < zip::kZip64LocatorNbytes) return std::nullopt;
@@ -258,7 +258,7 @@ std::uint64_t predict_payload_offset(const IndexedRecord& record, std::uint64_t 
   return limit - record.stored_nbytes - std::min(descriptor_nbytes, slack_nbytes);
 }
 
-// Sorts by merging the runs that are already in order: here they are few and long.
+// Sorts by merging the runs that are already in order, because they are few and long here.
 template <typename Value, typename Less>
 void merge_runs(std::vector<Value>& values, const Less& less) {
   std::vector<std::size_t> ends;  // of the sorted runs
@@ -398,7 +398,7 @@ void check_supported(const IndexedRecord& record) {
 // Compares fields that torch does not compare; `header` may end inside the name.
 zip::LocalHeader parse_agreeing_header(std::span<const std::byte> header,
                                        const IndexedRecord& record, std::size_t root_nbytes) {
-  // The bits that change the payload's meaning or end; a reader needs no others.
+  // The bits that change the meaning or the end of the payload; a reader needs no other bits.
   constexpr std::uint16_t kMeaningful = zip::kFlagEncrypted | zip::kFlagDescriptor |
                                         zip::kFlagPatch | zip::kFlagStrongEncryption |
                                         zip::kFlagMasked;

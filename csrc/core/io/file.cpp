@@ -80,8 +80,8 @@ Descriptor reopen_descriptor(int fd, int flags = O_RDONLY) {
   return Descriptor(retry_interrupted([&] { return sys::reopen(link.c_str(), flags); }));
 }
 
-// Turns the kernel's own readahead off, because it would fill the page cache with bytes that are
-// about to be read past it.  Only reads and read_ahead() then fetch bytes.
+// Turns the kernel's own readahead off.  It would fill the page cache with bytes that are about to
+// be read past the cache.  Only reads and read_ahead() then fetch bytes.
 File without_guesses(Descriptor fd, std::string path) {
   ::posix_fadvise(fd.get(), 0, 0, POSIX_FADV_RANDOM);
   return {std::move(fd), std::move(path)};

@@ -60,7 +60,7 @@ namespace {
 // Devices fetch no more than this for one readahead request (see max_sectors_kb and read_ahead_kb),
 // and silently drop the rest.
 constexpr std::size_t kReadAheadNbytes = std::size_t{512} << 10;
-// Smaller pieces than half a folio are not worth fetching a whole one.
+// For less than half a folio, fetching a whole folio is not worth it.
 constexpr std::size_t kFolioNbytes = std::size_t{2} << 20;
 
 // Folios of 2 MiB come from the same blocks as huge pages, whose cost FreshPages has just measured.

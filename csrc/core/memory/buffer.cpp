@@ -92,7 +92,7 @@ void Mapping::populate(std::size_t begin, std::size_t end) const noexcept {
   }
 }
 
-// Skips memory that is present because it is used again.  Only whole huge pages are measured.
+// Skips memory that is already present from an earlier use.  Only whole huge pages are measured.
 void Mapping::populate_piece(std::size_t begin, std::size_t end) const noexcept {
   if (is_present(data_ + begin) && is_present(data_ + end - page_nbytes())) return;
   const auto populate = [&] {

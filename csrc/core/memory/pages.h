@@ -151,8 +151,8 @@ class MemoryGauge {
   bool is_cheap() const noexcept { return is_cheap_.load(std::memory_order_relaxed); }
 
  private:
-  // Three limits: twice the usual time, the largest loss that a MiB counts for (a host may stop its
-  // virtual machine), and the loss at which fresh memory is given up.
+  // Twice the usual time, the largest loss that a MiB counts for (a host may stop its virtual
+  // machine), and the loss at which fresh memory is given up.
   static constexpr std::chrono::nanoseconds kCheapTimePerKib{700};
   static constexpr std::chrono::milliseconds kMaxLossPerMib{2};
   static constexpr std::chrono::nanoseconds kBearableLoss = std::chrono::milliseconds{8};

@@ -14,7 +14,7 @@
 namespace ptsave {
 namespace {
 constexpr std::chrono::milliseconds kPollInterval{100};
-// Beside busy threads, this leaves a sixtieth of the processors, so that no thread starves.
+// Beside busy threads, workers with this priority get a sixtieth of the processors: none starves.
 constexpr int kBackgroundNice = 19;
 
 // Lowers the priority of the calling thread, unless it is low already.  A failure does not matter.
@@ -25,7 +25,7 @@ void give_way() {
   }
 }
 
-// Whether a thread's stack leaves address space for allocations, which RLIMIT_AS may limit.
+// Whether address space for allocations remains beside a new thread's stack (see RLIMIT_AS).
 bool has_room_for_thread() {
   constexpr std::size_t kNbytes = std::size_t{24} << 20;  // a stack has 8 MiB by default
   void* memory = ::mmap(nullptr, kNbytes, PROT_READ | PROT_WRITE,

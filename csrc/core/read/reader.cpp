@@ -40,7 +40,7 @@ std::size_t DataRecords::find(std::string_view key) {
 
 namespace {
 
-// Refuses all other records, because the file's size does not bound the size they claim.
+// Refuses compressed or encrypted records: the file's size does not bound the size they claim.
 void require_stored(const IndexedRecord& record, const ByteSource& source) {
   if (record.stored() && !record.encrypted()) return;
   throw FormatError("PytorchStreamReader failed retrieving file meta-data for " + record.name +

@@ -28,7 +28,7 @@ namespace ptsave {
 // concurrent use.
 class DataRecords {
  public:
-  // `index` must outlive it.
+  // `index` must outlive this object.
   explicit DataRecords(const ArchiveIndex& index);
 
   // Numbers of records, in the index's order.

@@ -24,7 +24,8 @@ namespace ptsave {
 
 class Transfer {
  public:
-  // Starts reading at once; compares CRCs if `verify`.  `source` and `index` must outlive it.
+  // Starts reading at once; compares CRCs if `verify`.  Both `source` and `index` must outlive this
+  // object.
   Transfer(const ByteSource& source, const ArchiveIndex& index,
            std::shared_ptr<const TransferPlan> plan, std::shared_ptr<Placement> placement,
            std::size_t n_threads, bool verify)
@@ -108,7 +109,7 @@ class Transfer {
     // The slot that the next byte belongs to or comes before; the last slot if there is none.
     const Slot& slot() const { return slots()[std::min(slot_, slots().size() - 1)]; }
 
-    // Records that the next bytes are read straight to a payload's place.
+    // Tells the intake that the next bytes are read straight to a payload's place.
     void begin_payload() {
       if (slot_ < chunk_.end_slot && at_ >= slots()[slot_].payload) {
         transfer_.progress_[slot_].begun.store(true, std::memory_order_relaxed);

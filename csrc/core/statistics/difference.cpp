@@ -243,7 +243,7 @@ Products products_of(const double* a, const double* b, std::size_t n) {
   return products_of(distances_loops<double>().distances(a, b, n, {}, 0), a, b, n);
 }
 
-// The products of numbers that are the same on both sides.
+// The products of numbers that are equal on both sides.
 template <typename Number>
 Products squares_of_same(const Number* data, std::size_t n) {
   const double squares = distances_loops<Number>().squares(data, n);
@@ -383,7 +383,7 @@ void add_squares(Difference& to, const Number* data, std::size_t n) {
   add(to.products, squares_of_same(data, n));
 }
 
-// Adds a block with the same bytes on both sides.
+// Adds a block whose bytes are equal on both sides.
 template <typename Number>
 void add_same(Difference& to, const Number* data, std::size_t n) {
   to.ulps[0] += n;

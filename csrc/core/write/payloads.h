@@ -220,7 +220,7 @@ class SourcedPayloads final : public PayloadStaging {
 // staged bytes, so that a failed write may be retried.
 class StagedAhead final : public Stager {
  public:
-  // `layout` must outlive it.
+  // `layout` must outlive this object.
   StagedAhead(const ArchiveLayout& layout, std::unique_ptr<Stager> stager, std::size_t chunk_nbytes)
       : layout_(layout), stager_(std::move(stager)), chunk_nbytes_(chunk_nbytes) {
     for (std::size_t i = 0; i < layout.size(); ++i) is_staged_.push_back(stager_->stages(i));

@@ -216,7 +216,7 @@ void write_cached(FileBody& body, ChunkPipeline& pipeline, std::size_t i, File& 
   chunk.flush();
 }
 
-// Writes chunks past the page cache by its own open file.  Safe for concurrent use.
+// Writes chunks past the page cache, through an open file of its own.  Safe for concurrent use.
 class DirectWriter {
  public:
   DirectWriter(FileBody& body, const File& file, std::uint64_t base_offset,

@@ -83,7 +83,7 @@ class StorageReferences {
         storage_type_(attribute(import_module("torch.serialization"), "StorageType")),
         untyped_storage_(attribute(import_module("torch"), "UntypedStorage")) {}
 
-  // The number of an ordinary id's storage: ("storage", a storage type, key, a location that the
+  // The storage's number for an ordinary id: ("storage", a storage type, key, a location that the
   // source knows, numel).  Nothing if torch's persistent_load must resolve the id.
   std::optional<std::size_t> find(std::span<PyObject* const> id) {
     if (source_ == nullptr || id.size() != kIdSize) return std::nullopt;
@@ -92,7 +92,7 @@ class StorageReferences {
     if (!key || !location) return std::nullopt;
     return find(id[0], id[1], *key, *location, count_of(id[4]));
   }
-  // The same for the parts of an id without object.  Only the first reference's `numel` matters.
+  // The same for an id given by its parts.  Only the first reference's `numel` matters.
   std::optional<std::size_t> find(PyObject* word, PyObject* storage_type, std::string_view key,
                                   std::string_view location, std::optional<std::int64_t> numel) {
     if (source_ == nullptr || !says_storage(word)) return std::nullopt;

@@ -30,8 +30,8 @@ void set_offset(PyObject* exception, PyObject* offset) {
   }
 }
 
-// The machine behind unpickle_weights_only().  Takes the fast steps itself and leaves all others to
-// torch's machine.  One per load.  Needs the GIL.
+// The machine behind unpickle_weights_only().  Takes the fast steps itself, and leaves all other
+// steps to torch's machine.  One per load.  Needs the GIL.
 class RestrictedMachine {
  public:
   RestrictedMachine(std::string_view pickle, PyObject* persistent_load, PyObject* encoding,
@@ -391,8 +391,8 @@ class RestrictedMachine {
     return true;
   }
 
-  // Tries to avoid making a tuple of the last n values: if only the next opcode can use it,
-  // executes that opcode with the values on the stack.
+  // Tries to avoid making a tuple of the last n values.  If only the next opcode can use that
+  // tuple, executes the opcode with the values on the stack.
   bool consume_tuple(std::size_t n) {
     PickleCursor ahead = cursor_;
     if (!memo_.skip_put(ahead) || ahead.at_end()) return false;

@@ -280,7 +280,7 @@ class PickleStream {
       out_.put(checked_memo().add(object));
     }
   }
-  // Takes a number for a just written object that is made only for this pickle; returns the number.
+  // Takes and returns a number for the object just written, which is made only for this pickle.
   std::uint32_t put_unreachable() {
     const std::uint32_t number = checked_memo().add_unreachable();
     out_.put(number);

@@ -23,7 +23,7 @@ namespace ptsave {
 namespace {
 
 constexpr int kBatchSize = 1000;
-// Python's pickler writes deeper objects, so that the C stack cannot overflow here.
+// Deeper objects are left to Python's pickler, so that the C stack cannot overflow here.
 constexpr int kMaxDepth = 400;
 // Levels of the recursion limit that Python's pickler uses: for a container, and for a tensor's
 // __reduce_ex__ with its deepest calls.
@@ -280,7 +280,7 @@ class Pickler {
     out_.opcode(opcode::kBuild);
   }
 
-  // Writes an iterator's items, whose batches end differently from a dict's.
+  // Writes the items of an iterator, whose batches end differently from those of a dict.
   void save_items(PyObject* iterator) {
     Object pair = next_of(iterator);
     while (pair) {

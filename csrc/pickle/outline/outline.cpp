@@ -384,7 +384,7 @@ class Machine final : public StackMachine<Machine, Part> {
     return facts;
   }
 
-  // Whether the next steps make a tuple of all values down to a mark, after at most an unused PUT.
+  // Whether the next step, after an optional unused PUT, makes a tuple of the values above a mark.
   bool makes_tuple_next() {
     PickleCursor ahead = cursor_;
     return reads_.skip_put(ahead) && !ahead.at_end() && ahead.byte() == opcode::kTuple &&

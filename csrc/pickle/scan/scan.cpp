@@ -1,5 +1,5 @@
-// An abstract machine: it takes the steps of Python's and torch's unpicklers on kinds of values
-// (plain, storage, tensor, container, ...) instead of values, and refuses all other steps.
+// An abstract machine.  It takes the steps of Python's and torch's unpicklers, but with kinds of
+// values (plain, storage, tensor, container, ...) instead of values.  It refuses all other steps.
 #include "pickle/scan/scan.h"
 
 #include <algorithm>
