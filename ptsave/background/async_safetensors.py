@@ -1,4 +1,4 @@
-"""Saves a safetensors file in the background, as `async_save` does a torch archive."""
+"""Saves a safetensors file in the background, as `async_save` saves a torch archive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ptsave.streaming.payload_sources import PayloadSources, SafetensorsPlan, ch
 from ptsave.writing.planning import SaveOptions, pickle_object
 from ptsave.writing.targets import scratch_folder
 
-_abandoned: list[object] = []  # memory of a parent process, which a child must not free
+_abandoned: list[object] = []  # memory of the parent process, which a forked child must not free
 
 
 def async_save_safetensors(
@@ -30,18 +30,18 @@ def async_save_safetensors(
     fsync: bool = False,
     when_full: Literal["wait", "raise"] = "wait",
 ) -> SaveFuture:
-    """Copy tensors now, and write them later in the bytes of ``safetensors.torch.save_file``.
+    """Copy tensors now, and later write the same file as ``safetensors.torch.save_file``.
 
-    Each tensor has to be contiguous and to cover a storage of its own; `path` has to be local.
-    Options, result and errors are as for :func:`ptsave.async_save`.
+    Each tensor must be contiguous and cover its own storage; `path` must be local.  Options, result
+    and errors are as for :func:`ptsave.async_save`.
     """
     check_safetensors(tensors)
-    # In the file's order, so that the file can be written while they are copied.
+    # Copied in the file's order, so that the file can be written meanwhile.
     plain = {name: tensors[name].detach() for name in names_in_order(tensors)}
     live = [each for each in plain.values() if each.device.type == "cpu"]
     _, storages = pickle_object(live, pickle, 2)
     nbytes = sum(each.untyped_storage().nbytes() for each in live)
-    with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept
+    with ExitStack() as undo:  # explicit, because a kept traceback would keep the memory
         reservation = background.reserve(nbytes, None, wait=when_full == "wait")
         undo.callback(reservation.release)
         snapshot = _C.Snapshot(storages)
@@ -61,14 +61,14 @@ def async_save_safetensors(
 
 
 def covers_its_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor covers its storage, so that a copy has nothing else."""
+    """Return whether a tensor covers its whole storage, so that a copy holds no other bytes."""
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 class _PlanOfCopies:
-    """A plan whose payloads are a snapshot's copies, and its own copies of accelerators' tensors.
+    """A plan to write a snapshot's copies, and copies that it makes of accelerators' tensors.
 
-    It is the engine's plan, with the methods of a ``_C.WritePlan`` that `BackgroundSave` needs.
+    It wraps the engine's plan and adds the methods of ``_C.WritePlan`` that `BackgroundSave` needs.
     """
 
     is_pinned = False
@@ -88,7 +88,7 @@ class _PlanOfCopies:
                 copies[name] = empty.set_(next(memory), 0, each.shape, each.stride())
             else:
                 copies[name] = each.cpu()
-        with ExitStack() as stack:  # for descriptors; payloads in memory have none
+        with ExitStack() as stack:  # stays empty: payloads in memory open no files
             sources = PayloadSources(stack, scratch_folder(path))
             plan = SafetensorsPlan(copies, path, sources, metadata)
         self._memory: object = copies
@@ -98,10 +98,10 @@ class _PlanOfCopies:
         return getattr(self._plan, name)
 
     def begin_staging(self, **_: object) -> None:
-        """Do nothing: tensors on accelerators have been copied."""
+        """Do nothing: the constructor has copied the tensors on accelerators."""
 
     def stage(self, **_: object) -> None:
-        """Do nothing: the snapshot copies."""
+        """Do nothing: the snapshot copies the tensors in CPU memory."""
 
     def release(self) -> None:
         self._plan = self._memory = None

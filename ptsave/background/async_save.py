@@ -42,55 +42,55 @@ def async_save(
 ) -> SaveFuture:
     """Save an object as it is now, while the program goes on and changes it.
 
-    The call pickles the object and copies the bytes of its tensors, at the speed of memory.  The
-    file is written after it has returned, by threads that do not hold the GIL: the same bytes, as
-    atomically and durably as by :func:`ptsave.save`.  Saves are written one after another, in the
-    order of the calls.
+    The call pickles the object and copies the bytes of its tensors, at the speed of memory.  After
+    the call has returned, threads that do not hold the GIL write the file.  It has the same bytes
+    as a file of :func:`ptsave.save`, and is as atomic and durable.  Saves are written one after
+    another, in the order of the calls.
 
     Parameters
     ----------
     obj, f, pickle_module, pickle_protocol
     fsync, atomic, progress, storage_options, weights_only_check
-        As for :func:`ptsave.save`.  A relative path is relative to the current directory at the
-        time of the call.  The program must not use a file-like object until the save has ended.
+        As for :func:`ptsave.save`.  A relative path is relative to the current directory during
+        the call.  If `f` is a file-like object, the program must not use it until the save ends.
     staging : {"blocking", "background"}
-        When the tensors are copied.  With "blocking" they may be overwritten when the call returns.
-        With "background" the call does not wait for the copy, and they may be overwritten when
-        ``future.wait_staged()`` returns.  Tensors outside of CPU memory are always copied in the
-        call.
+        When the tensors are copied.  With "blocking", the call copies them, and the program may
+        overwrite them when it returns.  With "background", the call does not wait for the copy, and
+        the program may overwrite the tensors when ``future.wait_staged()`` returns.  Tensors
+        outside of CPU memory are always copied in the call.
     max_staged_bytes : int or None
-        Bytes that all unfinished saves together may hold.  None is ``PTSAVE_MAX_STAGED_BYTES`` in
-        the environment, or half of the memory that this process may use.  That memory is the
-        machine's, or the limit of its container, divided by ``LOCAL_WORLD_SIZE``.  While saves are
-        unfinished, the limit is also at most half of the free memory.
+        Bytes that all unfinished saves together may hold.  None means the environment variable
+        ``PTSAVE_MAX_STAGED_BYTES``, or else half of the memory that this process may use: the
+        memory of the machine or its container, divided by ``LOCAL_WORLD_SIZE``.  By default the
+        limit is also at most half of the free memory while other saves are unfinished.
     when_full : {"wait", "raise"}
-        If there is no room now: "wait" until earlier saves are written, or "raise".
+        What to do if there is no room now: "wait" until earlier saves are written, or "raise".
 
     Returns
     -------
     SaveFuture
-        A :class:`concurrent.futures.Future` whose result is None.  Its ``result()`` raises errors
-        of writing (disk full, ...).  When the interpreter exits, it waits for unfinished saves, and
-        warns of failures that the program has not asked for.
+        A :class:`concurrent.futures.Future` whose result is None.  ``future.result()`` raises an
+        error of writing (disk full, ...).  At exit, the interpreter waits for unfinished saves, and
+        warns of each failure that the program has not asked for.
 
     Raises
     ------
     StagingFullError
-        If there is no room and ``when_full="raise"``, or the tensors have more bytes than
-        `max_staged_bytes`.  Nothing was copied.
+        If there is no room and ``when_full="raise"``, or if the tensors have more bytes than
+        `max_staged_bytes`.  Nothing is copied then.
     SaveError
         If `f` can never be written: its directory does not exist, it is a directory, or it is a URL
         that fsspec cannot write to.
     ValueError
-        For an unknown value of an option, and for a name that ends with ``.safetensors``.  Also for
-        formats that only :func:`ptsave.save` writes: ``_use_new_zipfile_serialization=False``, and
-        a storage alignment above 32 KiB.
+        If an option has an unknown value, or the name ends with ``.safetensors``.  Also for formats
+        that only :func:`ptsave.save` writes: ``_use_new_zipfile_serialization=False``, and a
+        storage alignment above 32 KiB.
 
     Notes
     -----
-    The memory of the copies is kept for the next save; :func:`ptsave.release_staging_memory` frees
-    it.  :func:`ptsave.save` and :func:`ptsave.load` do not wait for unfinished saves.  After a
-    fork, the parent process goes on with its saves; their futures fail in the child.
+    ptsave keeps the memory of the copies for the next save; :func:`ptsave.release_staging_memory`
+    frees it.  :func:`ptsave.save` and :func:`ptsave.load` do not wait for unfinished saves.  After
+    a fork, the parent process finishes its saves; in the child, the futures of these saves fail.
 
     Examples
     --------
@@ -130,7 +130,7 @@ def async_save_with(obj: object, f: Any, options: SaveOptions) -> SaveFuture:
 
         warn_of_refusals(obj, *pickling, data)
     skip_data = stock.options.skip_data
-    with ExitStack() as undo:  # not left to the reference counts: a traceback may be kept
+    with ExitStack() as undo:  # explicit, because a kept traceback would keep the memory
         nbytes = 0 if skip_data else storages.staging_nbytes(storage_alignment())
         reservation = background.reserve(nbytes, limit, wait=options.when_full == "wait")
         undo.callback(reservation.release)
@@ -160,8 +160,8 @@ def async_save_with(obj: object, f: Any, options: SaveOptions) -> SaveFuture:
 def release_staging_memory() -> None:
     """Free the memory that :func:`ptsave.async_save` keeps for the next save.
 
-    If tensors were on an accelerator, that includes the page-locked memory that torch keeps after
-    saves and loads, also of other code.  Copies that are not written yet stay.
+    If tensors were on an accelerator, this also frees the page-locked memory that torch keeps after
+    copies, by ptsave or other code.  Copies for unfinished saves stay.
 
     Examples
     --------
@@ -173,7 +173,7 @@ def release_staging_memory() -> None:
 
 
 def _copy_from_devices(sources: _C.StorageList, copies: _C.StorageList) -> None:
-    # On the calling thread, whose streams have the values; torch waits until they have arrived.
+    # On the calling thread, whose streams compute the values; torch waits for the copies to end.
     targets = _C.untyped_storages(copies)
     try:
         for i, source in enumerate(_C.untyped_storages(sources)):

@@ -12,17 +12,17 @@ from typing import Any
 from ptsave.errors import CheckpointWarning
 
 _numbers = itertools.count()
-_unseen_failures: dict[int, str] = {}  # not asked for; their futures may be gone
+_unseen_failures: dict[int, str] = {}  # by number, because the futures may be gone
 
 
 class SaveFuture(concurrent.futures.Future[None]):
     """The outcome of :func:`ptsave.async_save`: a future whose result is None.
 
-    ``result()`` and ``exception()`` wait for the file.  ``cancel()`` takes back a save that waits
-    for earlier ones, and frees its staging memory.  Callbacks run on the thread that writes, so
-    they must not wait for another save.  The program learns of a failure by ``result()``,
-    ``exception()``, ``wait_staged()`` or a callback.  If it uses none of them, the failure is a
-    :class:`CheckpointWarning` when the interpreter exits.
+    ``result()`` and ``exception()`` wait until the file is written.  ``cancel()`` cancels a save
+    that still waits for earlier saves, and frees its staging memory.  Callbacks run on the thread
+    that writes, so they must not wait for another save.  The program learns of a failure from
+    ``result()``, ``exception()``, ``wait_staged()`` or a callback.  If it uses none of them, a
+    :class:`CheckpointWarning` reports the failure when the interpreter exits.
 
     Examples
     --------
@@ -66,11 +66,11 @@ class SaveFuture(concurrent.futures.Future[None]):
         return self._nbytes_written
 
     def staged(self) -> bool:
-        """Return whether the tensors may be overwritten: all have been copied."""
+        """Return whether all tensors have been copied, so that they may be overwritten."""
         return self._staged.is_set() and self._staging_error is None
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until the tensors may be overwritten.
+        """Wait until all tensors have been copied, so that they may be overwritten.
 
         Parameters
         ----------
@@ -84,7 +84,7 @@ class SaveFuture(concurrent.futures.Future[None]):
         concurrent.futures.CancelledError
             If the save was cancelled before the tensors were copied.
         Exception
-            If copying them failed: the error of the copy.
+            If copying failed: the error of the copy.
         """
         if not self._staged.wait(timeout):
             raise concurrent.futures.TimeoutError
@@ -95,7 +95,7 @@ class SaveFuture(concurrent.futures.Future[None]):
     # ------------------------------------------------------------------------------------- outcome
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the file, and raise the error of writing it."""
+        """Wait until the file is written; raise the error if writing fails."""
         error = self.exception(timeout)
         try:
             if error is not None:
@@ -104,14 +104,14 @@ class SaveFuture(concurrent.futures.Future[None]):
             del error, self  # they refer to each other
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the file; return the error of writing it, or None."""
+        """Wait until the file is written, and return None; return the error if writing fails."""
         self._before_wait()
         error = super().exception(timeout)
         self._observe()
         return error
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[None]], Any]) -> None:
-        """Call `fn` with this future once the save has ended, in whatever way."""
+        """Call `fn` with this future when the save has succeeded, failed or been cancelled."""
         self._observe()
         super().add_done_callback(fn)
 
@@ -120,7 +120,7 @@ class SaveFuture(concurrent.futures.Future[None]):
         return self._observed
 
     def cancel(self) -> bool:
-        """Take the save back if writing it has not begun; return whether it is cancelled."""
+        """Cancel the save if writing has not begun; return whether the save is cancelled."""
         withdraw = self._withdraw
         if withdraw is None or not withdraw():
             return self.cancelled()
@@ -139,7 +139,7 @@ class SaveFuture(concurrent.futures.Future[None]):
             self._observe()
 
     def set_result(self, result: None) -> None:
-        """Set the success of the save; called by the thread that writes."""
+        """Note that the save has succeeded; called by the thread that writes."""
         self._withdraw = None
         self._nbytes_written = self._nbytes
         super().set_result(result)
@@ -150,7 +150,7 @@ class SaveFuture(concurrent.futures.Future[None]):
 
 
 class PendingSave(SaveFuture):
-    """The future as the threads of its save see it: they set how far the save is."""
+    """A `SaveFuture` with the methods by which the threads of its save report progress."""
 
     def join_staging(self) -> BaseException | None:
         """Wait for the copy, and return its error; called by the thread that writes."""
@@ -158,7 +158,7 @@ class PendingSave(SaveFuture):
         return self._staging_error
 
     def set_staged(self, error: BaseException | None = None) -> None:
-        """Note that the save reads no tensor any more; called by the thread that stages."""
+        """Note that the save no longer reads tensors; called by the thread that stages."""
         self._staging_error = error
         self._staged.set()
 
@@ -180,7 +180,7 @@ class PendingSave(SaveFuture):
 
 
 def report_failures() -> None:
-    """Warn of the failures that the program has not asked for."""
+    """Warn of failures that the program has not observed."""
     failures = [_unseen_failures.pop(number) for number in list(_unseen_failures)]
     if failures:
         message = "saves failed, and the program never asked for their results: " + "; ".join(
@@ -190,5 +190,5 @@ def report_failures() -> None:
 
 
 def forget_failures() -> None:
-    """Leave the parent's failures to the parent process."""
+    """Forget the parent's failures in a forked child: the parent process reports them."""
     _unseen_failures.clear()

@@ -1,9 +1,9 @@
 """Copies the tensors of a state dict into a module or an optimizer, at once or later.
 
 Loading a state dict decides on sources and targets; a `Copier` decides *when* to copy. A restore
-from a file collects the copies, so that everything can be checked before the first byte of a target
-changes. Copying a plain tensor, which is only numbers in memory, runs no code of users, so loading
-may do it at any time. torch decides on everything else. Errors are in the words of
+from a file collects the copies, so that it can check everything before the first byte of a target
+changes. A plain tensor is only numbers in memory. Copying it runs no code of users, so it can
+happen at any time. All other entries are left to torch's code. Errors are in the words of
 :meth:`torch.nn.Module.load_state_dict`.
 """
 
@@ -50,9 +50,9 @@ class Replacement(NamedTuple):
 
 
 class Copier:
-    """Decides when tensors of a state dict are copied; this one copies at once, as torch does.
+    """Decides when tensors of a state dict are copied; this class copies at once, as torch does.
 
-    For another one, the tensors of the state dict need not have values.
+    With a subclass, the tensors of the state dict may not have values yet.
     """
 
     def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
@@ -79,37 +79,37 @@ class Copier:
         replacement.make()
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
-        """Give these entries their values, because a module gets the entries themselves."""
+        """Give these entries their values, because they themselves become parts of a module."""
 
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        """Return ``source.to(dtype=dtype, device=device)``: `source` itself if nothing changes."""
+        """Return ``source.to(dtype=dtype, device=device)``, which is `source` if nothing changes."""
         return source.to(dtype=dtype, device=device)
 
     def lend(self, state_dict: Mapping[Any, Any]) -> None:
         """Give these entries their values, because other people's code will only look at them.
 
-        Nothing has been passed to `copy` yet, and that code changes nothing. A copier whose tensors
-        are stand-ins replaces them in the dict.
+        No copies have been passed to `copy` yet. A copier whose tensors are stand-ins replaces the
+        stand-ins in the dict.
         """
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
         """Give these entries their values, because other people's code is about to run.
 
         That code may also look at every target, so all copies passed to `copy` must be done when
-        this returns. A copier whose tensors are stand-ins replaces them in the dict.
+        this returns. A copier whose tensors are stand-ins replaces the stand-ins in the dict.
         """
 
     def show_dict(self, entries: dict[str, Any]) -> dict[str, Any]:
-        """Do what `show` does, and return the dict for that code, which may edit it.
+        """Do what `show` does, and return a dict that other people's code gets and may edit.
 
-        The dict may read an entry only when that code asks for it.
+        The returned dict may delay reading an entry until that code asks for it.
         """
         self.show(entries)
         return entries
 
 
 class LookOnly(Copier):
-    """Copies nothing, for a trial run; `copier` lends values to code that looks at them."""
+    """A `Copier` for a trial run: it copies nothing, and `copier` lends values when shown."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
@@ -125,7 +125,7 @@ class LookOnly(Copier):
 
 
 def overlapping(spans: Iterable[tuple[Any, int, int, int]]) -> set[int]:
-    """Return the keys of the spans (memory, begin, end, key) that overlap another one."""
+    """Return the keys of the spans (memory, begin, end, key) that overlap another span."""
     found: set[int] = set()
     memory, end, last = None, 0, 0
     for this_memory, begin, this_end, key in sorted(spans):
@@ -139,7 +139,7 @@ def overlapping(spans: Iterable[tuple[Any, int, int, int]]) -> set[int]:
 
 
 def tensors_in(obj: Any) -> list[Tensor]:
-    """Return the tensors of nested containers and of their attributes, and one for each storage.
+    """Return the tensors in nested containers and their attributes, and a tensor for each storage.
 
     Uninitialized parameters and buffers are left out, because they have no memory.
     """
@@ -155,7 +155,7 @@ def tensors_in(obj: Any) -> list[Tensor]:
 
 
 def shares_bytes(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share bytes: torch cannot copy it or a part of it."""
+    """Return whether elements of a tensor share bytes, so that torch cannot copy the tensor."""
     return tensor.dtype in _SUB_BYTE_DTYPES
 
 
@@ -179,11 +179,11 @@ def plan_module(
     skip_mismatched: bool,
     copies: bool,
 ) -> ModulePlan | None:
-    """Return the plan that torch would follow; None if it is more than copying plain tensors.
+    """Return the copies that torch would make, or None if not all of them copy plain tensors.
 
-    `own` are the module's parameters and persistent buffers. With `skip_mismatched`, other shapes
-    are left out instead of being errors. With `copies`, entries are copied in the end, so that
-    dtypes without a copy in torch are errors.
+    `own` are the module's parameters and persistent buffers. With `skip_mismatched`, entries of
+    other shapes are left out instead of being errors. With `copies`, entries will really be copied,
+    so dtypes that torch cannot copy are errors.
     """
     plan = ModulePlan()
     for name, target in own.items():
@@ -204,7 +204,7 @@ def plan_module(
 def _plan_exception(
     plan: ModulePlan, key: str, target: Tensor, source: Any, skip_mismatched: bool
 ) -> bool:
-    """Plan an entry that is not just copied, as torch does; return False if torch has to do it."""
+    """Plan an entry that is not simply copied; return False if only torch's code can handle it."""
     if type(target) not in PLAIN_TYPES or is_lazy(target):
         return False
     if not is_tensor_like(source):
@@ -225,14 +225,14 @@ def _plan_exception(
 
 
 def are_plain(target: Any, source: Any) -> bool:
-    """Return whether both are tensors of exactly torch's own types."""
+    """Return whether `target` and `source` are tensors of exactly torch's own types."""
     return type(target) in PLAIN_TYPES and type(source) in PLAIN_TYPES
 
 
 def differ(target: Tensor, source: Any) -> bool:
     """Return whether torch would report a size mismatch.
 
-    The shape of an uninitialized `source` raises torch's RuntimeError.
+    Raises torch's RuntimeError if `source` is uninitialized, because it has no shape.
     """
     if not is_tensor_like(source) or is_lazy(target):
         return False
@@ -253,7 +253,7 @@ def no_mapping_error(state_dict: Any) -> TypeError:
 
 
 def no_tensor_message(key: str, source: Any) -> str:
-    """Return torch's words for an entry that is no tensor, where one belongs."""
+    """Return torch's words for an entry that should be a tensor."""
     return (
         f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like '
         f"object from checkpoint but received {type(source)}"
@@ -294,7 +294,7 @@ def raise_load_errors(
     strict: bool,
     noun: str = "key",
 ) -> None:
-    """Raise one error for all that was found; `strict` adds missing and unexpected keys."""
+    """Raise one error for all problems, if any; `strict` adds missing and unexpected keys."""
     if strict:
         for kind, keys in (("Unexpected", unexpected), ("Missing", missing)):
             if len(keys) > 0:

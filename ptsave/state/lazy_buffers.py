@@ -1,4 +1,4 @@
-"""Lazy buffers: None until training sets them, and of unknown shape before that."""
+"""Lazy buffers: buffers that are None, without a known shape, until training sets them."""
 
 from __future__ import annotations
 
@@ -20,34 +20,36 @@ from ptsave.support.torch_modules import (
 
 
 def register_lazy_buffer(module: nn.Module, name: str) -> None:
-    """Declare a buffer that is saved when it is set, and loads in whatever shape the file has.
+    """Declare a buffer that is saved once it is set, and that takes any shape when it is loaded.
 
-    Loading stays strict about everything else.  It works with ``module.load_state_dict`` and
-    :func:`ptsave.load_state_dict`, and the declaration is copied and pickled with the module.
+    Loading stays strict about all other entries.  ``module.load_state_dict`` and
+    :func:`ptsave.load_state_dict` both load such a buffer.  The declaration is copied and pickled
+    with the module.
 
     Parameters
     ----------
     module : torch.nn.Module
         The module.
     name : str
-        The attribute.  If it is None or a tensor already, it keeps that value; if the module has
-        no such attribute, it becomes None.
+        The attribute that becomes the buffer.  If it is None or a tensor already, it keeps its
+        value.  If the module has no such attribute, the buffer is None.
 
     Raises
     ------
     TypeError, KeyError
         As from :meth:`torch.nn.Module.register_buffer`.
     ValueError
-        If there is a buffer of that name that state dicts leave out (``persistent=False``).
+        If the module has a buffer of that name that state dicts leave out (``persistent=False``).
 
     Notes
     -----
-    Loading sets the buffer as follows.  A state dict without it makes it None.  If its shape is the
-    present one, the present tensor is overwritten.  If not, a new tensor replaces it, with the
-    present tensor's dtype and device.  If there is no present tensor, the new one has the dtype in
-    the state dict, and the device of the module's other tensors.  It replaces the buffer when it
-    has its values, after all other load pre-hooks of the module.  If loading fails, or one of these
-    hooks removes the buffer's key, the buffer stays as it was.
+    Loading sets the buffer as follows.  If the state dict lacks the buffer, it becomes None.  If
+    the saved tensor has the shape of the present tensor, the present tensor is overwritten.
+    Otherwise a new tensor replaces the present tensor, with the same dtype and device.  If the
+    buffer is None, the new tensor has the saved dtype, and the device of the module's other
+    tensors.  The new tensor replaces the buffer once it has its values, after all other load
+    pre-hooks of the module.  If loading fails, or one of these hooks removes the buffer's key, the
+    buffer stays as it was.
 
     Examples
     --------
@@ -87,14 +89,14 @@ def lazy_buffer_hooks(module: nn.Module) -> list[LazyBufferHook]:
 
 
 def is_lazy_buffers(hook: Any) -> bool:
-    """Return whether `register_lazy_buffer` has registered a load pre-hook."""
+    """Return whether a load pre-hook was registered by `register_lazy_buffer`."""
     return type(hook) is WrappedHook and type(hook.hook) is LazyBufferHook
 
 
 class LazyBufferHook:
     """A load pre-hook that gives one buffer the shape that it has in the state dict.
 
-    The new tensor has its values when it replaces the buffer, so no code ever sees memory without
+    The new tensor gets its values before it replaces the buffer, so no code sees a buffer without
     values.
     """
 
@@ -117,8 +119,8 @@ class LazyBufferHook:
     def wanted(self, state_dict: Mapping[str, Any], key: str, present: Any) -> Any:
         """Return a tensor of the buffer's future shape, without looking at values.
 
-        This is None, the entry in the state dict, or `present` if torch loads into that or reports
-        an error.
+        The result is None, the entry in the state dict, or `present`.  It is `present` if torch
+        loads into the present tensor, or reports an error.
         """
         if key not in state_dict:
             return None
@@ -130,7 +132,7 @@ class LazyBufferHook:
     def _wait_for(
         self, later: list[int], module: nn.Module, was_there: bool, *arguments: Any
     ) -> None:
-        """Load the buffer when the hooks with the keys `later` have run."""
+        """Load the buffer after the hooks with the keys `later` have run."""
         if later:
             hooks = pre_hooks_of(module)
             hooks[later[0]] = _Relay(self, later, module, was_there)
@@ -176,8 +178,8 @@ class LazyBufferHook:
 class _Relay:
     """Takes a pre-hook's place for one call, so that a lazy buffer is loaded after that hook.
 
-    A hook cannot move itself behind the others while torch iterates over them, but it can replace
-    the next one.
+    A hook cannot move itself behind the other hooks while torch iterates over them, but it can
+    replace the next hook.
     """
 
     lazy: LazyBufferHook
@@ -202,10 +204,10 @@ class _Relay:
 
 
 def new_buffer(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
-    """Return memory without values for a buffer of a module, in the shape of `saved`.
+    """Return an empty tensor for a buffer of a module, in the shape of `saved`.
 
-    The dtype and device are those of the present buffer. If it is None, the dtype is that of
-    `saved`, and the device that of the module's other tensors.
+    It has the dtype and device of the present buffer. If that is None, it has the dtype of `saved`
+    and the device of the module's other tensors.
     """
     if present is not None:
         return torch.empty_like(saved, dtype=present.dtype, device=present.device)

@@ -1,9 +1,9 @@
-"""`load_state_dict` of modules in linear time, and the tensors that state dicts lack.
+"""Loads state dicts into modules in linear time, and finds tensors that state dicts lack.
 
-torch filters the state dict of a module once for each of its children; here it is divided among
-them in one pass. A module's own entries are loaded here if only torch's code would run and all are
-copied plainly. Otherwise the module's own method is called before anything is touched, so that its
-errors, warnings and calls are torch's.
+torch filters a module's state dict once for each child; this module divides it among the children
+in one pass. It copies a module's own entries itself if only torch's code would run and all copies
+are plain. Otherwise it calls the module's own method before it changes anything, so that errors,
+warnings and calls are torch's.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from ptsave.tree.containers import is_container, items_of, walk, walk_entries
 
 
 class IncompatibleKeys(TorchsIncompatibleKeys):
-    """torch's ``(missing_keys, unexpected_keys)``, and a list of the keys whose shapes differ.
+    """torch's ``(missing_keys, unexpected_keys)`` with a list of the keys whose shapes differ.
 
     Attributes
     ----------
@@ -103,9 +103,9 @@ def load_state_dict(
     *,
     ignore_mismatched_sizes: bool = False,
 ) -> TorchsIncompatibleKeys:
-    """Copy a state dict into a module, as ``module.load_state_dict`` does, in linear time.
+    """Copy a state dict into a module in linear time, as ``module.load_state_dict`` does.
 
-    Hooks, overridden methods, extra state, metadata, warnings and messages are the same.
+    Hooks, overridden methods, extra state, metadata, warnings and messages work as in torch.
 
     Parameters
     ----------
@@ -118,8 +118,8 @@ def load_state_dict(
     assign : bool, default False
         Whether the module gets the tensors themselves instead of copies of their values.
     ignore_mismatched_sizes : bool, default False
-        Whether entries whose shape differs from the module's are left out.  Their parameters and
-        buffers keep their values, and the result names them.
+        Whether to skip entries whose shape differs from the module's.  The module's parameters and
+        buffers keep their values then, and the result names the skipped entries.
 
     Returns
     -------
@@ -130,8 +130,8 @@ def load_state_dict(
     Raises
     ------
     RuntimeError
-        With torch's message: keys are missing or unexpected, shapes differ, or entries are no
-        tensors.  As in torch, everything else has been loaded by then.
+        Keys are missing or unexpected, shapes differ, or entries are not tensors.  The message is
+        torch's.  As in torch, all other entries have been loaded by then.
     TypeError
         If `state_dict` is not a mapping.
     ValueError
@@ -139,9 +139,9 @@ def load_state_dict(
 
     Notes
     -----
-    An overridden ``load_state_dict`` of `module` itself is called, with `assign` only if it is
-    set.  `ignore_mismatched_sizes` does not reach into a ``_load_from_state_dict`` that does not
-    call its base class's.
+    If `module` overrides ``load_state_dict``, its method is called, and gets `assign` only if that
+    is True.  `ignore_mismatched_sizes` has no effect on a ``_load_from_state_dict`` that does not
+    call the method of its base class.
 
     Examples
     --------
@@ -169,8 +169,8 @@ def load_module(
 ) -> TorchsIncompatibleKeys:
     """Load as `load_state_dict` does; `copier` decides when the values arrive.
 
-    With `check_first`, errors that are certain are raised before other people's code runs, which
-    may be when the first values are overwritten.
+    With `check_first`, certain errors are raised before other people's code runs, because showing
+    values to that code may already overwrite targets.
     """
     if overrides_load_state_dict(module):
         if ignore_mismatched_sizes:
@@ -195,11 +195,11 @@ def load_module(
             checking = Checking(metadata, LookOnly(copier), ignore_mismatched_sizes)
             checking.copies = not assign
             _check(module, entries, strict, checking)
-            if tensors_in(metadata):  # hooks and overrides get their part of it
+            if tensors_in(metadata):  # hooks and overrides get the metadata of their module
                 copier.show({METADATA: metadata})
 
         loading.check = check
-        # Assigning is done at once, and effects of others' code cannot be undone.
+        # Assigning happens at once, and effects of others' code cannot be undone.
         if assign or may_run_others_code(module):
             loading.check_first()
     loading.load(module, entries, "")
@@ -249,15 +249,15 @@ def _check(module: nn.Module, entries: Mapping[str, Any], strict: bool, checking
 
 
 def unsaved_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a module that are in no state dict, and are lost by saving one.
+    """Return the tensors of a module that its state dict does not contain, so a save loses them.
 
     These are:
 
-    * tensors that are plain attributes, or in lists, tuples and dicts that are attributes;
-    * parameters and buffers of modules in such containers, such as a list where an
-      :class:`torch.nn.ModuleList` was meant;
+    * tensors in plain attributes, also in attributes that are lists, tuples or dicts;
+    * parameters and buffers of modules in such containers, for example in a list that should be a
+      :class:`torch.nn.ModuleList`;
     * buffers that are not persistent;
-    * parameters that a hook takes out.
+    * parameters that a hook removes from the state dict.
 
     Parameters
     ----------
@@ -267,19 +267,19 @@ def unsaved_tensors(module: nn.Module) -> dict[str, Tensor]:
     Returns
     -------
     dict of str to torch.Tensor
-        The tensors themselves by dotted name, in the order of the modules.  Tensors that share
-        memory with one in the state dict are left out, because their values are saved.  Each tensor
-        is there once, under its first name.
+        The tensors themselves, not copies, by dotted name, in the order of the modules.  A tensor
+        that shares memory with a tensor in the state dict is left out, because its values are
+        saved.  Each tensor occurs once, under its first name.
 
     Raises
     ------
     TypeError
-        If it is no module.
+        If `module` is not a module.
 
     Notes
     -----
-    Not every such tensor is a mistake: a mask or a table that ``__init__`` computes again does not
-    have to be saved.  Tensors in objects of other types are not looked for.
+    Not every such tensor is a mistake: a mask or a table that ``__init__`` computes again need not
+    be saved.  Tensors in objects of other types are not found.
 
     Examples
     --------
@@ -295,7 +295,7 @@ def unsaved_tensors(module: nn.Module) -> dict[str, Tensor]:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, not {type(module).__name__}")
-    values = walk(module.state_dict(keep_vars=True))  # kept, so that nothing else gets their marks
+    values = walk(module.state_dict(keep_vars=True))  # kept alive, so that no `id` is used again
     saved = {mark for value in values if isinstance(value, Tensor) for mark in _marks_of(value)}
     found: dict[str, Tensor] = {}
     for name, tensor in _tensors_of(module, "", set()):
@@ -306,7 +306,7 @@ def unsaved_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _marks_of(tensor: Tensor) -> set[int]:
-    """Return numbers that identify a tensor's memory: its `id`, and its storage's number."""
+    """Return the numbers that identify a tensor: its `id`, and the id of its storage."""
     storage = None if is_lazy(tensor) else storage_id_of(tensor)
     return {id(tensor)} if storage is None else {id(tensor), storage}
 
@@ -333,10 +333,10 @@ def _tensors_of(
 
 
 class StateDictPart:
-    """The part of a state dict that one module is given, and the parts of its children.
+    """The entries of a state dict for one module, and the groups of entries for its children.
 
-    A hook may keep this dict and edit it while a later child loads, which torch would notice. Only
-    a dict that is kept is divided again, and only after other people's code has run.
+    A hook may keep the dict of entries and edit it before a later child loads, which torch would
+    notice. So a kept dict is divided into groups again whenever other people's code has run.
     """
 
     __slots__ = ("_grouped_at", "_groups", "entries", "is_kept", "prefix")
@@ -346,13 +346,13 @@ class StateDictPart:
     def __init__(self, entries: dict[str, Any], prefix: str) -> None:
         self.entries = entries
         self.prefix = prefix
-        self.is_kept = False  # by other people's code, which may change it when it runs
+        self.is_kept = False  # whether other people's code refers to `entries`, and may edit them
         self._grouped_at = -1
 
     def groups(self, foreign_runs: int) -> dict[str, dict[str, Any]] | None:
-        """Return the entries with a dot behind the prefix, by the name before the dot.
+        """Return the entries of the children, grouped by the child's name.
 
-        None if there are keys that are not plain strings.
+        Returns None if there are keys that are not plain strings.
         """
         if self._grouped_at < 0 or (self.is_kept and self._grouped_at != foreign_runs):
             self._groups = _group(self.entries, self.prefix)
@@ -360,7 +360,7 @@ class StateDictPart:
         return self._groups
 
     def own_entries(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the module's own entries that are there, by their names in the module."""
+        """Return the module's own entries among `names`, without the prefix."""
         entries, prefix = self.entries, self.prefix
         return {name: entries[prefix + name] for name in names if prefix + name in entries}
 
@@ -376,7 +376,7 @@ class StateDictPart:
 def _group(entries: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]] | None:
     groups: dict[str, dict[str, Any]] = {}
     start = len(prefix)
-    # A dict that reads entries on demand passes unread ones to the children.
+    # A dict that reads entries on demand passes entries to the children without reading them.
     for key, entry in getattr(entries, "unread_items", entries.items)():
         if type(key) is not str:
             return None
@@ -391,25 +391,25 @@ def _group(entries: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]] | 
     return groups
 
 
-# Makes a lazy buffer of a module from the present one and the entry.
+# Makes the new tensor of a lazy buffer, from the module, the present tensor and the saved one.
 _MakeBuffer = Callable[[nn.Module, "Tensor | None", Tensor], Tensor]
 
 
 def _like(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
-    """Return a tensor of the shape that the buffer will have."""
+    """Return the saved tensor, which has the shape that the buffer will have."""
     return saved
 
 
 class Loading:
     """One load: its options, and the missing, unexpected and mismatched keys found so far.
 
-    Nothing here looks at a value, because a `Copier` decides when values arrive. Before other
-    people's code runs (hooks, overrides, extra state, tensor subclasses), the copier is shown the
-    entries that this code can reach.
+    This class never looks at values, because a `Copier` decides when values arrive. Before other
+    people's code runs (hooks, overrides, extra state, tensor subclasses), this class calls
+    `Copier.show` with the entries that the code can reach.
     """
 
-    copies = True  # whether entries are copied into the present tensors in the end
-    calls_others = True  # whether modules' own code is called
+    copies = True  # whether entries are finally copied into the present tensors
+    calls_others = True  # whether the load calls modules' own code
     _new_buffer: _MakeBuffer = staticmethod(new_buffer)
 
     def __init__(self, metadata: Any, assign: bool, copier: Copier, skip_mismatched: bool) -> None:
@@ -421,17 +421,16 @@ class Loading:
         self.unexpected: list[str] = []
         self.errors: list[str] = []
         self.mismatched: list[Mismatch] = []
-        # Counts the runs of other people's code, which may change any dict that it holds, and how
-        # torch behaves.
+        # Counts the runs of other people's code: each may edit dicts, and change torch's behavior.
         self.foreign_runs = 0
         self._copies = True
         self._asked_after = -1
-        self.check: Callable[[], None] | None = None  # called before the first of those runs
-        # Tensors of lazy buffers after the copies, by the module's id.
+        self.check: Callable[[], None] | None = None  # called before other people's code first runs
+        # The future tensors of lazy buffers, by the module's id.
         self._lazy_buffers: dict[int, dict[str, Tensor | None]] = {}
 
     def load(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
-        """Load a module and its children; one Python frame for each level, as in torch."""
+        """Load a module and its children, with one Python frame per level, as in torch."""
         part = StateDictPart(entries, prefix)
         if not self._load_own(module, part, self._metadata_at(prefix)):
             return
@@ -495,7 +494,7 @@ class Loading:
     ) -> dict[str, Tensor | None]:
         """Return the future tensors of the lazy buffers that change.
 
-        A module that has several places in the model may have been planned for one of them already.
+        If a module occurs several times in the model, an earlier call may have planned its buffers.
         """
         if not pre_hooks_of(module):
             return {}
@@ -511,7 +510,7 @@ class Loading:
     def _copy_lazy_buffers(
         self, module: nn.Module, lazy_buffers: dict[str, Tensor | None], plan: ModulePlan
     ) -> None:
-        """Take the copies into new buffers out of a plan, and pass them on as replacements."""
+        """Remove the copies into new buffers from a plan, and make them as replacements."""
         sources = {id(target): source for target, source in plan.copies}
         for name, new in lazy_buffers.items():
             if new is None or id(new) in sources:
@@ -521,7 +520,7 @@ class Loading:
         plan.copies = [each for each in plan.copies if id(each[0]) not in new_ones]
 
     def _copies_itself(self) -> bool:
-        """Return whether this code may copy: no mode or option of torch changes copies."""
+        """Return whether this class may copy itself: no mode or option of torch changes copies."""
         if self._asked_after != self.foreign_runs:
             self._asked_after = self.foreign_runs
             swaps = torch.__future__.get_swap_module_params_on_conversion()
@@ -542,7 +541,7 @@ class Loading:
         names = [*own, EXTRA_STATE_KEY_SUFFIX] if has_extra_state else [*own]
         found = part.own_entries(names)
         seen = {part.prefix + name: entry for name, entry in found.items()}
-        # With `assign` all values are there; without, they are read first, whatever metadata says.
+        # Values are in memory only with `assign`; otherwise show them, whatever the metadata says.
         plainly &= self.assign
         plainly &= all(are_plain(own.get(name), entry) for name, entry in found.items())
         if seen and not plainly:
@@ -556,7 +555,7 @@ class Loading:
     def _load_extra_state(
         self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, is_set: bool
     ) -> int:
-        """Load a module's extra state; return 1 if it is an entry beside the tensors, or 0."""
+        """Load a module's extra state; return 1 if it is an entry beside the tensors, else 0."""
         key = part.prefix + EXTRA_STATE_KEY_SUFFIX
         found = key in part.entries
         if is_set:
@@ -573,7 +572,7 @@ class Loading:
     def _find_unexpected(
         self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, n_found: int
     ) -> None:
-        """Note the keys that belong to neither the module nor a child; `n_found` are its own."""
+        """Note keys of neither the module nor a child; `n_found` is the number of its own keys."""
         entries, prefix = part.entries, part.prefix
         if len(entries) == n_found:
             return
@@ -593,7 +592,7 @@ class Loading:
     # ------------------------------------------------------------------------ other people's code
 
     def check_first(self) -> None:
-        """Raise the errors that are certain, unless the check has been made already."""
+        """Raise the errors that are certain; later calls do nothing."""
         if self.check is not None:
             self.check()
             self.check = None
@@ -648,9 +647,9 @@ class Loading:
     def _skipping_mismatched(self, module: nn.Module) -> Iterator[None]:
         """Ignore entries of other shapes while the module's own method runs.
 
-        A last pre-hook, which sees the same entries as torch, replaces them with the module's own
-        tensors. A tensor that is copied to itself keeps its value, and is neither missing nor
-        unexpected.
+        A pre-hook, which runs last and so sees the same entries as torch, replaces such entries
+        with the module's own tensors. A tensor that is copied to itself keeps its value, and its
+        key is neither missing nor unexpected.
         """
         if not self.skip_mismatched:
             yield
@@ -690,7 +689,7 @@ class Checking(Loading):
         return dict(super()._metadata_at(prefix))
 
     def _load_by_others(self, *_: Any) -> bool:
-        """Leave the module and its children out, because only calling its code tells more."""
+        """Skip the module and its children, because only calling its code would show its errors."""
         self.is_complete = False
         return False
 
@@ -703,7 +702,7 @@ class Checking(Loading):
         has_extra_state: bool,
         **_: Any,
     ) -> None:
-        """Compare keys and shapes; other errors appear only when torch's code really runs."""
+        """Compare keys and shapes; other errors appear only when torch's code runs."""
         prefix = part.prefix
         found = part.own_entries(own)
         self.missing += [prefix + name for name in own if name not in found]
@@ -717,18 +716,18 @@ class Checking(Loading):
 
 
 class _UnknownMethodError(Exception):
-    """Raised for a module with its own method for loading: only a call tells its errors."""
+    """Raised for a module with its own method for loading, whose errors only a call can show."""
 
 
 class Report(Checking):
-    """Finds everything that torch would list, once an error is certain.
+    """Finds all errors that torch would list, once one error is certain.
 
-    Hooks run as under torch, because they may rename entries and edit the lists of keys, but
-    nothing is copied.
+    Nothing is copied, but hooks run as under torch, because they may rename entries and edit the
+    lists of keys.
     """
 
     def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
-        """Raise all errors, unless they cannot be known, or hooks have mended them."""
+        """Raise all errors, unless they cannot be known, or hooks have repaired them."""
         with contextlib.suppress(_UnknownMethodError):
             self.load(module, OrderedDict(items_of(entries)), "")
             self.raise_errors(module, strict)

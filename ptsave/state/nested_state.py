@@ -1,4 +1,4 @@
-"""Nested dicts: fills their tensors in place, and finds the part of a checkpoint that was meant."""
+"""Fills the tensors of nested dicts in place, and finds the part of a checkpoint for a target."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ptsave.support.torch_names import modes_are_active
 from ptsave.tree.containers import items_of
 
 _MAX_DEPTH = 3
-_MAX_ENTRIES = 200  # in one container: a checkpoint has its parts among the first
+_MAX_ENTRIES = 200  # in one container: the parts of a checkpoint are among its first entries
 _PREFIXES = ("", "module.", "_orig_mod.", "model.")
 
 
 def parts_with_tensors(obj: Mapping[Any, Any]) -> list[str]:
-    """Return the paths of the dicts of nothing but tensors in a checkpoint, such as ``model``."""
+    """Return the paths of the dicts in a checkpoint that hold only tensors, such as ``model``."""
     return [
         ".".join(path)
         for path, part in _parts(obj)
@@ -41,10 +41,10 @@ def parts_with_tensors(obj: Mapping[Any, Any]) -> list[str]:
 
 
 def advice(obj: Any, wanted: Iterable[str], target: str = "model") -> str:
-    """Return a sentence that names the part of a checkpoint that fits a target, and its loader.
+    """Return a sentence that names the part of a checkpoint for a target, and a call to load it.
 
-    It is empty if no part fits better than the whole. `wanted` are the keys of the target's state
-    dict. `target` is "model" for a module, or "target" for a dict.
+    The sentence is empty if no part fits better than the whole. `wanted` are the keys of the
+    target's state dict. `target` is "model" for a module, or "target" for a dict.
 
     >>> import torch
     >>> advice({"net": {"w": torch.ones(1)}, "epoch": 3}, ["w"])
@@ -65,7 +65,7 @@ def advice(obj: Any, wanted: Iterable[str], target: str = "model") -> str:
 
 
 def optimizer_advice(obj: Any, optimizer: Optimizer) -> str:
-    """Return a sentence that names the part of a checkpoint that fits an optimizer, or nothing.
+    """Return a sentence that names the part of a checkpoint for an optimizer, or an empty string.
 
     >>> import torch
     >>> sgd = torch.optim.SGD([torch.zeros(1)])
@@ -146,15 +146,15 @@ def _loading_call(state_dict: str, target: str) -> str:
 def load_mapping(
     target: Mapping[Any, Any], saved: Any, strict: bool, copier: Copier
 ) -> TorchsIncompatibleKeys:
-    """Fill the tensors of `target` with those under the same keys of `saved`.
+    """Fill the tensors of `target` with the values of the tensors in `saved`, key by key.
 
-    Values that are no tensors are replaced, and nothing changes unless everything fits. Returns the
-    dotted paths of entries that only `target` or only `saved` has.
+    Other values are replaced. Nothing changes unless everything fits. Returns the dotted paths of
+    entries that only `target` or only `saved` has.
     """
     filling = check_mapping(target, saved, strict)
     plainly = not modes_are_active()
     for tensor, source in filling.uninitialized:
-        copier.show({"": source})  # a tensor that has a shape must have values, too
+        copier.show({"": source})  # a tensor that gets a shape must get values at once
         with torch.no_grad():
             tensor.materialize(source.shape)
             tensor.copy_(source)
@@ -165,7 +165,7 @@ def load_mapping(
             copier.show({"": source})
             with torch.no_grad():
                 tensor.copy_(source)
-    # The target must not get values that are still to be read, because reading may fail.
+    # The target must not get values that have not been read yet, because reading may fail.
     values = [value for _, _, value in filling.replacements]
     if tensors_in(values):
         copier.show({"": values})
@@ -175,7 +175,7 @@ def load_mapping(
 
 
 def check_mapping(target: Mapping[Any, Any], saved: Any, strict: bool) -> _Filling:
-    """Return the plan of `load_mapping`, or raise its error, changing nothing."""
+    """Return the plan of `load_mapping`, or raise its error; change nothing."""
     if not isinstance(saved, Mapping):
         raise no_mapping_error(saved)
     filling = _Filling()

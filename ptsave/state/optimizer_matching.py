@@ -1,4 +1,4 @@
-"""Matches saved parameters with an optimizer's, by order or by name, and makes the new groups."""
+"""Matches saved parameters with an optimizer's by order or by name, and makes the new groups."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ptsave.state.copying import Copier, Mismatch, raise_load_errors
 from ptsave.support.torch_names import is_distributed_tensor
 from ptsave.tree.containers import items_of, walk
 
-# Keys under which torch's optimizers keep a value for each element of a parameter.  Under other
-# keys, except those below, they keep a number for the whole parameter.
+# Keys of state that has the parameter's shape, in torch's optimizers.  Under all other keys except
+# `_MEANS`, these optimizers keep one number for the whole parameter.
 _ELEMENTWISE = {
     *("acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"),
     *("momentum_buffer", "prev", "square_avg", "step_size", "sum", "variance"),
@@ -28,7 +28,7 @@ _ATOMS = {int, str, float, bool, type(None)}
 
 
 class UnmatchedParameters(NamedTuple):
-    """The parameters that have no partner.
+    """The names of parameters that only the optimizer or only the state dict has.
 
     Attributes
     ----------
@@ -50,10 +50,10 @@ class UnmatchedParameters(NamedTuple):
 
 @dataclass
 class Assignment:
-    """Saved ids assigned to parameters, and the new groups; nothing has been changed yet."""
+    """The result of matching: saved ids with their parameters, and the optimizer's new groups."""
 
     params: dict[Hashable, Tensor]  # by saved id
-    groups: list[dict[str, Any]]  # as the optimizer is to have them
+    groups: list[dict[str, Any]]  # the optimizer's new groups
     kept: list[Tensor] = field(default_factory=list)  # parameters whose present state stays
     dropped: set[Hashable] = field(default_factory=set)  # saved ids whose state is left out
     unmatched: UnmatchedParameters | None = None
@@ -63,12 +63,12 @@ class Assignment:
 class Matching:
     """The rule that pairs saved parameters with an optimizer's.
 
-    The fields are those of `load_optimizer_state_dict`, but `match` may be None. Then parameters
-    match by name if the file has names in place of numbers and something names the optimizer's
-    parameters; otherwise by order. `namings` are ways of naming these beside the optimizer's own
-    names. `rename` leaves out a saved parameter if it returns None. `mismatched` gets state of
-    other shapes, which is then left out; if it is None, they are an error (by order, torch loads
-    them).
+    The fields are the arguments of `load_optimizer_state_dict`, but `match` may be None. Then
+    parameters match by name if the file has names in place of numbers and the optimizer's
+    parameters have names too, otherwise by order. `namings` are alternatives to the optimizer's own
+    names. If `rename` returns None, the saved parameter is left out. State of a wrong shape is left
+    out and noted in the list `mismatched`. If the list is None, such state is an error by name, and
+    is loaded by order, as in torch.
     """
 
     match: Literal["order", "name"] | None = "order"
@@ -87,7 +87,7 @@ class Matching:
             raise ValueError('names and named_parameters are only looked at with match="name"')
 
     def resolved(self, optimizer: Any, state_dict: Mapping[Any, Any]) -> Matching:
-        """Return this, or matching by order if nothing names the optimizer's parameters."""
+        """Return this rule, or matching by order if the optimizer's parameters have no names."""
         names_any = self.namings or self.named_parameters is not None or self.rename is not None
         groups = optimizer.param_groups
         if self.match is not None or names_any or is_flat(state_dict):
@@ -119,7 +119,7 @@ class Matching:
         return assignment
 
     def _goes_by_keys(self, state_dict: Any) -> bool:
-        """Return whether names are in place of numbers, and no other names are given."""
+        """Return whether the state dict has names in place of numbers, and no other names count."""
         if self.match == "order" or self.names is not None or not is_name_keyed(state_dict):
             return False
         groups = state_dict["param_groups"]
@@ -127,7 +127,7 @@ class Matching:
 
 
 def match_by_order(optimizer: Any, saved_groups: Any, copier: Copier) -> Assignment:
-    """Match groups and parameters by place, with the checks of `Optimizer.load_state_dict`."""
+    """Match groups and parameters by order, with the checks of `Optimizer.load_state_dict`."""
     groups = optimizer.param_groups
     saved_groups = copy_plainly(saved_groups, copier)
     if len(groups) != len(saved_groups):
@@ -150,7 +150,7 @@ def match_by_order(optimizer: Any, saved_groups: Any, copier: Copier) -> Assignm
 
 
 def copy_plainly(groups: Any, copier: Copier) -> Any:
-    """Return a `deepcopy` of a group or groups that copies plain lists of ids or names at once."""
+    """Return a `deepcopy` of a group or groups, which copies plain lists of ids or names faster."""
     each = groups if type(groups) in (list, tuple) else [groups]
     show_unless_plain(each, copier)  # tensors are copied with their values
     copies: dict[int, Any] = {}
@@ -162,7 +162,7 @@ def copy_plainly(groups: Any, copier: Copier) -> Any:
 
 
 def show_unless_plain(groups: Iterable[Any], copier: Copier) -> None:
-    """Show the copier groups that are about to be looked at, if they may hold tensors."""
+    """Call `Copier.show` for groups that may hold tensors, before other code looks at them."""
     if not all(type(group) is dict and all(map(_is_plain, group.values())) for group in groups):
         copier.show({"param_groups": groups})
 
@@ -192,9 +192,9 @@ def match_by_name(
 ) -> Assignment:
     """Match parameters by name, as `matching` says.
 
-    Of `namings` and the optimizer's own names, the one with most saved names is used. If `match` is
-    None, only a missing parameter that requires gradients is an error, as for
-    ``torch.distributed.checkpoint``: its state dicts may be of several optimizers.
+    This uses the optimizer's own names or one of `namings`, whichever has most saved names. If
+    `match` is None, only a missing parameter that requires gradients is an error, as in
+    ``torch.distributed.checkpoint``, whose state dicts may contain several optimizers.
     """
     strict, rename, mismatched = matching.strict, matching.rename, matching.mismatched
     as_torch = matching.match is None
@@ -310,7 +310,7 @@ def _named_best(
 
 
 def _names_in(groups: Any, owner: str) -> list[str] | None:
-    """Return the names in the groups themselves, or None; an empty group needs none."""
+    """Return the groups' `param_names`, or None if a group with parameters has no names."""
     names: list[str] = []
     for index, group in enumerate(groups):
         own = group.get("param_names", [])
@@ -356,7 +356,7 @@ def _check_unique(names: Sequence[str], owner: str) -> None:
 
 
 class _Shape(NamedTuple):
-    """State of a parameter, by name, whose saved shape is not the one that it must have."""
+    """A value in a parameter's state whose saved shape is not the expected shape."""
 
     name: str
     key: Any
@@ -378,7 +378,7 @@ def _leave_out(
 
 
 def _mismatches(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> Iterator[_Shape]:
-    """Yield the wrong shapes in the state saved for parameters, by name."""
+    """Yield the values of wrong shape in the saved state; `states` are by parameter name."""
     # Whether torch.optim alone defines the optimizer's steps, and so its state.
     is_known = all(
         f"{owner.__module__}.".startswith("torch.optim.")
@@ -403,7 +403,7 @@ def _mismatches(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> 
 
 
 def _shape_in_torch(key: Any, shape: torch.Size) -> torch.Size | None:
-    """Return the shape of torch's own state under `key`, if the parameter decides it."""
+    """Return the shape of torch's own state under `key`, if it follows from the parameter's."""
     if key in _ELEMENTWISE:
         return shape
     if key in _MEANS and len(shape) > 1:
@@ -460,11 +460,11 @@ def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 # torch.distributed.checkpoint's get_optimizer_state_dict writes names in place of numbers:
 #     {"state": {"layer.weight": {"exp_avg": ...}},
 #      "param_groups": [{"params": ["layer.weight"], "lr": 0.1}]}
-# With flatten_optimizer_state_dict=True it writes one dict, with a group's options for each
-# parameter:
+# With flatten_optimizer_state_dict=True it writes one flat dict, which repeats the options of a
+# group for each parameter:
 #     {"state.layer.weight.exp_avg": ..., "param_groups.layer.weight.lr": 0.1}
-# The names are those of the bare model, without the prefixes of DistributedDataParallel, FSDP,
-# torch.compile and activation checkpointing.
+# The names are bare names: they lack the prefixes of DistributedDataParallel, FSDP, torch.compile
+# and activation checkpointing.
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _FLAT = (f"{_STATE}.", f"{_GROUPS}.")
@@ -495,7 +495,7 @@ def is_name_keyed(state_dict: Any) -> bool:
 
 
 def is_flat(state_dict: Mapping[Any, Any]) -> bool:
-    """Return whether a state dict has no groups, but a key for each of their values."""
+    """Return whether a state dict is flat: it has one key for each value of its groups."""
     keys = [*state_dict]
     return bool(keys) and all(isinstance(key, str) and key.startswith(_FLAT) for key in keys)
 
@@ -506,7 +506,7 @@ def _params_of(group: Mapping[Any, Any]) -> Sequence[Any]:
 
 
 def regrouped(state_dict: Any) -> Any:
-    """Return the flat form as groups, one for each parameter; any other state dict as it is.
+    """Return a flat state dict with one group per parameter, and any other state dict unchanged.
 
     >>> regrouped({"state.a.b.step": 1, "param_groups.a.b.lr": 0.1})
     {'state': {'a.b': {'step': 1}}, 'param_groups': [{'params': ['a.b'], 'lr': 0.1}]}
@@ -531,7 +531,7 @@ def regrouped(state_dict: Any) -> Any:
 
 
 def _split(path: str, names: Mapping[str, Any]) -> tuple[str, str]:
-    """Divide a path into a parameter's name, as long as possible, and the key of its state."""
+    """Divide a path into the longest possible name of a parameter, and the key of its state."""
     end = path.rfind(".")
     while end > 0 and path[:end] not in names:
         end = path.rfind(".", 0, end)
@@ -544,7 +544,7 @@ def _split(path: str, names: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def bare_name(module: nn.Module, name: str) -> str:
-    """Return a parameter's name without the additions of wrappers, as torch has it.
+    """Return a parameter's name without the components that wrappers add, as torch names it.
 
     >>> wrapped = nn.ModuleDict({"_orig_mod": nn.Linear(1, 1)})  # as torch.compile does it
     >>> bare_name(wrapped, "_orig_mod.weight")
@@ -563,11 +563,10 @@ def bare_name(module: nn.Module, name: str) -> str:
 def best_names(
     candidates: Iterable[Named], params: Iterable[Tensor], saved: set[str]
 ) -> Named | None:
-    """Return the way of naming parameters that has most names in common with the saved ones.
+    """Return the candidate that shares most names with `saved`; the first candidate wins a tie.
 
-    `candidates` may have several names for a parameter, and the preferred candidate comes first.
-    Each parameter gets one name, a saved one if it has any. None if no candidate names all
-    parameters.
+    A candidate may have several names for a parameter. The result has one name for each parameter,
+    a saved name if possible. Returns None if no candidate names all parameters.
     """
     wanted = {id(param) for param in params}
     best: Named | None = None
@@ -585,7 +584,7 @@ def best_names(
 
 
 def ways_of_naming(named: Iterable[tuple[str, Tensor]]) -> Iterator[Named]:
-    """Yield names as they are, without the additions of wrappers, and without ``module.``.
+    """Yield names as they are, then without the components of wrappers and without ``module.``.
 
     >>> one = Tensor()
     >>> [names[0][0] for names in ways_of_naming([("module._orig_mod.weight", one)])]
@@ -603,7 +602,7 @@ def ways_of_naming(named: Iterable[tuple[str, Tensor]]) -> Iterator[Named]:
 def refuse_sharded(
     optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], state: Mapping[Any, Any]
 ) -> None:
-    """Raise TypeError if each rank has a part of the parameters, but the saved state is whole.
+    """Raise a TypeError if each rank has parts of the parameters, but the saved state is whole.
 
     The error names torch's function, which divides the state among the ranks.
     """

@@ -1,8 +1,8 @@
-"""`load_optimizer_state_dict`: `Optimizer.load_state_dict` in linear time, by order or by name.
+"""Loads state dicts into optimizers in linear time, by order or by name.
 
-It takes torch's steps one by one, but copies nothing before the whole state dict has been checked.
-A restore from a file fills a tensor in place if it has the right shape, dtype and device, and
-shares no memory with another one or with a parameter.
+The steps are those of `Optimizer.load_state_dict`, but nothing is copied before the whole state
+dict has been checked.  A restore from a file fills a present tensor in place if it has the right
+shape, dtype and device, and shares no memory with another state tensor or with a parameter.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def load_optimizer_state_dict(
     """Load an optimizer's state, as ``optimizer.load_state_dict(state_dict)`` does.
 
     torch searches all groups for each value of the state, so its time grows with the square of
-    the number of parameters; here it grows with the number.
+    the number of parameters.  The time of this function grows linearly.
 
     Parameters
     ----------
@@ -80,46 +80,46 @@ def load_optimizer_state_dict(
     state_dict : dict
         As from ``optimizer.state_dict()``.
     match : {"order", "name"}, default "order"
-        Rule that pairs saved parameters with the optimizer's: the same place, as in torch, or the
-        same name, in any place.
+        Rule that pairs saved parameters with the optimizer's: by their place, as in torch, or by
+        their name, whatever their place.
     names : sequence of str, optional
         With ``match="name"``: the names of the saved parameters, in saved order, one group after
-        the other.  By default the names in the file: an optimizer that was made from
-        ``model.named_parameters()`` saves them.
+        the other.  By default the names in the state dict, which has names if its optimizer was
+        made from ``model.named_parameters()``.
     named_parameters : iterable of (str, Tensor), optional
         With ``match="name"``: the names of the optimizer's parameters, as from
         ``model.named_parameters()``.  Parameters that the optimizer does not have are ignored.  By
         default the optimizer's own names.
     strict : bool, default True
-        With ``match="name"``: whether it is an error if a parameter is only in the optimizer or
-        only in the state dict.
+        With ``match="name"``: whether a parameter that is only in the optimizer, or only in the
+        state dict, is an error.
 
     Returns
     -------
     UnmatchedParameters or None
-        None, as from torch, with ``match="order"``.  With ``match="name"`` the names of the
-        parameters that are only in the optimizer (`missing`) and only in the state dict
-        (`unexpected`), both empty with ``strict=True``.
+        With ``match="order"``: None, as from torch.  With ``match="name"``: the names of the
+        parameters that are only in the optimizer (`missing`) or only in the state dict
+        (`unexpected`).  With ``strict=True`` both lists are empty.
 
     Raises
     ------
     ValueError
         As from torch if groups or their sizes differ.  With ``match="name"``: names are missing or
-        there twice, the parameters of a group come from saved groups with different
+        occur twice, the parameters of a group come from saved groups with different
         hyper-parameters, or an LBFGS has other parameters or another order.
     RuntimeError
-        With ``match="name"``: parameters without a partner (``strict=True``), and state whose
-        shape is not the parameter's.
+        With ``match="name"``: a parameter has no partner (``strict=True``), or its saved state has
+        the wrong shape.
 
     Notes
     -----
-    The optimizer changes only after everything above has been checked.
+    All errors above are raised before the optimizer changes.
 
-    By name, each group takes the hyper-parameters of the saved group that its parameters come
-    from, and keeps its own if none of its parameters was saved.  A parameter that is missing keeps
-    its present state, and one that is unexpected is left out.  The optimizer's names stay.
-    Shapes are checked for the state of torch's own optimizers.  For any other optimizer they are
-    checked where it has present state to compare with.
+    With ``match="name"``, each group gets the hyper-parameters of the saved group that contained
+    its parameters.  If none of its parameters was saved, the group keeps its own.  A missing
+    parameter keeps its present state.  An unexpected parameter is left out.  The optimizer keeps
+    its names.  Shapes are checked for torch's own optimizers.  For other optimizers, a shape is
+    checked if the parameter has present state to compare with.
 
     Examples
     --------
@@ -151,12 +151,11 @@ def load_optimizer(
     *,
     in_place: bool = False,
 ) -> Any:
-    """Load as `load_optimizer_state_dict` does, from bytes that may not have arrived yet.
+    """Load as `load_optimizer_state_dict` does; the bytes may not have been read yet.
 
-    `copier` decides when bytes move. This function calls `copier.show` or `copier.lend`
-    before other people's code may look at the bytes. With `in_place`, tensors in the optimizer's
-    state that have the right shape, dtype and device are filled, so that they stay the same
-    objects.
+    `copier` decides when bytes move. This function calls `copier.show` or `copier.lend` before
+    other people's code may look at the bytes. With `in_place`, present tensors of the right shape,
+    dtype and device are filled instead of being replaced.
     """
     matching = Matching() if matching is None else matching
     matching.check()
@@ -236,13 +235,13 @@ def _run_pre_hooks(optimizer: Any, state_dict: Any, copier: Copier) -> Any:
 
 
 # -------------------------------------------------------------------- the state of one parameter
-# torch decides on each tensor's dtype and device; it is asked with a stand-in, because the bytes
-# may not have arrived.  For each tensor, torch searches all groups for the parameter, so it gets
-# only the parameter's group.
+# torch's policy decides on each tensor's dtype and device.  It gets a stand-in for the tensor,
+# because the bytes may not have been read.  It searches all given groups for the parameter, so it
+# gets only the parameter's group.
 
 
 class _Destination:
-    """Stands in for a tensor; torch's policy calls `to` on it, or nothing if the tensor stays."""
+    """Stands in for a tensor; torch's policy calls `to` unless the tensor stays as it is."""
 
     dtype: torch.dtype | None = None
     device: torch.device | None = None
@@ -253,7 +252,7 @@ class _Destination:
 
 
 class _Owner(NamedTuple):
-    """The parameter that a state belongs to, and the groups that torch gets."""
+    """The parameter that a state belongs to, and the groups that torch's policy gets."""
 
     param: Tensor
     param_id: Any
@@ -261,12 +260,13 @@ class _Owner(NamedTuple):
 
 
 class PresentState:
-    """The tensors in an optimizer's state, and which of them can take loaded values."""
+    """The present tensors in an optimizer's state; some can be filled with loaded values."""
 
     def __init__(self, optimizer: Optimizer, saved_state: Mapping[Any, Any]) -> None:
         present = list(_tensors_in(list(optimizer.state.values())))
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        # Tensors that share memory would be filled twice; ones shared in the file stay shared.
+        # Tensors that share memory would be filled twice; tensors that share memory in the file
+        # stay shared.
         self._shared = overlapping(_spans([*present, *params], _address))
         saved = _tensors_in(list(saved_state.values()))
         self._shared |= overlapping(_spans(saved, _place_in_storage))
@@ -274,13 +274,13 @@ class PresentState:
         self.copies: list[tuple[Tensor, Tensor]] = []
 
     def take(self, param: Tensor) -> Any:
-        """Return a parameter's present state, but only once: a group may have it twice."""
+        """Return a parameter's present state, and then None: a group may have a parameter twice."""
         return self._state.pop(param, None)
 
     def fill(
         self, present: Any, value: Tensor, dtype: torch.dtype | None, device: torch.device | None
     ) -> Tensor | None:
-        """Return `present`, and note the copy for later, if it can hold the converted `value`."""
+        """Note a copy of `value` and return `present`, or None if it cannot hold the value."""
         if type(present) not in _TORCHS_TYPES or not _is_writable(present):
             return None
         dtype = value.dtype if dtype is None else dtype
@@ -312,7 +312,7 @@ class StateCaster:
     def cast(self, saved: Any, assignment: Assignment) -> dict[Any, Any]:
         """Return the state of the optimizer's parameters, cast from the saved one."""
         state: dict[Any, Any] = defaultdict(dict)
-        # Only a mapping has items; for anything else Python says so, as under torch.
+        # If `saved` is no mapping, `items()` raises the same error as under torch.
         for param_id, value in items_of(saved) if isinstance(saved, Mapping) else saved.items():
             if param_id in assignment.params:
                 param = assignment.params[param_id]
@@ -357,7 +357,7 @@ class StateCaster:
 
 
 def _index_groups(param_groups: Any) -> dict[Any, dict[Any, Any]]:
-    """Return each id's first group, or nothing if a search could find another."""
+    """Return each id's first group, or an empty dict if torch's search could find another."""
     index: dict[Any, dict[Any, Any]] = {}
     for group in param_groups:
         if type(group) is not dict or type(group["params"]) not in (list, tuple):
@@ -371,11 +371,11 @@ def _index_groups(param_groups: Any) -> dict[Any, dict[Any, Any]]:
 
 # ----------------------------------------------------------------------------------- shared memory
 
-_Place = tuple[int, int]  # the memory a tensor is in, and the address of its first byte there
+_Place = tuple[int, int]  # a number for the memory of a tensor, and the address of its first byte
 
 
 def _tensors_in(obj: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested plain containers; those of shared containers come twice."""
+    """Yield the tensors of nested plain containers; tensors in a shared container come twice."""
     pending = [obj]
     n_visits: dict[int, int] = defaultdict(int)
     while pending:
@@ -389,12 +389,12 @@ def _tensors_in(obj: Any) -> Iterator[Tensor]:
 
 
 def _address(tensor: Tensor) -> _Place:
-    """Return a tensor's address; an equal one on another device costs a copy and nothing else."""
+    """Return a tensor's address; an equal address on another device only costs a copy."""
     return 0, tensor.data_ptr()
 
 
 def _place_in_storage(tensor: Tensor) -> _Place:
-    """Return a tensor's storage and its offset there; the tensor may have no memory yet.
+    """Return the place of a tensor that may have no memory yet: its storage and its offset.
 
     Two storages of a file never share memory.
     """

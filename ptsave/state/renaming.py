@@ -26,9 +26,9 @@ class Match(NamedTuple):
 
 
 class NamePatterns:
-    """Parts of names to look for: one or more components, such as ``"attn.q_proj"``.
+    """Patterns to find in names; a pattern is one or more components: ``"attn.q_proj"``.
 
-    A dot at an end of a pattern belongs to it, and is replaced with it.
+    A dot at either end of a pattern is part of it, and is replaced with it.
 
     >>> match = next(NamePatterns([".q_proj"]).matches("attn.q_proj.weight"))
     >>> match.replaced_by(".qkv_proj")
@@ -47,7 +47,7 @@ class NamePatterns:
     def matches(self, name: str) -> Iterator[Match]:
         """Yield patterns that are whole components of a name.
 
-        Those with most components come first; among these, those nearest to the end.
+        Patterns with more components come first, then patterns nearer to the end of the name.
         """
         parts = tuple(name.split("."))
         if self._first_parts.isdisjoint(parts):
@@ -71,17 +71,18 @@ class NamePatterns:
                 yield Match(name, begin, begin + len(pattern), pattern)
 
 
-# A name in the file -> the model's, or None to leave the tensor out; or parts of names.
+# Maps a name in the file to the name in the model, or to None to leave the tensor out.  The keys of
+# a mapping may also be parts of names.
 Rename: TypeAlias = "Callable[[str], str | None] | Mapping[str, str | None]"
 
 
 class Renaming:
-    """The names that a model has for a checkpoint's.
+    """Maps a checkpoint's names to a model's names.
 
-    `rename` is a function of a name, or a mapping. A mapping replaces whole names, or one or more
-    components of a name wherever they are, the longest first. The new name None leaves a tensor
-    out. Only names that begin with `prefix` count; it is removed before they are renamed. `changes`
-    tells whether there is anything to do.
+    `rename` is a function of a name, or a mapping. A mapping replaces whole names, or components
+    anywhere in a name, the longest keys first. The new name None leaves a tensor out. Names that do
+    not begin with `prefix` are left out; the prefix is removed before renaming. `changes` is False
+    if all names stay.
 
     >>> Renaming({"encoder.h": "layers", "gamma": "weight"}, "model.")("model.encoder.h.gamma")
     'layers.weight'
@@ -142,9 +143,10 @@ class Renaming:
 def renamed_metadata(
     metadata: Mapping[str, Any], rename: Callable[[str], str | None]
 ) -> OrderedDict[str, Any]:
-    """Return the versions of modules by their names in the model: copies, as loads edit them.
+    """Return copies of the modules' metadata, by the modules' names in the model.
 
-    If a name is that of two modules, the one that was renamed counts: it was in a wrapper.
+    They are copies because loads edit them. If two modules get one name, the renamed module counts,
+    because it was inside a wrapper.
     """
     result: OrderedDict[str, Any] = OrderedDict()
     moved: set[str] = set()
@@ -167,7 +169,7 @@ def renamed_metadata(
 def strip_prefix(
     state_dict: Mapping[str, Any], prefix: str, *, anywhere: bool = False
 ) -> OrderedDict[str, Any]:
-    """Return a state dict without the prefix that a wrapper has put before its keys.
+    """Return a state dict without the prefix that a wrapper has added to its keys.
 
     :class:`torch.nn.DataParallel` and ``DistributedDataParallel`` add ``module.``, and
     :func:`torch.compile` adds ``_orig_mod.``.  Keys without the prefix stay as they are.
@@ -179,14 +181,15 @@ def strip_prefix(
     prefix : str
         The prefix, with the dot at its end, as in ``"module."``.
     anywhere : bool, default False
-        Whether to remove it after every dot, too, for submodules that were wrapped one by one.
+        Whether to remove the prefix after every dot, too, for submodules that were wrapped one by
+        one.
 
     Returns
     -------
     collections.OrderedDict
-        In the same order.  ``_metadata``, if there is any, is adapted as
-        :func:`torch.nn.modules.utils.consume_prefix_in_state_dict_if_present` does it: the
-        metadata of a wrapped module replaces its wrapper's.
+        The entries in the same order.  ``_metadata`` is adapted as in
+        :func:`torch.nn.modules.utils.consume_prefix_in_state_dict_if_present`: the metadata of a
+        wrapped module replaces the metadata of its wrapper.
 
     Raises
     ------
@@ -215,7 +218,7 @@ def strip_prefix(
 
 
 def add_prefix(state_dict: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:
-    """Return a state dict with a prefix before every key, as a wrapper's own state dict has it.
+    """Return a state dict with a prefix before every key, like the state dict of a wrapper.
 
     Parameters
     ----------
@@ -227,7 +230,7 @@ def add_prefix(state_dict: Mapping[str, Any], prefix: str) -> OrderedDict[str, A
     Returns
     -------
     collections.OrderedDict
-        In the same order, with ``_metadata`` if there is any.
+        The entries in the same order, with ``_metadata`` if there is any.
 
     Raises
     ------
@@ -252,10 +255,10 @@ def _check_prefix(prefix: str) -> None:
 def renamed(
     state_dict: Mapping[str, Any], rename: Callable[[str], str | None]
 ) -> OrderedDict[str, Any]:
-    """Return a state dict, or parameters, by other names, in the same order, and its metadata.
+    """Return a state dict, or parameters by name, with renamed keys and metadata, in order.
 
-    `rename` returns None to leave an entry out; keys that are no text stay. Two keys that would
-    become one raise ValueError.
+    If `rename` returns None, the entry is left out. Keys that are not strings stay. Raises a
+    ValueError if two keys would become one.
     """
     result: OrderedDict[str, Any] = OrderedDict()
     origins: dict[str, str] = {}

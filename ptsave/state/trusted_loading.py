@@ -1,7 +1,7 @@
-"""Recognizes modules whose own entries only torch's code loads, without looking at values.
+"""Recognizes modules whose own entries are loaded by torch's code alone, by no other code.
 
-`modules` does the work of that code itself. For every other module it calls the module's own
-code.
+For such a module, `ptsave.state.modules` does the work of torch's code itself. For every other
+module it calls the module's own code. The functions here never look at values.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from ptsave.support.torch_modules import (
 
 
 def _torchs(function: Any, home: ModuleType) -> Any:
-    """Return a function of torch's; if other code has replaced it, an object equal to nothing."""
+    """Return torch's function, or an object equal to nothing if other code has replaced it."""
     code = getattr(function, "__code__", None)
     return function if code is not None and code.co_filename == home.__file__ else object()
 
 
-# If other code replaces one of these, before or after ptsave is imported, it must be called.
+# If other code replaces one of these, before or after ptsave is imported, ptsave must call the
+# replacement.
 _LOAD_STATE_DICT = _torchs(nn.Module.load_state_dict, module_module)
 _MODULE = _torchs(load_method_of(nn.Module), module_module)
 _NORM = _torchs(load_method_of(NormBase), batchnorm)
@@ -56,7 +57,7 @@ def overrides_load_state_dict(module: nn.Module) -> bool:
 
 
 def sets_extra_state(module: nn.Module) -> bool:
-    """Return whether the module does something with its extra state, by torch's own test."""
+    """Return whether the module overrides `set_extra_state`, by torch's own test."""
     default = nn.Module.set_extra_state
     return getattr(module.__class__, "set_extra_state", default) is not default
 
@@ -66,7 +67,7 @@ def own_tensors(
 ) -> dict[str, Tensor]:
     """Return the parameters and buffers that a module loads itself, as torch collects them.
 
-    `lazy_buffers` are buffers that will have other tensors than now.
+    `lazy_buffers` are the future tensors of buffers that will change.
     """
     own: dict[str, Tensor]
     own = {name: tensor for name, tensor in parameters_of(module).items() if tensor is not None}
@@ -82,11 +83,11 @@ def own_tensors(
 def begin_plainly(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> tuple[dict[str, Tensor], bool] | None:
-    """Take the first step of loading a module if only trusted code runs before the copies.
+    """Take the first step of loading a module, if only trusted code runs before the copies.
 
     Trusted code is `run_trusted_code`, and hooks of lazy buffers that see only plain tensors.
-    Returns the module's `own_tensors`, and whether it sets extra state afterwards. Returns None,
-    and runs nothing, if the module's own code has to load it.
+    Returns the module's `own_tensors`, and whether the module sets extra state afterwards. If the
+    module's own code has to load it, this runs nothing and returns None.
     """
     if not runs_torchs_method(module, entries, prefix, metadata):
         return None
@@ -100,7 +101,7 @@ def begin_plainly(
 def runs_torchs_method(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> bool:
-    """Return whether a module, apart from its hooks, loads its own entries by torch's method."""
+    """Return whether torch's method loads a module's own entries; hooks are not considered."""
     cls = type(module)
     found = getattr(cls, LOAD_METHOD, None)
     if found is not _MODULE and not _is_trusted_norm(module, entries, prefix, metadata):
@@ -109,7 +110,7 @@ def runs_torchs_method(
 
 
 def may_run_others_code(model: nn.Module) -> bool:
-    """Return whether code of a model's own may take part in loading it or its children."""
+    """Return whether hooks, overrides or extra state may take part in loading a model."""
     return any(
         pre_hooks_of(module)
         or post_hooks_of(module)
@@ -121,7 +122,7 @@ def may_run_others_code(model: nn.Module) -> bool:
 
 
 def has_code_of_its_own(module: nn.Module, prefix: str, names: Container[str | None]) -> bool:
-    """Return whether loading these names into a module itself is more than copying plain tensors.
+    """Return whether loading entries with these names runs code of the module's own.
 
     Lazy buffers count as plain tensors.
     """
@@ -163,9 +164,9 @@ def have_code_of_their_own(
 
 
 def hooks_that_look(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return a module's load pre-hooks, except those that only give tensors their shapes.
+    """Return a module's load pre-hooks, except the hooks of lazy buffers and lazy modules.
 
-    These are the hooks of lazy buffers and lazy modules.
+    These only give tensors their shapes.
     """
     found = []
     for hook in pre_hooks_of(module).values():
@@ -179,10 +180,9 @@ def hooks_that_look(module: nn.Module) -> list[Callable[..., Any]]:
 def run_trusted_code(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Run the first step of ``_load_from_state_dict`` of a module that loads plainly.
+    """Do what overrides of ``_load_from_state_dict`` in torch's norms do first.
 
-    The override of norms adds ``num_batches_tracked``, a buffer since version 2, to older state
-    dicts.
+    They add ``num_batches_tracked``, which is a buffer since version 2, to older state dicts.
     """
     version = metadata.get("version")
     if load_method_of(type(module)) is _MODULE or (version is not None and version >= 2):
@@ -196,7 +196,7 @@ def run_trusted_code(
 
 
 def gives_lists_away(module: nn.Module) -> bool:
-    """Return whether code that is not torch's gets the lists of keys, and so may edit them."""
+    """Return whether code outside torch and ptsave gets the lists of keys, and so may edit them."""
     name = LOAD_METHOD
     code = [vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)]
     code += [getattr(hook, "hook", hook) for hook in pre_hooks_of(module).values()]
@@ -216,7 +216,7 @@ def assigns_plainly(module: nn.Module) -> bool:
 
 
 def _is_trusted_hook(hook: Any, module: nn.Module, entries: dict[str, Any], prefix: str) -> bool:
-    """Return whether a hook is a lazy buffer's, and will see only plain tensors."""
+    """Return whether a hook is the hook of a lazy buffer, and will see only plain tensors."""
     if not is_lazy_buffers(hook):
         return False
     name = hook.hook.name
@@ -227,10 +227,10 @@ def _is_trusted_hook(hook: Any, module: nn.Module, entries: dict[str, Any], pref
 def _is_trusted_norm(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> bool:
-    """Return whether a module is a norm of torch's that will only add a count."""
+    """Return whether a module is one of torch's norms, and its method will only add a count."""
     overrides = [vars(cls)[LOAD_METHOD] for cls in type(module).__mro__ if LOAD_METHOD in vars(cls)]
     if overrides == [_INSTANCE_NORM, _NORM, _MODULE]:
-        # It refuses statistics that it does not track, in its own words.
+        # An instance norm refuses statistics that it does not track, in its own words.
         names = (prefix + "running_mean", prefix + "running_var")
         return not any(name in entries for name in names) or bool(module.track_running_stats)
     return overrides == [_NORM, _MODULE]

@@ -49,57 +49,57 @@ def load_into(
 ) -> Any:
     """Restore a state dict from a file straight into the tensors of `target`.
 
-    The bytes go from the file into the parameters, buffers and states that exist already, without a
-    second copy in memory.  Only tensors that are converted on the way need memory: 32 MiB, or one
-    tensor, at a time.  Keys, shapes, and the sizes and places of records are checked before the
-    first byte is overwritten.
+    The bytes go from the file into the existing parameters, buffers and states, without a second
+    copy in memory.  Only conversions to another dtype or device need extra memory: 32 MiB, or one
+    tensor, at a time.  Before the first byte is overwritten, ptsave checks the keys, the shapes,
+    and the sizes and places of records.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
         Any source of :func:`ptsave.load` that holds a bare state dict.
     target : torch.nn.Module, torch.optim.Optimizer or dict
-        The object to restore.  The tensors of a dict (or of dicts and lists in it) are filled and
-        its other values replaced.  Any other object with a ``load_state_dict`` gets the state dict.
+        The object to restore.  In a dict, and in dicts and lists inside it, tensors are filled and
+        other values are replaced.  Any other object with a ``load_state_dict`` gets the state dict.
     strict : bool, default True
-        Whether missing and unexpected keys are an error.  For an optimizer this counts only if it
-        is matched by name.
+        Whether missing and unexpected keys are an error.  For an optimizer, this has an effect only
+        when parameters are matched by name.
     assign : bool, default False
         As for :meth:`torch.nn.Module.load_state_dict`: the module gets the loaded tensors.
     map_location : callable, torch.device, str, dict or None
         As for :func:`torch.load`, but the target's tensors stay where they are.
     weights_only : bool or None
-        As for :func:`torch.load`, but a restore also takes harmless values that :func:`ptsave.save`
-        writes and :func:`torch.load` refuses.  These are NumPy's numbers, dtypes and arrays of
-        numbers, paths, dates, `Decimal`, `range`, `slice`, `frozenset`, `deque` and `defaultdict`.
+        As for :func:`torch.load`, but a restore also accepts some harmless types that
+        :func:`torch.load` refuses: NumPy's numbers, dtypes and arrays of numbers, paths, dates,
+        `Decimal`, `range`, `slice`, `frozenset`, `deque` and `defaultdict`.
     verify : bool, default True
         As for :func:`ptsave.load`.
     progress : bool, default False
         Whether to show a progress bar.
     ignore_mismatched_sizes : bool, default False
-        As for :func:`ptsave.load_state_dict`.  An optimizer's parameter also keeps its state
-        if the saved parameter has another shape.
+        As for :func:`ptsave.load_state_dict`.  In an optimizer, a parameter whose saved state has
+        another shape keeps its present state.
     match : {"order", "name"}, optional
-        For an optimizer, as for :func:`ptsave.load_optimizer_state_dict`.  None matches by order,
-        but by name if the file has parameters' names where torch.optim puts numbers.
-        ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives such names, with
-        and without ``flatten_optimizer_state_dict``.  As for ``set_optimizer_state_dict``, such a
+        For an optimizer, as for :func:`ptsave.load_optimizer_state_dict`.  None matches by name if
+        the file has parameters' names where torch.optim puts numbers, and otherwise by order.
+        ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` writes such names, with
+        and without ``flatten_optimizer_state_dict``.  As with ``set_optimizer_state_dict``, such a
         file may lack a parameter that needs no gradient, and may have parameters that the optimizer
         does not have.
     key_mapping : callable or mapping, optional
-        New names for a module's entries or an optimizer's parameters in the file, as `rename` for
-        :func:`ptsave.load_model`.  It is a function of a name, or a mapping of whole names or of
-        one or more of their components.  None as a name leaves an entry out.
+        Changes names in the file to names of the module's entries or the optimizer's parameters,
+        like `rename` of :func:`ptsave.load_model`.  It is a function of a name, or a mapping whose
+        keys are whole names or some components of names.  The new name None leaves an entry out.
     named_parameters : iterable of (str, Tensor), optional
-        Names for an optimizer's parameters, if the optimizer was made without names.  The file does
-        not need the additions to names by FSDP, torch.compile and checkpointing, nor the
-        ``module.`` of DistributedDataParallel.
+        Names for an optimizer's parameters, if the optimizer was made without names.  Names in the
+        file may lack the components that FSDP, torch.compile and activation checkpointing add, and
+        the ``module.`` of DistributedDataParallel.
     storage_options : mapping, optional
-        Arguments for the file system of a URL.
+        Arguments for fsspec's file system, if `f` is a URL.
     process_group : torch.distributed.ProcessGroup, optional
         As for :func:`ptsave.load`: one rank reads an archive for all ranks.  Each rank restores its
-        own target, which may be a part of the model.  Nothing is overwritten on any rank before the
-        targets of all ranks have been checked.
+        own target, which may be a part of the model.  All ranks check their targets before any rank
+        overwrites anything.
     device : torch.device, str or int, optional
         Another name of `map_location`.
     rename : callable or mapping, optional
@@ -114,27 +114,27 @@ def load_into(
     Raises
     ------
     RuntimeError
-        As from :meth:`torch.nn.Module.load_state_dict`, but nothing has been overwritten.  For a
-        checkpoint with several parts, the message names the part that was probably meant.
+        As from :meth:`torch.nn.Module.load_state_dict`, but nothing has been overwritten.  If a
+        part of the checkpoint fits the target, the message names that part.
     KeyError
-        The target is an optimizer, and the file holds no optimizer's state dict.  The message names
-        the part that was probably meant.
+        The target is an optimizer, and the file does not hold the state dict of an optimizer.  If
+        a part of the file is one, the message names that part.
     CorruptCheckpointError
-        The file is damaged.  If the target has been overwritten in part by then, the message names
+        The file is damaged.  If part of the target has been overwritten already, the message names
         the entries that hold the file's values.  Any exception that stops a restore halfway also
         has these names in its attribute ``overwritten``.
 
     Notes
     -----
     Code of the model (hooks, an overridden ``_load_from_state_dict``, extra state, tensor
-    subclasses) sees the same values as under torch.  When it runs, the entries of its part of the
-    model are in memory, and the parts before it have been restored.
+    subclasses) sees the same values as under torch.  When the code of a module runs, the module's
+    entries are in memory, and the modules before it have been restored.
 
-    An archive in a local file or in memory is read straight into the target.  The contents of a
-    URL, of a file object of another kind, of a safetensors file or of several files are loaded
-    first, and copied.  With `process_group`, the contents of a URL go straight into the target,
-    too, converted on the way where necessary.  That takes 40 MiB above the target.  Tensors are
-    loaded first if they are assigned, or if making their object looks at values.
+    An archive in a local file or in memory is read straight into the target.  Other sources are
+    first loaded and then copied: URLs, other file objects, safetensors files, and checkpoints of
+    several files.  With `process_group`, the contents of a URL also go straight into the target,
+    and are converted on the way; this needs 40 MiB beside the target.  Tensors are also loaded
+    first with ``assign=True``, or if unpickling the object may look at their values.
 
     Examples
     --------
@@ -173,7 +173,7 @@ def load_into(
 
 
 def _check_arguments(f: Any, target: Any, options: RestoreOptions) -> None:
-    """Raise for the order of `load_model`, and for options that the target cannot have."""
+    """Raise for arguments in the order of `load_model`, and for options unfit for the target."""
     if isinstance(target, (str, os.PathLike)) and hasattr(f, "state_dict"):
         raise TypeError("the arguments are in the wrong order: load_into(file, target)")
     is_module, is_optimizer = isinstance(target, nn.Module), isinstance(target, Optimizer)
@@ -196,9 +196,9 @@ def save_checkpoint(
     weights_only_check: bool = False,
     **objects: Any,
 ) -> None:
-    """Save objects under names, each with a ``state_dict`` method as its state dict.
+    """Save named objects; an object that has a ``state_dict`` method is saved as its state dict.
 
-    The file is a dict that :func:`torch.load` reads.
+    The file is a dict of these names, which :func:`torch.load` can read.
 
     Parameters
     ----------
@@ -207,8 +207,8 @@ def save_checkpoint(
     fsync, atomic, progress, storage_options, weights_only_check
         As for :func:`ptsave.save`.
     **objects : object
-        Models, optimizers, schedulers, and anything that can be saved.  Any name is allowed that is
-        not an option's.
+        Models, optimizers, schedulers, and anything that can be saved.  The names of options are
+        not allowed.
 
     Raises
     ------
@@ -238,22 +238,22 @@ def save_checkpoint(
 
 
 class RestoredEntries(dict[str, Any]):
-    """The entries of a checkpoint that have no target: a dict, with a report of the targets.
+    """A dict of the checkpoint's entries that have no target, with a report on the targets.
 
     Attributes
     ----------
     report : dict of str to IncompatibleKeys
-        The keys that did not match, by the name of each restored module, optimizer and dict.
+        The keys that did not match, for each restored module, optimizer and dict, by its name.
         ``missing_keys`` are not in the checkpoint, ``unexpected_keys`` are not in the target.
-        ``mismatched_keys`` were left out because their shapes differ; they come with the
-        checkpoint's shape and the target's.  The keys of an optimizer are names of parameters, or
-        their saved numbers if it was matched by order.  A module is left out if it has a
-        ``load_state_dict`` of its own that returns no keys.
+        ``mismatched_keys`` were left out because their shapes differ; each comes with the shape in
+        the checkpoint and the shape in the target.  The keys of an optimizer are names of
+        parameters, or their saved numbers if parameters were matched by order.  A module has no
+        report if it overrides ``load_state_dict`` and that method returns no keys.
 
     Notes
     -----
-    Equal to a plain dict of these entries.  Pickled, and so in a checkpoint, it is an
-    `OrderedDict` without the report, which ``weights_only=True`` loads.
+    This dict is equal to a plain dict of its entries.  It is pickled as an `OrderedDict` without
+    the report, so that ``weights_only=True`` can load it.
 
     Examples
     --------
@@ -302,8 +302,8 @@ def load_checkpoint(
 ) -> RestoredEntries:
     """Restore objects in place from a checkpoint, and return its other entries.
 
-    All targets are checked, as far as possible, before anything is overwritten.  Modules come
-    first, then optimizers, then the rest, each in the order of the arguments.
+    All targets are checked, as far as possible, before anything is overwritten.  Modules are
+    restored first, then optimizers, then the other targets, each in the order of the arguments.
 
     Parameters
     ----------
@@ -317,7 +317,7 @@ def load_checkpoint(
     ignore_mismatched_sizes, match, key_mapping, device, rename
         As for :func:`ptsave.load_into`, for the modules and optimizers among the targets.  The
         names of an optimizer's parameters come from the optimizer, or from the modules among the
-        targets.  `key_mapping` may also map targets' names to a renaming for each target:
+        targets.  `key_mapping` may also map the name of each target to its own renaming:
         ``{"model": {"gamma": "weight"}, "ema": rename}``.
     **targets : object
         The objects to restore, under the names of the file's entries.
@@ -331,10 +331,10 @@ def load_checkpoint(
     Raises
     ------
     KeyError
-        If the file has no entry of a target's name.
+        The file has no entry with the name of a target.
     TypeError
-        If a target has the name of an option, cannot be restored into, or is an option of another
-        function (``mmap=True``).
+        A target has the name of an option, or cannot be restored.  An option of another function
+        is among the targets (``mmap=True``).
     RuntimeError, CorruptCheckpointError
         As from :func:`ptsave.load_into`.
 
@@ -355,7 +355,7 @@ def load_checkpoint(
 
 
 def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions) -> RestoredEntries:
-    """Load as :func:`load_checkpoint` does, for targets of any name."""
+    """Load as :func:`load_checkpoint` does, for targets with any names."""
     group = options.process_group
     with failing_together(group, describe(f)):
         renamings = key_mappings(options.key_mapping, targets)
@@ -410,7 +410,7 @@ def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions)
 
 
 def _keys_of(result: Any) -> IncompatibleKeys | None:
-    """Return the keys that a load has reported, or None if it reported none."""
+    """Return the missing and unexpected keys in a load's result, or None if it has no such keys."""
     if isinstance(result, IncompatibleKeys):
         return result
     missing = getattr(result, "missing_keys", None)
@@ -440,7 +440,7 @@ def _check_entries(obj: Any, targets: Mapping[str, Any]) -> None:
 
 
 class Target(NamedTuple):
-    """An object to restore; `namings` name an optimizer's parameters beside its own names."""
+    """An object to restore; `namings` are further names for an optimizer's parameters."""
 
     target: Any
     options: RestoreOptions
@@ -535,7 +535,7 @@ def _check_type(target: Any) -> None:
 
 
 def names_of_modules(modules: Iterable[nn.Module]) -> list[Named]:
-    """Return each module's names of parameters, and all together, with and without wrappers'."""
+    """Return each module's named parameters, and all modules' together, each also as bare names."""
     from ptsave.state.optimizer_matching import bare_name
 
     found: list[Named] = []
@@ -580,7 +580,7 @@ def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> 
     return {name: renaming(rename) for name, rename in by_target.items()}
 
 
-# ------------------------------------------------------------ the part that was probably meant
+# ---------------------------------------------------- advice: the part that fits the target
 
 
 def refuse_module(state: Any) -> None:
@@ -594,7 +594,7 @@ def refuse_module(state: Any) -> None:
 
 @contextmanager
 def part_named(obj: Any, target: Any) -> Iterator[None]:
-    """Add to errors about keys the name of the part of `obj` that probably fits `target`."""
+    """Add advice to errors about keys: the name of the part of `obj` that fits `target`."""
     try:
         yield
     except RuntimeError as error:
@@ -616,7 +616,7 @@ def part_named(obj: Any, target: Any) -> Iterator[None]:
 
 
 def warn_if_nothing_fits(obj: Any, target: Any, keys: Any) -> None:
-    """Warn if the file has none of the target's keys, but a part of it has them."""
+    """Warn if the file has none of the target's keys, but an entry of the file has them."""
     missing = getattr(keys, "missing_keys", None)
     if not missing or not isinstance(obj, Mapping) or not isinstance(target, (nn.Module, Mapping)):
         return

@@ -1,12 +1,12 @@
 """Saves the checkpoints of a training run in the background, and keeps some of them.
 
-* The thread that wrote a checkpoint removes old ones last, in a callback of the save's future.
-  With ``fsync``, the new file and its directory are synced by then.  A failed or cancelled save
-  removes nothing, so at least `keep` checkpoints exist once that many were saved.
-* Errors stay with the futures.  The checkpointer looks at errors without counting as an observer.
-  An error that the program never asks for is raised by `wait`, or becomes a warning at exit.
-* After a fork, threads that do not exist in the child may hold locks.  The first use in the child
-  makes new locks and forgets the parent's saves.
+* The thread that wrote a checkpoint then removes old ones, in a callback of the save's future.
+  With ``fsync``, the new file and its directory are synced before that.  A failed or cancelled
+  save removes nothing.  So once `keep` checkpoints were saved, at least `keep` exist.
+* Errors stay in the futures.  The checkpointer reads an error without marking it as observed.
+  `wait` raises an error that the program never asks for; at exit it becomes a warning.
+* A forked child may inherit locks held by threads that only the parent has.  The first use in the
+  child makes new locks and forgets the parent's saves.
 """
 
 from __future__ import annotations
@@ -47,41 +47,42 @@ class AsyncCheckpointer:
     """Saves the checkpoints of a training run in the background and keeps the newest ones.
 
     The checkpoint of a step is the file ``step-<number>.pt`` in one directory, as
-    :func:`ptsave.save_checkpoint` writes it.  A file of that name is whole at any moment: whatever
-    kills the process, the next one goes on from :meth:`latest`.
+    :func:`ptsave.save_checkpoint` writes it.  A file with this name is always complete: whatever
+    kills the process, the next process continues from :meth:`latest`.
 
     Parameters
     ----------
     directory : str or os.PathLike
-        Directory of the checkpoints, made if it is not there; or a URL (``"s3://bucket/run"``).
+        Directory of the checkpoints, or a URL (``"s3://bucket/run"``).  A missing directory is
+        made.
     keep : int or None, default 3
-        Number of checkpoints that stay.  After each save the lowest steps beyond that number are
-        removed, but never the step just saved, the highest step, or a step that this object is
-        restoring.  None keeps all.
+        Number of checkpoints to keep.  Each save then removes the lowest steps above this number,
+        but never the step just saved, the highest step, or a step that this object is restoring.
+        None keeps all.
     keep_every : int, optional
-        Steps that are divisible by this number stay as well.
+        Steps that are divisible by this number are kept as well.
     keep_best, metric, mode : int, str and {"min", "max"}, optional
-        Number of checkpoints with the lowest (or highest) `metric` that stay as well.  `metric`
-        is the name of an entry that is a number: ``save(step, model=model, val_loss=0.3)``.  A
-        checkpoint without that entry is not among the best.
+        Number of checkpoints with the lowest (or highest) metric to keep as well.  `metric` names
+        an entry that is a number: ``save(step, model=model, val_loss=0.3)``.  A checkpoint
+        without this entry is never one of the best.
     keep_marked : str, optional
-        Name of an entry.  Checkpoints in which it is true stay as well: ``save(step, model=model,
-        milestone=True)`` with ``keep_marked="milestone"``.
+        Name of an entry.  Checkpoints in which this entry is true are kept as well:
+        ``save(step, model=model, milestone=True)`` with ``keep_marked="milestone"``.
     rank : int, optional
-        In a job of several ranks: the rank that saves.  All ranks may restore.  With `world_size`:
-        the rank of this process.
+        Without `world_size`: the only rank that saves, in a job of several ranks; all ranks may
+        restore.  With `world_size`: the rank of this process.
     world_size : int, optional
         Number of ranks that each save a part of one checkpoint, without a process group.
     process_group : torch.distributed.ProcessGroup, optional
-        The ranks that each save a part.  By default all ranks, if there is a process group and no
-        `rank`.
+        Group whose ranks each save a part.  The default is all ranks, if
+        ``torch.distributed`` is initialized and no `rank` is given.
     fsync : bool, default True
         Whether older checkpoints are removed only when the new one survives power loss.  With
-        False it survives a crash of the process, but not of the machine.
+        False, a new checkpoint survives a crash of the process, but not of the machine.
     stop_signals : collection of int, optional
-        Signals that make :meth:`stop_requested` true: ``[signal.SIGTERM]``.  They do not end the
-        process until :meth:`close`.  The object has to be made in the main thread.  A forked child
-        ends by SIGTERM, and ignores the other signals.
+        Signals that make :meth:`stop_requested` true: ``[signal.SIGTERM]``.  Until :meth:`close`
+        they do not end the process.  Only the main thread can make an object with stop signals.
+        In a forked child, SIGTERM ends the child; the other signals do nothing.
     staging, max_staged_bytes, when_full, storage_options, weights_only_check
         As for :func:`ptsave.async_save`.
 
@@ -91,25 +92,25 @@ class AsyncCheckpointer:
         An :class:`OSError`: the directory cannot be made, is a file, may not be written, or is a
         URL that fsspec cannot write to.
     TypeError, ValueError
-        `keep` is less than 1, or `rank` less than 0.  The rules of keeping contradict each other.
-        `process_group` is given together with `rank` or `world_size`.  `world_size` is given
-        without `rank`, or `rank` is not less than `world_size`.  Ranks without a process group
-        would meet at a URL.  The `stop_signals` cannot be taken, or not in this thread.
+        `keep` is less than 1, or `rank` less than 0.  The options that keep checkpoints contradict
+        each other.  `process_group` is given together with `rank` or `world_size`.  `world_size`
+        is given without `rank`, or `rank` is not less than `world_size`.  Several ranks save to a
+        URL without a process group.  The `stop_signals` cannot be taken, or not in this thread.
     RuntimeError
-        ``WORLD_SIZE`` in the environment says that the job has several ranks, and there is neither
-        a process group nor a `rank`; or another process has this rank.
+        The environment variable ``WORLD_SIZE`` is above 1, but there is neither a process group
+        nor a `rank`; or another process has the same rank.
 
     Notes
     -----
-    Files of other names are left alone.  The temporary file of a killed process
-    (``.step-<number>.pt.<16 hex digits>.ptsave``) is removed at the beginning and after each save,
-    unless a process is writing it and so holds its lock.  Several processes may use one directory.
-    If they run on several hosts, the file system must share ``flock`` between the hosts.  Otherwise
-    one host can make another's save fail.
+    Files with other names are left alone.  A killed process may leave a temporary file
+    (``.step-<number>.pt.<16 hex digits>.ptsave``).  The constructor and each save remove such
+    files, unless a process is writing them and so holds their locks.  Several processes may use
+    one directory.  If they run on several hosts, the file system must share ``flock`` between the
+    hosts.  Otherwise one host can make a save on another host fail.
 
-    At a URL no temporary file is removed, because its writer cannot be seen; object stores have
-    none.  If another process removes a checkpoint there while it is being restored, that is an
-    :class:`OSError`.
+    At a URL no temporary file is removed, because ptsave cannot tell whether a process is writing
+    it; saves to object stores leave none.  If another process removes a checkpoint at a URL while
+    it is being restored, :meth:`restore` raises an :class:`OSError`.
 
     With DistributedDataParallel all ranks have the same values.  Each rank makes
     ``AsyncCheckpointer(directory, rank=0)`` and restores from it before the first save.  Only rank
@@ -117,14 +118,14 @@ class AsyncCheckpointer:
 
     If each rank has values of its own (a sharded model), all ranks make the object with a process
     group, or with their `rank` and the `world_size`.  Each rank saves its part, the file
-    ``step-<number>.<save>.rank-<rank>-of-<world size>.pt``.  A step counts when the parts of all
-    ranks exist.  Then these are collective: making the object, :meth:`latest`, :meth:`restore`,
-    :meth:`wait` and :meth:`close`.  All ranks call them, and an error on one rank is an error on
-    all.  :meth:`save` exchanges nothing.  The number of ranks that restore must be the number that
-    saved; ``torch.distributed.checkpoint`` is for other numbers.
+    ``step-<number>.<save>.rank-<rank>-of-<world size>.pt``.  A step is complete when the parts of
+    all ranks exist.  In this mode, making the object, :meth:`latest`, :meth:`restore`,
+    :meth:`remove`, :meth:`stop_requested`, :meth:`wait` and :meth:`close` are collective: all ranks
+    call them, and an error on one rank is raised on all.  :meth:`save` does not communicate.  The
+    same number of ranks must save and restore; ``torch.distributed.checkpoint`` can change it.
 
-    The interpreter waits for pending saves before it exits, whether or not :meth:`close` is called.
-    In a forked process no save is pending.
+    The interpreter waits for pending saves before it exits, even without :meth:`close`.  A forked
+    process has no pending saves.
 
     Examples
     --------
@@ -202,11 +203,11 @@ class AsyncCheckpointer:
         weights_only_check: bool | None = None,
         **objects: Any,
     ) -> SaveFuture:
-        """Save objects under names, in the background, as the checkpoint of a step.
+        """Save named objects in the background, as the checkpoint of a step.
 
-        Everything that has a ``state_dict`` method is saved as its state dict.  When the call
-        returns, everything may be changed again (with ``staging="background"``: after the future's
-        ``wait_staged()``).  A checkpoint of the same step is replaced, all at once.
+        An object that has a ``state_dict`` method is saved as its state dict.  When the call
+        returns, the program may change the objects again (with ``staging="background"``: after the
+        future's ``wait_staged()``).  A checkpoint of the same step is replaced atomically.
 
         Parameters
         ----------
@@ -216,38 +217,38 @@ class AsyncCheckpointer:
         fsync : bool, optional
             Whether this checkpoint must survive power loss; by default the checkpointer's `fsync`.
         atomic : bool, default True
-            As for :func:`ptsave.save`.  With False, :meth:`latest` may be a file that is still
-            being written, or that a killed process has left unfinished.
+            As for :func:`ptsave.save`.  With False, :meth:`latest` may return a file that is still
+            being written, or that a killed process has left incomplete.
         progress : bool, default False
             Whether to show a progress bar.
         weights_only_check : bool, optional
             As for :func:`ptsave.save`; by default the checkpointer's.
         **objects : object
-            Models, optimizers, schedulers, and anything that can be saved.  Any name is allowed
-            that is not an option's.
+            Models, optimizers, schedulers, and anything that can be saved.  The names of options
+            are not allowed.
 
         Returns
         -------
         SaveFuture
-            Its exception is the :class:`OSError` that stopped the save: disk full, directory gone,
-            ...  Checkpoints that were there are unchanged then.  Old ones are removed after it is
-            done; :meth:`wait` waits for that as well.
+            The pending save.  If the save fails (disk full, directory gone, ...), the future has
+            the :class:`OSError`, and existing checkpoints are unchanged.  Old checkpoints are
+            removed after the future is done; :meth:`wait` waits for their removal as well.
 
         Raises
         ------
         TypeError, ValueError
-            The step is no int, or negative; an object has the name of an option, or is an option
-            of something else (``staging="background"``); the metric is no number.
+            The step is not an int, or is negative.  An object has the name of an option, or is an
+            option of another call (``staging="background"``).  The metric is not a number.
         RuntimeError
-            The checkpointer is closed, or another rank saves its checkpoints.
+            The checkpointer is closed, or only another rank may save.
         Exception
-            Whatever ``state_dict()`` and :func:`ptsave.async_save` raise in the call.
+            Any error that ``state_dict()`` or :func:`ptsave.async_save` raises in the call.
 
         Warns
         -----
         CheckpointWarning
-            A higher step exists, because training went back; :meth:`latest` still returns that
-            step.  Also, from the thread that writes, if an old checkpoint cannot be removed.
+            A higher step exists, because training went back; :meth:`latest` still returns the
+            higher step.  The writing thread also warns if it cannot remove an old checkpoint.
         """
         self._check_process()
         step = _checked(step, "step", 0)
@@ -328,12 +329,12 @@ class AsyncCheckpointer:
             warnings.warn(message, CheckpointWarning, stacklevel=2)
 
     def stop_requested(self) -> bool:
-        """Return whether one of the `stop_signals` has come: save a checkpoint, and end.
+        """Return whether the process has received a stop signal, and should save and end.
 
         Returns
         -------
         bool
-            The same on all ranks: true if a signal has come to one of them.
+            The same value on all ranks: true if any rank has received one of the `stop_signals`.
 
         Raises
         ------
@@ -342,8 +343,8 @@ class AsyncCheckpointer:
 
         Notes
         -----
-        In a job of several ranks this is collective: all ranks call it at the same steps.  It takes
-        as long as an exchange between ranks, so a loop of short steps should ask every few steps.
+        In a job of several ranks this is collective: all ranks call it at the same steps.  The
+        ranks communicate in each call, so a loop of short steps should call it every few steps.
 
         Examples
         --------
@@ -378,13 +379,13 @@ class AsyncCheckpointer:
         return self._directory.steps()
 
     def latest(self) -> Path | Any | None:  # callers know whether they gave a path or a URL
-        """Return the complete checkpoint with the highest step, None if there is none.
+        """Return the complete checkpoint with the highest step, or None if no step is complete.
 
-        It is a :class:`pathlib.Path`, or a str if the directory is a URL.
-        A save that is pending does not count yet.  Another process that saves to the directory may
-        remove the file at any time: :meth:`restore` chooses again then.
+        The result is a :class:`pathlib.Path`, or a str if the directory is a URL.  A pending save
+        does not count yet.  Another process that saves to the directory may remove the file at any
+        time; :meth:`restore` then chooses again.
 
-        With several ranks, each rank gets its own part of the highest step that rank 0 sees.
+        With several ranks, rank 0 chooses the step, and each rank gets the path of its own part.
         """
         self._check_process()
         if self._parts is None:
@@ -396,12 +397,12 @@ class AsyncCheckpointer:
         return self._directory.place_of(name)
 
     def path(self, step: int, /) -> Path | Any:
-        """Return the path (or the URL, a str) of a step's checkpoint, whether or not it is there.
+        """Return the path (or the URL, a str) of a step's checkpoint, which need not exist.
 
         Raises
         ------
         TypeError, ValueError
-            The step is no int, or negative.
+            The step is not an int, or is negative.
         """
         return self._directory.path_of(_checked(step, "step", 0))
 
@@ -428,27 +429,27 @@ class AsyncCheckpointer:
         Parameters
         ----------
         step : int or None
-            Step of the checkpoint.  None is the latest complete step; if saves are pending, call
-            :meth:`wait` before.  If another process removes that step before it is open, the
-            choice is made again.  Positional only: ``restore(1000, model=model)``.
+            Step of the checkpoint.  None is the latest complete step; call :meth:`wait` first if
+            saves are pending.  If another process removes that step before it is opened, this
+            chooses again.  Positional only: ``restore(1000, model=model)``.
         strict, assign, map_location, weights_only, verify, progress
         ignore_mismatched_sizes, match, key_mapping, device, rename
             As for :func:`ptsave.load_checkpoint`.
         **targets : object
-            The objects to restore, under the names they were saved with.
+            The objects to restore, under the names that they were saved with.
 
         Returns
         -------
         RestoredEntries
-            A dict of the entries that have no target, with a `report`, as from
-            :func:`ptsave.load_checkpoint`.
+            The other entries, with a `report`, as from :func:`ptsave.load_checkpoint`.
 
         Raises
         ------
         FileNotFoundError
-            There is no checkpoint (of that step).
+            There is no checkpoint, or none for this step.
         TypeError
-            A target has the name of an option, or is an option of another function.
+            A target has the name of an option, or an option of another function is among the
+            targets.
         KeyError, RuntimeError, CorruptCheckpointError
             As from :func:`ptsave.load_checkpoint`.
 
@@ -483,16 +484,16 @@ class AsyncCheckpointer:
         Parameters
         ----------
         step : int
-            The step.  If its save is pending, that save ends first.  Positional only.
+            The step.  If its save is pending, this waits for the save first.  Positional only.
 
         Raises
         ------
         FileNotFoundError
             There is no checkpoint of the step.
         OSError
-            It cannot be removed.
+            The checkpoint cannot be removed.
         TypeError, ValueError
-            The step is no int, or negative.
+            The step is not an int, or is negative.
 
         Notes
         -----
@@ -500,7 +501,7 @@ class AsyncCheckpointer:
 
         Examples
         --------
-        The newest checkpoint that is whole:
+        Restore the newest checkpoint that is not damaged:
 
         >>> import os, tempfile, torch, ptsave
         >>> model = torch.nn.Linear(2, 2)
@@ -554,8 +555,8 @@ class AsyncCheckpointer:
         Raises
         ------
         Exception
-            The first error of a save that the program has not seen yet, in the save's future or
-            here.  Another call raises the next one.
+            The first error of a save that neither its future nor this method has raised yet.
+            Another call raises the next error.
         """
         self._check_process()
         unknown = self._wait_here()
@@ -566,7 +567,7 @@ class AsyncCheckpointer:
             raise elsewhere
 
     def _settle(self, parts: RankParts) -> SaveError | None:
-        """Wait for the other ranks, clean up, and return a failure of another rank."""
+        """Wait for the other ranks, clean up, and return an error if another rank has failed."""
         lost, error = parts.settle()
         for name in lost:
             with suppress(OSError):  # it may not have been written
@@ -577,7 +578,7 @@ class AsyncCheckpointer:
         return error
 
     def _wait_here(self) -> SaveFuture | None:
-        """Wait for the saves of this process; return the first failure that is unobserved."""
+        """Wait for the saves of this process, and return the first unobserved failure."""
         release_own()
         with self._changed:
             self._changed.wait_for(lambda: not self._pending)
@@ -586,7 +587,7 @@ class AsyncCheckpointer:
         return unknown[0] if unknown else None
 
     def close(self) -> None:
-        """Refuse further saves, and :meth:`wait`.  The checkpoints can still be restored."""
+        """Refuse further saves, and :meth:`wait`.  Restoring is still possible."""
         self._closed = True
         try:
             self.wait()
@@ -608,8 +609,8 @@ class AsyncCheckpointer:
             self.close()
             return
         self._closed = True
-        # The block's own error came first and is raised; errors of saves become notes on it.  Do
-        # not wait for other ranks: they may have no error, and do something else now.
+        # The block's own error is raised; errors of saves become notes on it.  Do not wait for the
+        # other ranks: without an error they may be elsewhere in the program.
         while (future := self._wait_here()) is not None:
             failure = future.exception()
             if failure is not error:
@@ -632,8 +633,7 @@ class AsyncCheckpointer:
     def _check_process(self) -> None:
         """Forget the saves and locks of the parent process after a fork.
 
-        Raises a RuntimeError if the parent is one of several ranks, because the child is not a
-        rank.
+        Raises a RuntimeError if the parent is one of several ranks: the child is not a rank.
         """
         if self._pid != os.getpid():
             if self._parts is not None:
@@ -672,8 +672,8 @@ _waiting: list[StopSignals] = []
 class StopSignals:
     """Takes signals until it is released, and then puts the earlier handlers back.
 
-    `came` tells whether a signal has come.  Only the main thread may take signals: other threads
-    get a ValueError.
+    `came` is True once a signal has been received.  Only the main thread may take signals: other
+    threads get a ValueError.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:
@@ -697,7 +697,7 @@ class StopSignals:
     def release(self) -> None:
         """Put the earlier handlers back.
 
-        Outside the main thread that is impossible: there a handler stays until its signal comes.
+        Only the main thread can do this.  In other threads, a handler stays until its signal comes.
         """
         if self in _waiting:
             _waiting.remove(self)

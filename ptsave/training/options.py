@@ -1,7 +1,7 @@
-"""The options of restores, and the check of objects that are given by name beside options.
+"""The options of restores, and the check of named objects in calls that also have options.
 
-An option's name always means the option, so an object with that name is refused.  An option of
-another function is refused, too, because it would become an entry of the file, or a target.
+The name of an option always means the option, so an object with this name is refused.  An option
+of another function is refused, too: otherwise it would become an entry of the file, or a target.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ptsave.writing.planning import SaveOptions
 
 Match: TypeAlias = 'Literal["order", "name"] | None'
-# A renaming for all modules and optimizers, or a renaming for each target's name.
+# One renaming for all modules and optimizers, or a mapping of targets' names to renamings.
 KeyMapping: TypeAlias = "Rename | Mapping[str, Rename]"
 Location: TypeAlias = Any
 ProcessGroup: TypeAlias = Any
@@ -28,7 +28,7 @@ ProcessGroup: TypeAlias = Any
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RestoreOptions:
-    """The arguments of :func:`ptsave.load_checkpoint` beside the file and the targets."""
+    """The arguments of :func:`ptsave.load_checkpoint`, without the file and the targets."""
 
     strict: bool = True
     assign: bool = False
@@ -54,7 +54,7 @@ class RestoreOptions:
 
 _NONE = type(None)
 _GROUPS = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
-# The types of an option's values, by its annotation.  Values of other types are objects.
+# The types of an option's values, by its annotation.  A value of another type is a user's object.
 _KINDS: dict[Any, tuple[type, ...]] = {
     "bool": (bool,),
     "bool | None": (bool, _NONE),
@@ -68,7 +68,7 @@ _KINDS: dict[Any, tuple[type, ...]] = {
     "Location": (str, torch.device),
     "KeyMapping | None": (FunctionType,),
 }
-# Owners of the options that neither `save_checkpoint` nor `load_checkpoint` has.
+# Options that neither `save_checkpoint` nor `load_checkpoint` has, and the functions with them.
 _OWNERS = {
     "pickle_module": "ptsave.save",
     "pickle_protocol": "ptsave.save",
@@ -85,7 +85,7 @@ _RESTORING_ADVICE = "the call returns the entry of that name, for you to load_st
 def check_named(
     function: str, options: SaveOptions | RestoreOptions, objects: Mapping[str, Any]
 ) -> None:
-    """Refuse objects named like an option, and options of other functions."""
+    """Refuse objects that are named like an option, and options of other functions."""
     for option in fields(options):
         value = getattr(options, option.name)
         is_own = option.name not in _OWNERS
@@ -105,7 +105,7 @@ def check_named(
 
 
 def _is_value(name: str, value: Any, kinds: tuple[type, ...]) -> bool:
-    """Return whether a value is one of the option, and not an object of the caller's."""
+    """Return whether a value is meant for the option, and is not an object to save or restore."""
     if name not in ("map_location", "key_mapping"):
         return isinstance(value, kinds)
     if hasattr(value, "load_state_dict"):

@@ -1,8 +1,9 @@
-"""Restores the tensors of a file straight into tensors that exist already.
+"""Restores the tensors of a file straight into existing tensors.
 
-The file's pickle runs with storages whose bytes are not read yet.  The code that loads any state
-dict then notes sources and targets in a copier.  The bytes are read last: straight into a target if
-a copy only moves bytes, into a storage that is still referred to, or else through temporary memory.
+The file is unpickled with storages whose bytes are not read yet.  The code that loads state dicts
+then notes sources and targets in a copier.  The bytes are read last.  A copy that only moves bytes
+reads straight into its target; other copies use temporary memory.  Storages that the program still
+refers to are filled.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ def restoring(f: Any, options: RestoreOptions) -> Iterator[tuple[Any, RestoringC
     """Yield the object of a file, a copier for its tensors, and the locations to move them to.
 
     When the block ends without an exception, all copies are made, and every tensor of the object
-    that is still referred to has its values.  The tensors are in CPU memory; the locations are
-    others that torch would have loaded them to.  If an exception leaves the block, its message and
-    its attribute `overwritten` name the entries that hold new values.
+    that is still referred to has its values.  The tensors are in CPU memory; the locations are the
+    other devices where torch would have put them.  If an exception leaves the block, its message
+    and its attribute `overwritten` name the entries that hold new values.
 
-    Reading is put off until the copies are known.  That is impossible for tensors that are assigned
-    and for a file that only torch reads.  It is also impossible for an object whose making may look
-    at values, and with a callable or a dict as `map_location`.
+    The file is read only when all copies are known.  It is read first if tensors are assigned, if
+    only torch reads the file, if unpickling may look at values, and with a callable or a dict as
+    `map_location`.
     """
     map_location, verify = options.map_location, options.verify
     restricted = resolve_weights_only(options.weights_only, None)  # which may warn, once
@@ -93,7 +94,7 @@ def restoring(f: Any, options: RestoreOptions) -> Iterator[tuple[Any, RestoringC
 def _restoring_in_memory(
     obj: Any, path: str, archive: GroupArchive | None
 ) -> Iterator[tuple[Any, MemoryCopier, Set[str]]]:
-    """Yield as `restoring` does, for an object whose tensors have their values."""
+    """Yield as `restoring` does, for an object whose tensors have their values already."""
     copier = MemoryCopier(archive)
     try:
         yield obj, copier, frozenset()
@@ -134,7 +135,7 @@ def _restoring_from(
             if changed := {record.name for record in copier.changed()}:
                 from ptsave.archive.damage import entries_using
 
-                # Without the entries' names, name the records: silence would mean no change.
+                # If no entry's name is known, name the records: no names would mean no change.
                 note_overwritten(
                     error, entries_using(reader, changed) or sorted(changed), reader.path
                 )
@@ -151,7 +152,7 @@ def check_locations(locations: Set[str]) -> None:
 def _reader_to_defer(
     f: Any, map_location: Any, pickle_module: Any, verify: bool
 ) -> RecordReader | None:
-    """Return the open archive if its bytes can be read after its object is made."""
+    """Return the open archive if its bytes can be read after its object is unpickled."""
     if torch_config.load.mmap and not isinstance(f, (str, os.PathLike)):
         return None
     try:
@@ -176,7 +177,7 @@ def _can_defer(reader: RecordReader, map_location: Any, pickle_module: Any) -> b
 
 
 class RestoringCopier(Copier):
-    """A copier of a restore; if the ranks of a group take part, the tensors are from `archive`."""
+    """A copier for a restore; `_archive` is the source of tensors if a group of ranks restores."""
 
     _archive: GroupArchive | None
 
@@ -201,9 +202,9 @@ class RestoringCopier(Copier):
 
 
 class MemoryCopier(RestoringCopier):
-    """A `Copier` for tensors in memory that notes which storages it copied from.
+    """A `Copier` for tensors in memory that notes which storages it has copied from.
 
-    `changed` holds those storages, by `storage_id_of`: targets have their values, or may have them.
+    `changed` holds the `storage_id_of` each storage whose values are, or may be, in a target.
     """
 
     def __init__(self, archive: GroupArchive | None) -> None:
@@ -239,7 +240,7 @@ class MemoryCopier(RestoringCopier):
 
 
 class EngineFiller:
-    """Fills an archive's reserved storages, and copies from them into targets, in this process."""
+    """Reads an archive's bytes into its storages and into targets, in this process."""
 
     def __init__(self, reader: RecordReader, *, verify: bool) -> None:
         self._reader, self._verify = reader, verify
@@ -262,7 +263,7 @@ class EngineFiller:
 
 
 class FileCopier(RestoringCopier):
-    """A `Copier` for tensors whose bytes are still in a file, in storages that are reserved."""
+    """A `Copier` for tensors in reserved storages, whose bytes are still in a file."""
 
     def __init__(
         self,
@@ -288,7 +289,8 @@ class FileCopier(RestoringCopier):
     def changed(self) -> list[_C.Record]:
         """Return the records whose values are in targets, or were shown to other code."""
         numbers = self._shown.union(self._filler.changed())
-        # New tensors are in no target yet, unless another entry has the same record.
+        # The tensors of pending replacements are in no target yet, unless another entry has the
+        # same record.
         unused = {record for _, record in self._replacements if record not in self._shown}
         changed = []
         for number in sorted(numbers):
@@ -320,7 +322,7 @@ class FileCopier(RestoringCopier):
         dtype = source.dtype if dtype is None else dtype
         if (dtype, device) == (source.dtype, source.device) or not self._is_unread(source):
             return source.to(dtype=dtype, device=device)
-        # torch warns of the first case, and autograd records the second.
+        # torch warns when it drops imaginary parts, and autograd records the conversion.
         if (source.is_complex() and not dtype.is_complex) or source.requires_grad:
             self.show({"": source})
             return source.to(dtype=dtype, device=device)
@@ -364,7 +366,7 @@ class FileCopier(RestoringCopier):
 
 
 def note_overwritten(error: BaseException, names: list[str], path: str) -> None:
-    """Name in an exception the entries that are in targets already."""
+    """Add to an exception the names of the entries that are in targets already."""
     error.overwritten = names  # type: ignore[attr-defined]
     named = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
     message = (
