@@ -61,8 +61,8 @@ def async_save(
     max_staged_bytes : int or None
         Bytes that all unfinished saves together may hold.  None means the environment variable
         ``PTSAVE_MAX_STAGED_BYTES``, or else half of the memory that this process may use: the
-        memory of the machine or its container, divided by ``LOCAL_WORLD_SIZE``.  By default the
-        limit is also at most half of the free memory while other saves are unfinished.
+        memory of the machine or its container, divided by ``LOCAL_WORLD_SIZE``.  Without the
+        variable, the limit is also half of the free memory while other saves are unfinished.
     when_full : {"wait", "raise"}
         What to do if there is no room now: "wait" until earlier saves are written, or "raise".
 

@@ -1,26 +1,25 @@
-"""Unfinished saves: their memory, their order, and their fate at forks and exits.
+"""Unfinished saves: their memory, their order, and their end at forks and exits.
 
 * The call decides on the file's contents: pickle, layout, options of torch and the environment, and
-  the directory of a relative path.  Then storages are copied, by the call or by a lane of its own
-  (`_staging`), which a long write does not delay.
-* Saves are written one at a time, in the order of the calls, because each write uses all threads
-  (`_writing`).  A save in the lane has its memory already, so the lane never waits for room.  A
-  callback that saves again runs on the thread that makes room: it writes the next save instead of
-  waiting.
+  the directory of a relative path.  Then the storages are copied: by the call, or on a lane (a
+  worker thread) that only copies (`_staging`), so that a long write does not delay the copy.
+* The lane `_writing` writes saves one at a time, in the order of the calls, because each write uses
+  all threads.  A save in this lane has its memory already, so the lane never waits for room.  A
+  callback runs on this lane's thread, which makes room.  If the callback saves again, and there is
+  no room, it writes the next save instead of waiting.
 * The default budget has two bounds.  The first is half of the memory that this process may ever
-  use; a larger save is refused.  The second counts while other saves are unfinished: half of the
+  use; a larger save is refused.  The second applies while other saves are unfinished: half of the
   memory that would be free without them.  It is an estimate, so it only delays saves.
-* Fresh staging memory can cost more than the disk, if a virtual machine's host has taken free
-  memory back.  A copy that notices this has the file written at once, from its first byte on, as a
-  save in the foreground would be.  The copy goes on from the last byte towards the writer, if the
-  writer is slower.  The copy may fail, so this needs a file that is replaced as a whole.
-* A traceback may keep plans and snapshots alive, so they are told to release their memory when a
-  save ends, in whatever way.
+* Fresh staging memory can be slower than the disk, if the host of a virtual machine has taken free
+  memory back.  A copy that notices this lets the file be written at once, from its first byte on,
+  as in a foreground save.  The copy goes on from the last byte towards the writer, if the writer is
+  slower.  The copy may fail, so this is done only if the file is replaced as a whole.
+* A traceback may keep plans and snapshots alive.  So each save releases their memory explicitly
+  when it ends.
 * Forked children do not have the pool's memory.  They begin with an empty queue and budget, and
-  fail the futures that they inherited.  Meanwhile Python's fork hooks hold the locks of lanes and
-  budget.
-* At exit the interpreter waits for the lanes' threads, which are no daemons.  An atexit callback
-  waits for saves that other callbacks began; later saves are written by their call.
+  fail the futures that they inherited.  During a fork, hooks hold the locks of lanes and budget.
+* At exit the interpreter waits for the lanes' threads, which are not daemons.  An atexit callback
+  waits for saves that other callbacks began; later saves are written in their call.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Reservation:
         self._number = number
 
     def release(self) -> None:
-        """Give the bytes back, if that has not been done yet."""
+        """Give the bytes back; later calls do nothing."""
         self._budget.release(self._number)
 
     def __del__(self) -> None:
@@ -74,14 +73,14 @@ class Reservation:
 
 
 class StagingBudget:
-    """Bytes that unfinished saves have staged; saves that wait for room get it in order."""
+    """Counts the bytes that unfinished saves have staged; waiting saves get room in order."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self.forget()
 
     def forget(self) -> None:
-        """Start afresh in a forked process: the staged bytes are the parent's."""
+        """Start afresh in a forked process, because the staged bytes belong to the parent."""
         self.changed = threading.Condition()
         self._held: dict[int, int] = {}  # bytes, by the reservation's number
         self._waiting: deque[int] = deque()
@@ -98,13 +97,13 @@ class StagingBudget:
     ) -> Reservation:
         """Reserve room for `nbytes`; all reservations together have at most `limit` bytes.
 
-        `help_out` is for a call on the thread that makes room.  It does a part of that work instead
-        of waiting, and returns whether there was any.  Such a call goes before calls that wait,
-        because a waiting call may have made it.
+        `help_out` is for a caller on the thread that makes room.  Instead of waiting, the caller
+        calls `help_out`, which writes a save and returns whether there was one.  This caller goes
+        before callers that wait, because it may run inside one of them.
 
-        `room` returns how many bytes all reservations may have as memory is now.  That is an
-        estimate, so it can only delay a reservation: without other reservations, only `limit`
-        counts.  `option` is the argument that sets the limit, for messages.
+        `room` returns how many bytes all reservations may have with the memory that is free now.
+        This is an estimate, so it can only delay a reservation: if there is no other reservation,
+        only `limit` counts.  `option` names the argument that sets the limit, for messages.
         """
         if nbytes > limit:
             raise StagingFullError.too_large(nbytes, limit, option)
@@ -159,9 +158,9 @@ class StagingBudget:
 
 
 class WorkerLane:
-    """Runs calls in the order in which they were put.
+    """Runs calls on one thread, in the order in which they were put.
 
-    The thread starts for the first call and ends after the last one.  It is no daemon, so the
+    The thread starts for the first call and ends after the last call.  It is not a daemon, so the
     interpreter waits for it at exit.  If no thread can be started (no threads or memory left, or
     the interpreter has already waited), a call runs on the thread that puts it.
     """
@@ -172,13 +171,13 @@ class WorkerLane:
         self.forget()
 
     def forget(self) -> None:
-        """Start afresh in a forked process: thread and calls are the parent's."""
+        """Start afresh in a forked process, because thread and calls belong to the parent."""
         self.changed = threading.Condition()
         self._calls: deque[Call] = deque()
         self._thread: threading.Thread | None = None
 
     def put(self, call: Call) -> None:
-        """Add a call, which may raise only MemoryError, and is called again if it does."""
+        """Add a call.  It may raise only MemoryError, and is then called again."""
         thread = Thread(self._run, self._name)
         try:
             with self.changed:
@@ -202,7 +201,7 @@ class WorkerLane:
         return True
 
     def withdraw(self, call: Call) -> bool:
-        """Take a call back, and return whether it had not begun."""
+        """Remove a call if it has not begun, and return whether it was removed."""
         with self.changed:
             if call not in self._calls:
                 return False
@@ -230,7 +229,7 @@ class WorkerLane:
         with self.changed:
             self.closed = True
             self.changed.wait_for(lambda: self._thread is None)
-        self._run()  # calls left by a thread that was ended by force
+        self._run()  # runs the calls that are left if the thread was ended by force
 
     def _run(self, begun: Callable[[], None] = lambda: None) -> None:
         try:
@@ -264,8 +263,8 @@ _unfinished: dict[PendingSave, BackgroundSave] = {}
 
 
 class _Progress:
-    # Not a method of the save: a cycle of save and writer would keep the target until the garbage
-    # collector runs.
+    # Not a method of the save: then save and writer would refer to each other, and keep the target
+    # until the garbage collector runs.
     def __init__(self, future: PendingSave) -> None:
         self._future = future
         self.bar: ProgressCallback | None = None
@@ -279,8 +278,8 @@ class _Progress:
 class BackgroundSave:
     """One save, from its staging to its end.
 
-    `snapshot` has copies of the storages, still without bytes, and `plan` is the archive of these
-    copies.  `target` is an absolute path, a URL (`is_remote`), or an object with ``write``.
+    `snapshot` has copies of the storages, still without bytes.  `plan` lays out the archive of
+    these copies.  `target` is an absolute path, a URL (`is_remote`), or an object with ``write``.
     """
 
     def __init__(
@@ -362,7 +361,7 @@ class BackgroundSave:
         return self._is_followed
 
     def queue(self) -> None:
-        """Have the file written after the files before it."""
+        """Put the save into the writing lane, behind the saves before it."""
         if self.is_queued:
             return
         self.is_queued = True
@@ -372,7 +371,7 @@ class BackgroundSave:
         _writing.put(self.write)
 
     def stage_in_background(self) -> None:
-        """Copy the storages, and set the outcome of the copy on the future."""
+        """Copy the storages, and set the outcome on the future."""
         try:
             self.stage()
         except BaseException as error:
@@ -387,7 +386,7 @@ class BackgroundSave:
     def write(self) -> None:
         """Write the file, and set the outcome of the save on the future.
 
-        Called again after a MemoryError, this completes the steps that are missing.
+        If this is called again after a MemoryError, it completes the missing steps.
         """
         if self.future.done() and not self.future.cancelled():
             _unfinished.pop(self.future, None)
@@ -429,7 +428,7 @@ class BackgroundSave:
     # ------------------------------------------------------------------------------------- the end
 
     def _withdraw(self) -> bool:
-        """Take the save back, with its memory, unless it is being written."""
+        """Cancel the save and free its memory, unless it is being written."""
         if not _writing.withdraw(self.write):
             return False
         _unfinished.pop(self.future, None)
@@ -449,7 +448,7 @@ class BackgroundSave:
         """Undo a start that was interrupted, unless the file is being written already."""
         if self.future.cancel() or not concurrent.futures.Future.cancel(self.future):
             return
-        # Each lane may have the save, or not: from here on nothing is copied or written.
+        # Each lane may or may not have the save; from here on, neither copies or writes it.
         _unfinished.pop(self.future, None)
         self._withdrawn = True
         with self._copying:
@@ -463,14 +462,14 @@ class BackgroundSave:
         self._reservation.release()
 
     def _release(self) -> None:
-        # Not left to the reference counts: a traceback may keep all of this alive.
+        # Explicit, because a traceback may keep all these objects alive.
         self._snapshot.release()
         self._plan.release()
         self._reservation.release()
 
 
 def limit_of(nbytes: int | None, option: str) -> int | None:
-    """Return the value of an option that limits the staged bytes; None is the environment's."""
+    """Return an option's limit of staged bytes; None means the environment's limit, or None."""
     if nbytes is None:
         return config.current().max_staged_nbytes
     limit = operator.index(nbytes)
@@ -480,7 +479,7 @@ def limit_of(nbytes: int | None, option: str) -> int | None:
 
 
 def default_limit_nbytes() -> int:
-    """Return half of the memory that this process may use, given other ranks and its container."""
+    """Return half of this process's share of the memory, beside other ranks in its container."""
     return config.share_nbytes(config.local_world_size()) // 2
 
 
@@ -489,8 +488,8 @@ def reserve(
 ) -> Reservation:
     """Reserve room for a copy of `nbytes`: see :meth:`StagingBudget.reserve`.
 
-    Without `limit`, the limit is `default_limit_nbytes`.  While other saves hold memory, all saves
-    together then also get at most half of the free memory.
+    Without `limit`, the limit is `default_limit_nbytes`, and also half of the free memory while
+    other saves hold memory.
     """
     if wait and _held:
         try:
@@ -508,19 +507,19 @@ def reserve(
     pool = _C.staging_statistics()
     kept_nbytes = pool["mapped_nbytes"] - pool["used_nbytes"]
     if kept_nbytes > nbytes and pool["mapped_nbytes"] > _room_nbytes():
-        _C.trim_staging_pool()  # memory that is kept for later saves, if others have too little
+        _C.trim_staging_pool()  # free the memory kept for later saves, if memory is short
     return reservation
 
 
 def _room_nbytes() -> int:
-    """Return half of the memory that would be free without staging; others get the rest."""
+    """Return half of the memory that would be free without staging."""
     staged_nbytes = _C.staging_statistics()["mapped_nbytes"]
     available_nbytes = config.available_nbytes() // config.local_world_size()
     return (staged_nbytes + available_nbytes) // 2
 
 
 def _populate_pool() -> None:
-    """Fetch the staging memory that a save did without, for the next save."""
+    """Get the staging memory that the last save did not use, so that the next save has it."""
 
     def stop_if_waited_for(_nbytes: int) -> None:
         if _writing.is_waited_for():
@@ -531,7 +530,7 @@ def _populate_pool() -> None:
 
 
 def start(save: BackgroundSave, *, stage_in_background: bool) -> None:
-    """Stage a save, now or in the background, and have it written after the saves before it."""
+    """Stage a save, now or in the background, and queue it behind the saves before it."""
     try:
         if stage_in_background:
             _unfinished[save.future] = save
@@ -548,11 +547,11 @@ def start(save: BackgroundSave, *, stage_in_background: bool) -> None:
 
 @contextmanager
 def writes_held_back() -> Iterator[Callable[[], object]]:
-    """Write saves that begin in the block only after it, so that none slows down their copies.
+    """Delay the writes of saves that begin in the block, so that no write slows their copies.
 
-    Yields a function that lets them be written at once, for a call that waits for memory: only the
-    end of these saves frees it.  The block's thread also lets them be written when it waits for one
-    of them.
+    The writes begin when the block ends.  They begin earlier if the block's thread waits for one of
+    these saves, or calls the function that this yields.  A call that waits for memory needs that
+    function, because only the end of these saves frees memory.
     """
     released = threading.Event()
     held = threading.get_ident(), released
@@ -571,11 +570,11 @@ def writes_held_back() -> Iterator[Callable[[], object]]:
         _held.remove(held)
 
 
-_held: list[tuple[int, threading.Event]] = []  # the threads of these blocks
+_held: list[tuple[int, threading.Event]] = []  # the threads of `writes_held_back` blocks
 
 
 def release_own() -> None:
-    """Release the writes that this thread holds back, because it is going to wait for them."""
+    """Release the writes that this thread holds back, because the thread will wait for them."""
     for ident, released in list(_held):
         if ident == threading.get_ident():
             released.set()
@@ -583,9 +582,9 @@ def release_own() -> None:
 
 @functools.cache
 def _wait_before_executors_end() -> None:
-    """Make the interpreter's exit wait for saves while clients of servers still work.
+    """Make the interpreter's exit wait for remote saves while their network clients still work.
 
-    The clients look up hosts in executors, which accept nothing once the exit has begun, long
+    The clients look up hosts in executors.  Executors accept no work once the exit has begun, long
     before the exit waits for the lanes.  The callback that was registered last is called first.
     """
     register = getattr(threading, "_register_atexit", None)  # Python has it for its executors

@@ -82,7 +82,7 @@ class Copier:
         """Give these entries their values, because they themselves become parts of a module."""
 
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        """Return ``source.to(dtype=dtype, device=device)``, which is `source` if nothing changes."""
+        """Return ``source.to(dtype=dtype, device=device)``; that is `source` if nothing changes."""
         return source.to(dtype=dtype, device=device)
 
     def lend(self, state_dict: Mapping[Any, Any]) -> None:

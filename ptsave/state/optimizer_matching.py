@@ -193,8 +193,8 @@ def match_by_name(
     """Match parameters by name, as `matching` says.
 
     This uses the optimizer's own names or one of `namings`, whichever has most saved names. If
-    `match` is None, only a missing parameter that requires gradients is an error, as in
-    ``torch.distributed.checkpoint``, whose state dicts may contain several optimizers.
+    `match` is None, only a missing parameter that requires gradients is an error. This rule is that
+    of ``torch.distributed.checkpoint``: its state dicts may contain several optimizers.
     """
     strict, rename, mismatched = matching.strict, matching.rename, matching.mismatched
     as_torch = matching.match is None

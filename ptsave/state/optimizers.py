@@ -1,8 +1,8 @@
 """Loads state dicts into optimizers in linear time, by order or by name.
 
 The steps are those of `Optimizer.load_state_dict`, but nothing is copied before the whole state
-dict has been checked.  A restore from a file fills a present tensor in place if it has the right
-shape, dtype and device, and shares no memory with another state tensor or with a parameter.
+dict has been checked.  A restore from a file fills a present tensor in place if its shape, dtype
+and device are right.  Such a tensor must not share memory with other state or with a parameter.
 """
 
 from __future__ import annotations

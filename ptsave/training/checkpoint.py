@@ -244,9 +244,9 @@ class RestoredEntries(dict[str, Any]):
     ----------
     report : dict of str to IncompatibleKeys
         The keys that did not match, for each restored module, optimizer and dict, by its name.
-        ``missing_keys`` are not in the checkpoint, ``unexpected_keys`` are not in the target.
-        ``mismatched_keys`` were left out because their shapes differ; each comes with the shape in
-        the checkpoint and the shape in the target.  The keys of an optimizer are names of
+        The checkpoint lacks the ``missing_keys``, and the target lacks the ``unexpected_keys``.
+        The ``mismatched_keys`` were left out because their shapes differ; each comes with the shape
+        in the checkpoint and the shape in the target.  The keys of an optimizer are names of
         parameters, or their saved numbers if parameters were matched by order.  A module has no
         report if it overrides ``load_state_dict`` and that method returns no keys.
 

@@ -120,9 +120,10 @@ class AsyncCheckpointer:
     group, or with their `rank` and the `world_size`.  Each rank saves its part, the file
     ``step-<number>.<save>.rank-<rank>-of-<world size>.pt``.  A step is complete when the parts of
     all ranks exist.  In this mode, making the object, :meth:`latest`, :meth:`restore`,
-    :meth:`remove`, :meth:`stop_requested`, :meth:`wait` and :meth:`close` are collective: all ranks
-    call them, and an error on one rank is raised on all.  :meth:`save` does not communicate.  The
-    same number of ranks must save and restore; ``torch.distributed.checkpoint`` can change it.
+    :meth:`remove`, :meth:`stop_requested`, :meth:`wait` and :meth:`close` are collective.  All
+    ranks call them, and an error on one rank is raised on all.  Saving needs no communication:
+    ranks call :meth:`save` independently.  The same number of ranks must save and restore;
+    ``torch.distributed.checkpoint`` is for other numbers.
 
     The interpreter waits for pending saves before it exits, even without :meth:`close`.  A forked
     process has no pending saves.

@@ -1,8 +1,8 @@
-"""The checkpoints in a directory, local or at a URL: their names, and which of them stay.
+"""Names and removes the checkpoints in a directory, local or at a URL.
 
 The directory is the only record, so no index can disagree with it.  An object store needs no locks
-and no renames, because a save shows a key only when the checkpoint is complete.  Only one process
-removes old checkpoints there: the rank that saves, or rank 0.
+and no renames, because a key appears only when its checkpoint is complete.  Only one process
+removes old checkpoints from an object store: the rank that saves, or rank 0.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CheckpointDirectory:
         return self.place_of(names[max(names)][0]) if names else None
 
     def path_of(self, step: int) -> Path | Any:
-        """Return where the checkpoint of a step is, or would be."""
+        """Return the path or URL of a step's checkpoint, which need not exist."""
         names = self._names().get(step)
         return self.place_of(names[0] if names else self._naming.name_of(step))
 
@@ -114,9 +114,9 @@ class CheckpointDirectory:
     def opened(self, step: int | None) -> Iterator[Any]:
         """Yield the open file of a step (None: the highest step).
 
-        This object does not prune the step meanwhile.  If another process removes the file before
-        it is open, the choice is made again; an open file stays whole.  Raises a FileNotFoundError
-        if there is no such checkpoint.
+        Meanwhile this object does not prune the step.  If another process removes the file before
+        it is open, this chooses again; an open file stays complete.  Raises a FileNotFoundError if
+        there is no such checkpoint.
         """
         for n_left in reversed(range(_MAX_TRIES)):
             with ExitStack() as stack:
@@ -143,7 +143,7 @@ class CheckpointDirectory:
                 self._held.remove(chosen)
 
     def holds(self, name: str) -> bool:
-        """Return whether a file exists; True if that cannot be told."""
+        """Return whether a file exists, or True if the directory cannot be listed."""
         try:
             return name in self.folder.regular_files()
         except OSError:
@@ -171,11 +171,11 @@ class CheckpointDirectory:
                 self.folder.remove(name)
 
     def prune(self, retention: Retention, written: int) -> None:
-        """Remove the checkpoints that may go after the step `written` was saved.
+        """Remove the checkpoints that need not stay after the step `written` was saved.
 
-        A file that cannot be read or removed is a `CheckpointWarning`.  Does nothing while another
-        process prunes: each would keep different checkpoints, and together they would keep too few.
-        An incomplete step does not count.
+        Warns of a file that cannot be read or removed (`CheckpointWarning`).  Does nothing while
+        another process prunes: two processes may choose different checkpoints, and together would
+        keep too few.  An incomplete step does not count.
         """
         remarks: list[str] = []
         with self._lock, self.folder.locked() as alone:
@@ -204,7 +204,7 @@ class CheckpointDirectory:
             warnings.warn(remark, CheckpointWarning, stacklevel=2)
 
     def _entries_of(self, name: str, wanted: Collection[str]) -> Mapping[str, Any]:
-        """Return the wanted entries that a file has; reads each version of the file once."""
+        """Return the wanted entries of a file; read each version of the file only once."""
         from ptsave.contents.archive import open as open_archive
 
         identity = self.folder.identity(name)
@@ -225,7 +225,7 @@ class CheckpointDirectory:
                     self.folder.remove(name)
 
     def _names(self) -> dict[int, list[str]]:
-        """Return the file names of each step, the one to read first in front."""
+        """Return the file names of each step; the first is the file that this process reads."""
         return self._naming.checkpoints(self.folder.regular_files())
 
     def _no_checkpoint(self, step: int | None, steps: list[int]) -> FileNotFoundError:
@@ -243,8 +243,8 @@ class CheckpointDirectory:
 
 
 # -------------------------------------------------------------------------------------- names
-# A step saved by several ranks is complete when the parts of all ranks exist.  The names of parts
-# hold a session and a number, so parts of different saves never make one checkpoint.
+# A step saved by several ranks is complete when the parts of all ranks exist.  The name of a part
+# has a session and a number, so parts of different saves never form one checkpoint.
 
 _WHOLE = r"step-([0-9]+)\.pt"
 _PART = r"step-([0-9]+)\.([0-9a-f]{16})-([0-9]{1,9})\.rank-([0-9]{1,9})-of-([0-9]{1,9})\.pt"
@@ -307,8 +307,8 @@ class _Part(NamedTuple):
 class Parts:
     """Names of checkpoints that consist of one part per rank.
 
-    `session` is 16 hexadecimal digits: the same on all ranks, and higher than in earlier jobs.  The
-    methods that `WholeFiles` has, too, mean the same.
+    `session` is 16 hexadecimal digits: the same on all ranks, and higher than in earlier jobs.
+    Methods without a docstring do the same as in `WholeFiles`.
     """
 
     def __init__(self, rank: int, size: int, session: str) -> None:
@@ -460,11 +460,11 @@ class Retention(NamedTuple):
             raise TypeError(f"the metric {self.metric!r} must be a number, not of type {kind}")
 
     def spare(self, steps: Iterable[int], written: int, read: ReadEntries) -> list[int]:
-        """Return the steps whose checkpoints may go after the step `written` was saved.
+        """Return the steps whose checkpoints need not stay after the step `written` was saved.
 
-        The written step and the highest step stay: after training went back to an earlier step,
-        both are the newest of their runs.  A checkpoint that cannot be read stays, too, if its
-        entries would decide.
+        The written step and the highest step stay.  If training went back to an earlier step, each
+        is the newest step of its run.  A checkpoint also stays if the rules need its entries but
+        cannot read them.
         """
         if self.keep is None:
             return []
@@ -488,7 +488,7 @@ class Retention(NamedTuple):
         ]
 
     def _best(self, entries: Mapping[int, Mapping[str, Any] | None]) -> set[int]:
-        """Return the steps with the best metric; of equal steps the newest."""
+        """Return the steps with the best metrics; among equal metrics, the newest steps."""
         if self.metric is None:
             return set()
         sign = 1 if self.mode == "min" else -1

@@ -19,10 +19,10 @@ from ptsave.tree.extents import span_of
 
 @dataclass(frozen=True)
 class _Copy:
-    """A planned copy into a tensor that exists.
+    """A planned copy into an existing tensor.
 
-    The values are at `view` in `record`.  Without a view they are in `source`, which may be filled
-    only together with its record.
+    The values are at `view` in `record`.  Without a view they are in `source`, which gets its
+    values when the whole record is filled.
     """
 
     target: Tensor
@@ -32,14 +32,14 @@ class _Copy:
 
     @property
     def key(self) -> Any:
-        """A key that is equal for equal copies, as for tied parameters; None without a view."""
+        """A key that is equal for equal copies, as of tied parameters; None without a view."""
         where = (self.target.device, self.target.data_ptr(), self.target.dtype)
         shape = (tuple(self.target.shape), self.target.stride())
         return None if self.view is None else (where, shape, self.record, self.view)
 
 
 class GroupFiller:
-    """An `EngineFiller` whose bytes are those that the group's reader sends."""
+    """Does the work of `EngineFiller` with the bytes that the reading rank of the group sends."""
 
     def __init__(self, archive: GroupArchive, *, verify: bool) -> None:
         self._archive = archive
@@ -61,7 +61,8 @@ class GroupFiller:
 
     def fill(self, records: Iterable[int], progress: ProgressCallback | None) -> None:
         copies, self._copies = _distinct(self._copies), []
-        # Copies whose order counts, and those of whole storages, are made from filled storages.
+        # Copies without a view, and copies into overlapping targets, are made in order from filled
+        # storages.
         mixed = overlapping((*_span_of(copy.target), i) for i, copy in enumerate(copies))
         late = [c for i, c in enumerate(copies) if c.view is None or i in mixed]
         direct = [c for i, c in enumerate(copies) if c.view is not None and i not in mixed]
@@ -104,7 +105,7 @@ class GroupFiller:
 
 
 def _distinct(copies: Iterable[_Copy]) -> list[_Copy]:
-    """Return copies that change something, without repetitions, as tied parameters have."""
+    """Return the copies that change something, without the repetitions of tied parameters."""
     found: dict[Any, _Copy] = {}
     for copy in copies:
         if copy.target.numel():

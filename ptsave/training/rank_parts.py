@@ -1,7 +1,7 @@
 """Coordinates the checkpoints of several ranks: names, the step to restore, failed saves.
 
-Ranks exchange nothing when a step is saved.  A step counts once the parts of all ranks exist, so if
-a rank dies, the step before stays the latest one.
+Ranks do not communicate when they save a step.  A step is complete once the parts of all ranks
+exist.  So if a rank dies, the previous step stays the latest step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_ranks(directory: str, rank: int | None, world_size: int | None, group:
 def rank_parts(
     place: Path | str, rank: int | None, world_size: int | None, group: Any
 ) -> RankParts | None:
-    """Return the ranks that save parts to a directory, or None if a checkpoint is one file.
+    """Return the `RankParts` of a directory, or None if each checkpoint is one file.
 
     Collective: waits for the other ranks.  Ranks without a process group cannot meet at a URL.
     """
@@ -76,7 +76,7 @@ class RankParts:
         self._place = place
         # `FileRanks` find each other by this lock, so they hold it from the beginning.
         self._lock = ranks.lock if isinstance(ranks, FileRanks) else None
-        # Since the ranks last waited for each other:
+        # Saves and failures since the ranks last waited for each other:
         self._saved: list[str] = []
         self._failures: list[tuple[str, str, bool]] = []
         self.naming = Parts(ranks.rank, ranks.size, ranks.session)
@@ -95,7 +95,7 @@ class RankParts:
 
     @property
     def tidies(self) -> bool:
-        """Whether this rank removes old checkpoints: only rank 0 does at a URL, without locks."""
+        """Whether this rank removes old checkpoints; only rank 0 does at a URL, without locks."""
         return self.is_first or isinstance(self._place, Path)
 
     def note(self, path: str) -> None:
@@ -125,16 +125,16 @@ class RankParts:
     def settle(self) -> tuple[list[str], SaveError | None]:
         """Wait for all ranks; return this rank's parts of incomplete saves, and an error.
 
-        The error is a failure that this rank does not know of yet.  A save that only some ranks
-        began is a failure, too.  Raises a RuntimeError if a rank has ended.
+        The error reports a failure that this rank does not know yet.  If only some ranks began a
+        save, that is a failure, too.  Raises a RuntimeError if a rank has ended.
         """
         saved, failures = self._saved, self._failures
         self._saved, self._failures = [], []
         everyone = self._ranks.gather({"saved": saved, "failures": failures})
         begun = [{self.naming.save_of(name) for name in theirs["saved"]} for theirs in everyone]
         messages = self._messages(everyone, begun)
-        # A save with all parts counts, even if a rank reports a failure: an older checkpoint may
-        # have been removed for it.
+        # A save with all parts is complete, even if a rank reports a failure: an older checkpoint
+        # may have been removed because this save exists.
         missing = {
             self.naming.save_of(name)
             for theirs in everyone

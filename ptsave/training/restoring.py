@@ -49,9 +49,9 @@ def restoring(f: Any, options: RestoreOptions) -> Iterator[tuple[Any, RestoringC
     other devices where torch would have put them.  If an exception leaves the block, its message
     and its attribute `overwritten` name the entries that hold new values.
 
-    The file is read only when all copies are known.  It is read first if tensors are assigned, if
-    only torch reads the file, if unpickling may look at values, and with a callable or a dict as
-    `map_location`.
+    The file is read only when all copies are known.  In some cases it is read first: tensors are
+    assigned, only torch reads the file, unpickling may look at values, or `map_location` is a
+    callable or a dict.
     """
     map_location, verify = options.map_location, options.verify
     restricted = resolve_weights_only(options.weights_only, None)  # which may warn, once
