@@ -90,15 +90,15 @@ class NotCheckpointError(CorruptCheckpointError):
 
 
 class _NotCheckpointPickleError(NotCheckpointError, pickle.UnpicklingError):
-    """Also an UnpicklingError, which torch raises for most files of other formats."""
+    """A file of another format; torch raises an UnpicklingError for most of them."""
 
 
 class _NotCheckpointEOFError(NotCheckpointError, EOFError):
-    """Also an EOFError, which torch raises for an empty file."""
+    """An empty file; torch raises an EOFError for it."""
 
 
 class _NotCheckpointKeyError(NotCheckpointError, KeyError):
-    """Also a KeyError, which torch raises for a file of zeros, as if it were a tar archive."""
+    """A file of zeros; torch takes it for a tar archive and raises a KeyError."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would quote it
@@ -124,11 +124,11 @@ class EntryNotFoundError(KeyError):
 
 
 class CorruptPickleError(CorruptCheckpointError, pickle.UnpicklingError):
-    """The damaged record is the pickle; also the UnpicklingError that torch raises for it."""
+    """An archive's pickle is damaged; torch raises an UnpicklingError for that."""
 
 
 class CorruptRecordError(CorruptCheckpointError, ValueError):
-    """A small record has unexpected contents; also the ValueError that torch's loader raises."""
+    """A small record has unexpected contents; torch's loader raises a ValueError for that."""
 
 
 def corrupt_archive(
@@ -315,7 +315,7 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
 
 
 class UnsupportedSourceError(ValueError):
-    """The operation makes no sense for this source; the message names the right one.
+    """The operation does not apply to this source; the message names one that does.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Puts ptsave behind ``torch.save`` and ``torch.load``, for code that one cannot edit."""
+"""Replaces ``torch.save`` and ``torch.load`` by ptsave's, for code that you cannot edit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def install(
     distributed: bool | None = None,
     weights_only_check: bool | None = None,
 ) -> None:
-    """Put ptsave behind ``torch.save`` and ``torch.load``.
+    """Replace ``torch.save`` and ``torch.load`` by ptsave's functions.
 
     Both ``torch`` and ``torch.serialization`` are changed, so code inside torch and in libraries
     uses ptsave, too.  TorchScript still takes the functions for torch's operators, and scripted
@@ -112,7 +112,7 @@ def install(
 
 
 def install_while_importing(options: Mapping[str, bool]) -> None:
-    """Install while torch is being imported: on this thread, as another would wait for torch."""
+    """Install on this thread while it imports torch; another thread would wait for the import."""
     asked = _Options(**options)
     _import_for(asked)
     _begin(asked)
@@ -157,7 +157,7 @@ def installed(
 ) -> Iterator[None]:
     """Install for a ``with`` block, with the arguments of :func:`install`.
 
-    It is undone however the block ends, also after an exception of a signal handler.
+    The end of the block uninstalls ptsave, even after an exception of a signal handler.
 
     Examples
     --------
@@ -175,7 +175,7 @@ def installed(
 
 
 def _to_the_end(step: Callable[..., None], *args: object) -> None:
-    """Run a step on another thread than the main one, where no signal handler interrupts it.
+    """Run a step outside the main thread, so that no signal handler interrupts it.
 
     An exception of a handler is raised when the step is done.
     """
@@ -205,7 +205,7 @@ def _to_the_end(step: Callable[..., None], *args: object) -> None:
 
 
 class _Watch:
-    """Ends a job whose thread ended without doing it, for lack of memory.
+    """Ends a job if its thread died for lack of memory before it did the job.
 
     Only the thread holds this object, which is deleted when the thread ends.
     """

@@ -53,12 +53,12 @@ class Chunk:
 
     @property
     def begin(self) -> int:
-        """Where its item begins in the file, in bytes."""
+        """Where the item that holds the chunk begins in the file, in bytes."""
         return int(self.info.offset)
 
     @property
     def nbytes(self) -> int:
-        """The size of its item, which is more than its elements take."""
+        """The size of the item in bytes, which is larger than the elements."""
         return int(self.info.length)
 
     @property
@@ -99,7 +99,7 @@ class Item:
 
 
 class DcpCheckpoint:
-    """A DCP directory, by torch's FileSystemWriter or ptsave's; no file stays open.
+    """A DCP directory that torch's FileSystemWriter or ptsave has written; no file stays open.
 
     `file` is the metadata: ``.metadata``, or ``__<rank>.metadata`` of a rank that saved by itself.
     A file that another save has removed meanwhile is an OSError with ``ESTALE``.
@@ -474,7 +474,7 @@ class DcpFindings:
 
     damage: list[DcpDamage] = field(default_factory=list)
     unverified: list[str] = field(default_factory=list)  # flat names of entries without checksums
-    metadata_is_checked: bool = False  # it has a checksum, which is right
+    metadata_is_checked: bool = False  # the metadata matches its checksum
 
 
 def find_dcp_damage(

@@ -301,7 +301,7 @@ def replaced(directory: str) -> OSError:
 
 
 class ReadMetadata:
-    """A metadata file that is about to be read, so that a replacement during the read counts."""
+    """Identifies a metadata file before the read, to tell whether it was replaced meanwhile."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -309,7 +309,7 @@ class ReadMetadata:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the name now belongs to another file, or to none."""
+        """Whether another file has the name by now, or no file has it."""
         try:
             return identity_of(self._path) != self._identity
         except FileNotFoundError:  # torch's writer removes it before it renames the next one
@@ -318,7 +318,7 @@ class ReadMetadata:
 
 # ------------------------------------------------------------------------------------ pickling it
 #
-# In a third of the time of pickle.  Equal objects that never change (shapes, properties, classes,
+# It takes a third of pickle's time.  Equal objects that never change (shapes, properties, classes,
 # names) stand once, at the beginning of the pickle.  Its memo gives them where they are needed:
 #
 #     PROTO 4

@@ -241,7 +241,7 @@ class _Load:
     def run(self, items: list[ReadItem]) -> None:
         """Read all items, and hand them to the planner."""
         for begin in range(0, len(items), _N_ITEMS_AT_A_TIME):
-            self._known.clear()  # the numbers of kinds are of one call
+            self._known.clear()  # each call numbers the kinds anew
             self._add_all(items[begin : begin + _N_ITEMS_AT_A_TIME])
         self._plan.read()
 

@@ -1,4 +1,4 @@
-"""Puts ptsave behind ``FileSystemWriter`` and ``FileSystemReader``, for code that you cannot edit.
+"""Replaces DCP's ``FileSystemWriter`` and ``FileSystemReader``, for code that you cannot edit.
 
 Accelerate, composer and Lightning look up the two classes in `torch.distributed.checkpoint` when
 they save or load; DCP does so for a ``checkpoint_id``.  Calls without a planner get ptsave's, and

@@ -37,7 +37,7 @@ from ptsave.support.torch_names import is_distributed_tensor, storage_id_of
 _PLAIN_TYPES = (Tensor, Parameter)
 # Attribute of the first item of a rank's file, on the way to the coordinator.
 _FILE = "ptsave_file"
-# Attribute of an item that is a whole torch.save file, as an object's is.
+# Attribute of an item that is a whole torch.save file, as the item of an object is.
 _WHOLE = "ptsave_whole"
 # Attribute of an item whose tensor differs from the plan: dtype and shape.
 _TENSOR = "ptsave_tensor"
@@ -109,7 +109,7 @@ class StorageWriter(storage.StorageWriter):
     # --------------------------------------------------------- called by DCP, in this order
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save, to another directory if that is given."""
+        """Begin another save, in the directory `checkpoint_id` if it is given."""
         if checkpoint_id:
             self._path = local_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
@@ -338,7 +338,7 @@ class _Written:
 
     @property
     def is_of_ended_save(self) -> bool:
-        """Whether the save that has written it is over."""
+        """Whether the save that has written the file is over."""
         has_ended = self.thread is threading.current_thread() or not self.thread.is_alive()
         return has_ended and self.process == os.getpid()
 
@@ -348,7 +348,7 @@ _written: dict[tuple[str, int], list[_Written]] = {}  # by directory and rank
 
 
 def _note_written(directory: CheckpointDirectory, rank: int, name: str) -> None:
-    """Remember a file that this thread's save has written: its end is not known here."""
+    """Remember a file of this thread's save, because no call reports the end of the save."""
     key = os.path.abspath(directory.path), rank
     with _lock:
         found = _Written(name, threading.current_thread(), os.getpid())

@@ -53,8 +53,8 @@ def enable(accelerator: Any, *, fsync: bool = False) -> Any:
     ``save_state`` into an existing directory keeps its other entries (notes, logs), as accelerate
     does: they are moved into the new directory after that has its name.  Some directories cannot be
     renamed: a mount point, one in a directory that is not writable, or one that contains the main
-    process's current directory (``save_state(".")``).  They get the complete files one by one.  If
-    the process is killed meanwhile, the next ``load_state`` or ``save_state`` there moves the rest.
+    process's current directory (``save_state(".")``).  The main process moves the files
+    there one by one.  If the process is killed meanwhile, the next call there moves the rest.
     While a process saves into a directory, ``save_state`` of another process into it is an error.
 
     DeepSpeed and Megatron write some files themselves, without ptsave.  Files that FSDP writes with

@@ -50,9 +50,9 @@ class CheckpointIO:
     Notes
     -----
     Strategies that write several files (FSDP, ModelParallel, DeepSpeed) do not use the plug-in.
-    For the first two there is :mod:`ptsave.distributed`, by ``ptsave.install(distributed=True)``.
+    FSDP and ModelParallel can use :mod:`ptsave.distributed`: ``install(distributed=True)``.
     The method ``load_checkpoint`` returns the whole checkpoint in CPU memory, as Lightning expects.
-    A model can be loaded without that second copy by :func:`ptsave.load_checkpoint`.
+    :func:`ptsave.load_checkpoint` loads a model without that second copy.
     The default ``weights_only=None`` means torch's default, also at ``http://``, where Lightning's
     own plug-in takes it for False.
 
@@ -80,7 +80,7 @@ class CheckpointIO:
         self._atomic = atomic
         self._verify = verify
         self._storage_options = storage_options
-        # Options of save_checkpoint calls, by path, because loading and removing bring none.
+        # Options of save_checkpoint calls, by path, because other calls have no options.
         self._options_of: dict[str, Mapping[str, Any]] = {}
         self._weights_only_check = weights_only_check
 
@@ -163,7 +163,7 @@ class CheckpointIO:
 class AsyncCheckpointIO(CheckpointIO):
     """Saves in the background: a call copies the tensors once, and training goes on.
 
-    It differs from :class:`CheckpointIO`:
+    Differences from :class:`CheckpointIO`:
 
     * Lightning removes an older checkpoint right after the call that saves the new one.  This
       class delays the removal until the new one is durable, and drops it if the save fails.

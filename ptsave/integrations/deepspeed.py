@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed with ptsave: an engine with the interface that it asks for."""
+"""A checkpoint engine with which DeepSpeed saves and loads by ptsave."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class CheckpointEngine:
         return load(path, map_location, weights_only=False, verify=self._verify)
 
     def commit(self, info: Any) -> bool:
-        """Wait until all files of the checkpoint are written, and on the disk with `fsync`.
+        """Wait until all files are written; with `fsync`, until they are on the disk.
 
         Raises
         ------

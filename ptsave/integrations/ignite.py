@@ -37,7 +37,7 @@ class SaveHandler:
         As for :func:`ptsave.save`.
     create_dir, require_empty : bool, default True
         As for a ``DiskSaver``: whether to make the directory, and whether ``.pt`` files in it are
-        an error.  A URL is always made, and its files are not checked.
+        an error.  At a URL, the directory is always made and never checked.
     save_on_rank : int, default 0
         The rank that saves.
     fsync : bool, default False

@@ -1,8 +1,8 @@
 """Storage and resharding with ptsave for torch_checkpointing, in place of its own.
 
-The resharder reads the pieces of all files at once.  The library's own reads piece by piece, with a
-thread for each file.  For a piece of columns it reads everything from the first element to the
-last; the engine skips the gaps.
+The resharder reads the pieces of all files at once.  The library's own resharder reads piece by
+piece, with a thread for each file.  For a piece of columns it reads everything from the first
+element to the last; the engine skips the gaps.
 
 The library calls ``torch.save(object, stream)``.  The stream is also a path, which torch.save asks
 for first, so the engine saves the object.  The engine also reads whole files, and verifies them.
@@ -372,8 +372,8 @@ class Storage:
     ) -> None:
         """Rename a file or a directory, durably with `fsync`.
 
-        A file replaces a file, and a directory an empty directory; all else is an OSError, as is
-        another file system.
+        A file may replace a file, and a directory an empty directory.  Anything else, and a target
+        on another file system, is an OSError.
         """
         if self._fsync and os.path.isdir(src_path):
             for folder, _, _ in os.walk(src_path):

@@ -65,12 +65,12 @@ class ModelLoader(WeightsLoader):
     Parameters
     ----------
     load_config : vllm.config.LoadConfig
-        Without ``model_loader_extra_config``.
+        The configuration; ``model_loader_extra_config`` must be empty.
 
     Raises
     ------
     ValueError
-        If it has such options.
+        If ``model_loader_extra_config`` has options.
     """
 
     def download_model(self, model_config: Any) -> str:

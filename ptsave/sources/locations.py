@@ -444,7 +444,7 @@ def naming_limit(n_files: int) -> Iterator[None]:
 
 
 def identity_of(file: int | str | os.PathLike[str]) -> Identity:
-    """Return values that tell a file, by descriptor or path, from another file of its name."""
+    """Return values that distinguish a file from other files that get its name."""
     status = os.stat(file)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -63,7 +63,7 @@ def location_of(map_location: Any, device: Any) -> Any:
 
 
 def parse_size(size: int | str, name: str) -> int:
-    """Return a number of bytes, such as that of "2GiB"; `name` is the argument's, for messages.
+    """Parse a number of bytes, such as "2GiB"; error messages call the argument `name`.
 
     >>> parse_size("1.5 KiB", "max_size"), parse_size("500MB", "max_size")
     (1536, 500000000)

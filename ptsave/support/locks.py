@@ -44,7 +44,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def try_lock(descriptor: int, *, wait: bool = False) -> bool | None:
-    """Lock, by default without waiting: False if it is locked, None if there are no locks."""
+    """Lock a file; return False if another holds the lock, None if the system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -33,7 +33,7 @@ def checked_rank(rank: object) -> int | None:
 
 
 def check_rank_is_named(directory: str, rank: int | None) -> None:
-    """Raise if the caller names no `rank`, and all would save to one directory of checkpoints."""
+    """Raise if the caller names no `rank` and all ranks would save to one directory."""
     if rank is not None:
         return
     n_ranks = _n_ranks()
@@ -80,7 +80,7 @@ def check_rank_of_file(file: str, rank: int | None, call: str) -> None:
 
 
 def _n_ranks() -> int:
-    """Return the number of processes in the job, or 1 if nothing tells it.
+    """Return the number of processes in the job, or 1 if it is unknown.
 
     ``WORLD_SIZE`` counts if the process group has one rank: one process of several may have made a
     group for itself.

@@ -118,7 +118,7 @@ def n_columns(text: str) -> int:
 
 
 def printable(text: str) -> str:
-    r"""Return text with escapes for characters that a terminal does not just show.
+    r"""Return text with escapes for characters that a terminal does not print.
 
     >>> printable("weight\n")
     'weight\\n'

@@ -1,4 +1,4 @@
-"""Threads whose start returns once they run, or raises; a pool of them that works without threads.
+"""Threads whose start never hangs, and a thread pool that also works if no thread can start.
 
 ``threading.Thread.start``, which ``concurrent.futures`` also uses, waits for ever if the new thread
 runs out of memory while it begins.
