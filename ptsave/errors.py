@@ -90,7 +90,7 @@ class NotCheckpointError(CorruptCheckpointError):
 
 
 class _NotCheckpointPickleError(NotCheckpointError, pickle.UnpicklingError):
-    """A file of another format; torch raises an UnpicklingError for most of them."""
+    """A file of another format; torch usually raises an UnpicklingError for it."""
 
 
 class _NotCheckpointEOFError(NotCheckpointError, EOFError):

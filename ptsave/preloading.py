@@ -17,10 +17,11 @@ _OPTIONAL = ("fsspec.core", "numpy.lib.format", "safetensors.torch", "tqdm")
 def preload() -> None:
     """Import all modules of ptsave now, and the libraries that they use, if they are installed.
 
-    Otherwise each module is imported at its first use, once in every forked process. A program that
-    cannot read ptsave's files any more fails then: it has given up rights (``os.setuid``), changed
-    its root (``os.chroot``) or entered another mount namespace. `ptsave.integrations` and fsspec's
-    file systems are not imported. A new root needs ``/proc`` for safetensors files.
+    Otherwise each module is imported at its first use, once in every forked process. That import
+    fails if the program can no longer read ptsave's files, because it has given up rights
+    (``os.setuid``), changed its root (``os.chroot``) or entered another mount namespace.
+    `preload` does not import `ptsave.integrations` and fsspec's file systems. A new root needs
+    ``/proc`` for safetensors files.
 
     Raises
     ------

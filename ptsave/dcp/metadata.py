@@ -455,7 +455,7 @@ class _Pickle:
         properties, size, chunks = entry.properties, entry.size, entry.chunks
         same: Any = None
         alike: Any = None
-        if len(chunks) == 1:  # as most have, and many are alike
+        if len(chunks) == 1:  # most tensors have one chunk, and many chunks are equal
             (chunk,) = chunks
             same = id(properties), id(size), type(chunk), id(chunk.offsets), id(chunk.sizes)
             if (found := self._tensors.get(same)) is not None:
@@ -561,7 +561,7 @@ class _Pickle:
     # ------------------------------------------------------------------------------ plain values
 
     def _value(self, value: Any) -> bytes:
-        if type(value) is int:  # as most are
+        if type(value) is int:  # the usual case
             return _number(value)
         pickled = self._BY_TYPE.get(type(value))
         if pickled is None:

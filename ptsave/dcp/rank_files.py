@@ -381,8 +381,8 @@ class RankFiles:
     def crcs_of(self, tensors: Sequence[StoredTensor]) -> list[int]:
         """Return the checksums of contiguous tensors in checked files.
 
-        The checksum of a tensor that begins with a block follows from those of its blocks: only the
-        rest of the last one is read.
+        If a tensor begins with a block, its checksum follows from the checksums of its blocks: only
+        the rest of the last block is read.
         """
         crcs = [0] * len(tensors)
         by_file: dict[str, list[int]] = {}
@@ -417,7 +417,7 @@ class RankFiles:
     ) -> list[tuple[int, int]]:
         """Read a checked file, and return the ranges of bytes that do not match their checksums.
 
-        A range is a block, or a section of the table, whose blocks cannot be compared then.
+        A range is a block, or a damaged section of the table; its blocks cannot be compared.
         `progress` gets the number of bytes that are done.
         """
         file = self._checked[name]
@@ -530,7 +530,7 @@ def refuse_outside(name: str, directory: str) -> None:
 
 
 class FetchedFiles(RankFiles):
-    """`RankFiles` beside metadata at a URL."""
+    """`RankFiles` of a checkpoint at a URL."""
 
     def __init__(
         self, metadata: FsspecFile, checked: dict[str, CheckedFile], *, verify: bool

@@ -1,4 +1,4 @@
-"""Plans reads of stored tensors: memory, and the place of its bytes in a file of a rank.
+"""Plans reads of stored tensors: which bytes of a rank's file go to which memory.
 
 `RankFiles` executes a plan by the engine, and `FetchedFiles` by fetched ranges.
 """
@@ -21,9 +21,9 @@ from ptsave.errors import CorruptCheckpointError
 _PLAIN_TYPES = (Tensor, Parameter)
 # The most bytes that are read at once to be copied to their targets.
 _STAGED_NBYTES = 256 << 20
-# The most runs of bytes that are read at once, as each takes memory.
+# The most runs of bytes that are read at once, because each run takes memory.
 _MAX_RUNS = 1 << 18
-# A column-wise read has runs of at least so many bytes, and larger gaps than these.
+# A column-wise read has runs of at least the first size, and gaps above the second.
 _MIN_RUN_NBYTES = 4 << 10
 MAX_GAP_OF_COLUMNS = 8 << 10
 
@@ -161,7 +161,7 @@ class StoredTensor:
         return 0 if self.offset % BLOCK_NBYTES else self.nbytes // BLOCK_NBYTES
 
     def box(self, begins: Sequence[int], target: Tensor, steps: Sequence[int] = ()) -> Box:
-        """Return the box of the target's shape from an index on; raise if the tensor lacks it.
+        """Return the box at an index, with the target's shape; raise if it exceeds the tensor.
 
         `steps` are the distances between its elements, by default 1, in each dimension.
         """
@@ -194,7 +194,7 @@ def packed_strides(shape: torch.Size, itemsize: int) -> tuple[int, ...]:
 
 
 def is_strided(tensor: Any) -> bool:
-    """Return whether a tensor's values are the bytes at its strides."""
+    """Return whether a tensor's values lie in memory at the places that its strides give."""
     return (
         type(tensor) in _PLAIN_TYPES
         and tensor.layout == torch.strided
@@ -274,7 +274,7 @@ class ReadPlan:
                 lines.append(line)
             self._read([box for box, _, _ in lines])
             lines.reverse()
-            while lines:  # each line's memory is released once it is done
+            while lines:  # releases each line's memory once it is done
                 box, target, key = lines.pop()
                 if target is None:
                     target = box.target

@@ -1,6 +1,6 @@
 """Checkpoints of many processes: storage for torch.distributed.checkpoint at the engine's speed.
 
-That library calls the classes of this room, which read files through the room `ptsave.dcp`.
+torch.distributed.checkpoint calls these classes, which read files through `ptsave.dcp`.
 
 The classes are imported on first access, because torch's module takes a second.
 """

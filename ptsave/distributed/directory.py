@@ -61,11 +61,11 @@ class CheckpointDirectory(LocalFolder):
     """The local directory of one checkpoint."""
 
     def has_checkpoint(self, rank: int | None) -> bool:
-        """Return whether there is metadata of all ranks, or of a rank that saves by itself."""
+        """Return whether metadata exists, of all ranks or of a `rank` that saves by itself."""
         return self.is_taken(metadata_name(rank))
 
     def new_name(self, rank: int) -> str:
-        """Return a name for a rank's file that no save has had."""
+        """Return a name for a rank's file that no earlier save has used."""
         return f"__{rank}_{secrets.token_hex(8)}.distcp"
 
     def publish(
@@ -134,7 +134,7 @@ class CheckpointDirectory(LocalFolder):
         for name in names:
             match = _RANK_METADATA.fullmatch(name)
             if match is not None and int(match["rank"]) == rank:
-                continue  # it has just been written
+                continue  # this save has just written it
             if match is None and (name != metadata_name(None) or rank is None):
                 continue
             try:
@@ -197,7 +197,7 @@ def _alignment(nbytes: int) -> int:
 
 
 class RankFile:
-    """Lays out one file and writes it; it needs least padding if small items are added first."""
+    """Lays out one file and writes it; adding small items first needs the least padding."""
 
     def __init__(self) -> None:
         self._pieces: list[tuple[int, Any]] = []

@@ -46,7 +46,7 @@ from ptsave.support.calls import pausing_garbage_collection
 
 _PLAIN_TYPES = (Tensor, Parameter)
 _DICTS = (dict, OrderedDict)
-_Place: TypeAlias = tuple[torch.Size, torch.Size]  # the begin and shape of a part that is read
+_Place: TypeAlias = tuple[torch.Size, torch.Size]  # a part to read: where it begins, and its shape
 _NUMBERS_AND_TEXTS = (int, float, str, bytes, bool, type(None))
 
 
@@ -199,7 +199,7 @@ def _made(kind: Any, **fields: Any) -> Any:
 
 
 class _Kind:
-    """The description of a plain tensor in a plan; equal tensors share one."""
+    """The description of a plain tensor in a plan; tensors with equal descriptions share it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.size = tensor.shape
@@ -326,7 +326,7 @@ def _described_as_whole(items: list[WriteItem]) -> dict[str, Any] | None:
 
 
 def _errors_of(plans: list[SavePlan], described: dict[str, Any]) -> list[str]:
-    """Return the errors of tensors that are not a single chunk of their size."""
+    """Let torch check the tensors that are not a single chunk; return its errors."""
     parts: dict[str, Any] = {
         name: entry
         for name, entry in described.items()
@@ -477,7 +477,7 @@ def _is_leaf(value: list[Any]) -> bool:
 def flattened(state_dict: Mapping[str, Any]) -> _Flattened:
     """Return a nested state dict as a flat one.
 
-    Two values of one name are a ValueError, as in ``{"a.b": 1, "a": {"b": 2}}``.
+    Two values with the same flat name are a ValueError, as in ``{"a.b": 1, "a": {"b": 2}}``.
     """
     result = _Flattened()
     result.add("", (), state_dict)

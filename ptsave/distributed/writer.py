@@ -202,7 +202,7 @@ class StorageWriter(storage.StorageWriter):
         """Do nothing: the copy is complete."""
 
     def close(self) -> None:
-        """Do nothing: the last tensor of a copy gives back its memory."""
+        """Do nothing: a copy's memory returns to the pool with its last tensor."""
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         if not items:

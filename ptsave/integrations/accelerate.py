@@ -53,8 +53,9 @@ def enable(accelerator: Any, *, fsync: bool = False) -> Any:
     ``save_state`` into an existing directory keeps its other entries (notes, logs), as accelerate
     does: they are moved into the new directory after that has its name.  Some directories cannot be
     renamed: a mount point, one in a directory that is not writable, or one that contains the main
-    process's current directory (``save_state(".")``).  The main process moves the files
-    there one by one.  If the process is killed meanwhile, the next call there moves the rest.
+    process's current directory (``save_state(".")``).  The main process moves the files there
+    one by one.  If it is killed meanwhile, the next ``load_state`` or ``save_state`` with that
+    directory moves the rest.
     While a process saves into a directory, ``save_state`` of another process into it is an error.
 
     DeepSpeed and Megatron write some files themselves, without ptsave.  Files that FSDP writes with
@@ -123,7 +124,7 @@ def _save_state(
     finally:
         project.automatic_checkpoint_naming = is_named
     if is_named and accelerator.is_main_process:
-        # Other ranks do not wait for the removal of the oldest.
+        # Other ranks do not wait while the oldest checkpoints are removed.
         matches = map(_NUMBERED.fullmatch, os.listdir(directory))
         numbered = sorted((int(match[1]), match[0]) for match in matches if match)
         limit = len(numbered) if project.total_limit is None else project.total_limit

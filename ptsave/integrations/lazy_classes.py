@@ -1,6 +1,6 @@
 """Derives classes from another library's base class at their first use.
 
-So the modules of this room can be imported, documented and checked without that library.
+The modules here can therefore be imported, documented and checked without that library.
 """
 
 from __future__ import annotations

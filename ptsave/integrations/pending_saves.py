@@ -1,7 +1,7 @@
 """Background saves for libraries that remove an old checkpoint right after saving a new one.
 
-The new one is not written by then.  So a removal waits for the saves that began before it, and does
-not happen if one of them fails.
+The new checkpoint is not yet written then.  So a removal waits for the saves that began before it,
+and is dropped if one of them fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Pending(Generic[_Key]):
         self._start_afresh()
 
     def check(self) -> None:
-        """Raise the first error of failed saves, with the others as notes; each once."""
+        """Raise the first error of failed saves, with the others as notes; report each once."""
         with self._locked():
             failures = list(self._failures)
             self._failures.clear()
@@ -56,7 +56,7 @@ class Pending(Generic[_Key]):
             raise errors[0]
 
     def settle(self, is_awaited: Callable[[_Key], bool] = lambda _: True) -> None:
-        """Wait until no save is pending, or none of those that are awaited; raise no error."""
+        """Wait until no save that `is_awaited` accepts is pending; raise no error."""
         release_own()
         with self._locked():
             self._changed.wait_for(lambda: not any(map(is_awaited, self._pending)))
@@ -73,7 +73,7 @@ class Pending(Generic[_Key]):
         self._failures: list[Any] = []
 
     def _locked(self) -> threading.Condition:
-        """Return the lock, of this process if it was forked."""
+        """Return the lock; a forked process gets a new one."""
         if self._pid != os.getpid():
             self._start_afresh()
         return self._changed
@@ -155,7 +155,7 @@ class PendingSaves(Pending[SaveFuture]):
                         self._failures.append(error)
 
     def _due_removals(self, future: SaveFuture, *, failed: bool) -> list[tuple[str, _Options]]:
-        """Return the removals that waited for this save last; drop all of a failed one."""
+        """Return removals that waited only for this save; drop all that waited for a failed one."""
         due = []
         for key, (path, storage_options, awaited) in list(self._removals.items()):
             if future in awaited:

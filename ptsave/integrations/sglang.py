@@ -22,12 +22,12 @@ class ModelLoader(WeightsLoader):
     Parameters
     ----------
     load_config : sglang.srt.configs.load_config.LoadConfig
-        Without ``model_loader_extra_config``.
+        The configuration; ``model_loader_extra_config`` must be empty.
 
     Raises
     ------
     ValueError
-        If it has such options.
+        If ``model_loader_extra_config`` has options.
     """
 
     def __init__(self, load_config: Any) -> None:

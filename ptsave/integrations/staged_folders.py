@@ -1,8 +1,8 @@
 """Checkpoints that are directories: complete under their name, or absent.
 
 The files are written into ``.<name>.ptsave/<name>``, which no library takes for a checkpoint.  Then
-a rename gives the directory its name; an existing directory is exchanged in one step where the file
-system can, and removed.  A directory that cannot be renamed gets the files one by one.
+a rename gives the directory its name.  It replaces an existing directory in one step if the file
+system can do so.  If a directory cannot be renamed, the files are moved into it one by one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # user's directory in /tmp, or in a lower layer of a container's file system.
 _FIXED = (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM)
 _WRITTEN = "written"
-_MAX_N_CHARACTERS = 2000  # of an error
+_MAX_N_CHARACTERS = 2000  # of an error's text
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
@@ -95,7 +95,7 @@ class StagedFolder:
         return self._lock is not None
 
     def check_name(self) -> None:
-        """Raise FileExistsError if a file has the name."""
+        """Raise FileExistsError if a file has the checkpoint's name."""
         if os.path.lexists(self.final) and not os.path.isdir(self.final):
             raise FileExistsError(
                 errno.EEXIST,
@@ -129,7 +129,7 @@ class StagedFolder:
     def discard(self) -> None:
         """Remove the unpublished folder, or the replaced one, and clear up after killed processes.
 
-        A folder that lost its name to a killed process gets it back if no successor has it.
+        If a killed process renamed the old folder and no new one has the name, it is renamed back.
         """
         self._put_in_order()
         if self._lock is not None:
@@ -151,7 +151,7 @@ class StagedFolder:
             self.discard()
 
     def restore(self) -> None:
-        """Give a folder its name back that a killed process took, if no successor has it.
+        """Rename a folder back after a killed process renamed it, if no new folder has the name.
 
         Only a process that writes here may call it: another writer could be between its renames.
         """
@@ -215,8 +215,8 @@ def staged_folders_in(
 def _move_entries(source: str, target: str, *, replace: bool, fsync: bool) -> None:
     """Move the entries of a directory into another one, also in subdirectories.
 
-    Files of the same names are replaced, or stay in `source`.  Only an entry that replaces another
-    one may go through a link in `target`, out of the checkpoint.
+    With `replace`, a file replaces one of its name; otherwise it stays in `source`.  Only with
+    `replace` may an entry go through a link in `target`, out of the checkpoint.
     """
     for name in sorted(os.listdir(source)):
         old, new = os.path.join(source, name), os.path.join(target, name)
@@ -353,8 +353,8 @@ class FolderSaves(Pending[StagedFolder]):
     ) -> None:
         """Publish a folder when its saves and other ranks' `parts` have ended; call `afterwards`.
 
-        If a save fails, the folder is removed, and `check` raises the error.  Without futures all
-        of this happens now, and the call raises the error.
+        If a save fails, the folder is removed, and `check` raises the error.  Without futures, the
+        call does all of this at once, and raises the error itself.
         """
 
         def end(error: BaseException | None) -> None:

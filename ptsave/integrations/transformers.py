@@ -157,7 +157,7 @@ class CheckpointMixin:
                 folder.discard()
             raise
         if self.args.push_to_hub:
-            self._saves.settle()  # this rank's writes; then those of all ranks
+            self._saves.settle()  # this rank's writes; the next call waits for all ranks
             self._check_saves()
             super()._push_from_checkpoint(folder.final)  # type: ignore[misc]
 
@@ -187,7 +187,7 @@ class CheckpointMixin:
             with raised_on_all(self.accelerator, self.args.output_dir):
                 self._saves.check()
         except Exception:
-            self._saves.forget_failures()  # errors here that follow from another rank's
+            self._saves.forget_failures()  # another rank's error caused these errors
             raise
 
     @contextmanager

@@ -210,7 +210,7 @@ def _what_zip_it_is(head: bytes) -> str | None:
         return "it is a NumPy archive (.npz): load it with numpy.load"
     if name == b"[Content_Types].xml":
         return "it is an office document"
-    if b"/" not in name and len(head) >= _NAME_OFFSET + name_nbytes:  # else it is cut short
+    if b"/" not in name and len(head) >= _NAME_OFFSET + name_nbytes:  # else the name is cut short
         return f"it is a zip archive of other files ({name.decode('utf-8', 'replace')!r}, ...)"
     return None
 
@@ -224,7 +224,7 @@ def _what_text_it_is(head: bytes) -> str:
             "you trust it"
         )
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # may end inside one
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # may end inside a character
     except UnicodeDecodeError:
         text = "\0"
     if all(c.isprintable() or c.isspace() for c in text):

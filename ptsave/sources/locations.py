@@ -55,7 +55,7 @@ class Location:
         raise NotImplementedError
 
     def files(self) -> list[str]:
-        """Return the names for a save: of everything locally, of the files at a URL."""
+        """Return the names that a save needs: all local entries, or the files at a URL."""
         raise NotImplementedError
 
     def regular_files(self) -> list[str]:
@@ -71,7 +71,7 @@ class Location:
         raise NotImplementedError
 
     def exists(self, path: str) -> bool:
-        """Return whether a path from `join` may exist; True at a URL, as opening the file tells."""
+        """Return whether a path from `join` may exist; True at a URL, where opening it tells."""
         return True
 
     def is_taken(self, name: str) -> bool:
@@ -247,7 +247,7 @@ def is_url_target(f: Any) -> bool:
 
 
 def options_of(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a URL's file system options as a dict; raise if they are no mapping of names."""
+    """Return a URL's file system options as a dict; raise unless they map names."""
     found: Any = {} if storage_options is None else storage_options
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise TypeError(
@@ -383,7 +383,7 @@ def name_file(error: OSError, name: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def position_kept(f: Any) -> Iterator[None]:
-    """Restore the position of a file object that has one, after the block."""
+    """After the block, restore the position of a file object, if it has one."""
     position = None
     if hasattr(f, "tell") and hasattr(f, "seek"):
         with suppress(OSError):  # of a pipe or a socket, which is refused later

@@ -307,7 +307,7 @@ class Buffer(RangeSource):
 
 
 class _OpenFile:
-    """A file that is closed with this object, if not before."""
+    """Closes its file when this object is deleted, unless the file was closed before."""
 
     descriptor = -1
 

@@ -24,7 +24,7 @@ class Config(NamedTuple):
     n_readers: int  # half of them may wait for the disk; the ranks of a machine share its cores
     max_staged_nbytes: int | None  # of all background saves; None: derived from the memory
     max_pinned_nbytes: int = 64 * MIB  # page-locked memory of one save or load of accelerators
-    write_chunk_nbytes: int = 4 * MIB  # times `n_direct_writers`: the memory of a direct save
+    write_chunk_nbytes: int = 4 * MIB  # a direct save needs `n_direct_writers` times this memory
     direct_io: bool = True  # past the page cache
     direct_reads: bool = True  # False if ranks of one machine load the same files
     verify: bool = True  # whether loads compare checksums at all
@@ -114,7 +114,7 @@ def _switch(variable: str, *, default: bool) -> bool:
 
 # A container's limit is the limit of a control group (cgroup).  Both versions of cgroups are read,
 # because both may be mounted.  A group's limit binds every group in it, so all ancestors count that
-# the mounts show.  An absent or malformed number is no limit.
+# the mounts show.  An absent or malformed number means no limit.
 
 _ROOT = Path("/")
 _MAX_FILE_NBYTES = 1 << 20  # of /proc/self/mountinfo, which grows with the number of mounts

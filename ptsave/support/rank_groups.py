@@ -32,7 +32,7 @@ class GroupRanks:
     """The ranks of a process group; `place` is the directory that they save to, for errors.
 
     The group is not kept alive, so ``destroy_process_group()`` waits for its threads.  A thread
-    that runs on when the interpreter ends may free objects of Python, and crash the process.
+    that outlives the interpreter may free Python objects, and so crash the process.
     """
 
     def __init__(self, group: Any, place: str) -> None:
