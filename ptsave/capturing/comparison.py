@@ -582,7 +582,7 @@ class _Side:
         wanted = min(found, default=0) if step is None else step
         if wanted not in found:
             raise ValueError(
-                f"{self.path} has no parameters of step {wanted}: it has those of "
+                f"{self.path} has no parameters of step {wanted}: it has parameters of "
                 f'{steps_text(found)}; a capture with what=("params",) keeps them'
             )
         return found[wanted]

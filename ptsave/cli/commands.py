@@ -29,17 +29,17 @@ from ptsave.support.text import printable
 
 # Each command's purpose, so that help and completion import no command's module.
 PURPOSES = {
-    "ls": "What a file holds.",
-    "show": "One entry: a value, or a tensor's numbers.",
-    "verify": "Whether files are whole.",
-    "globals": "What code a file needs.",
-    "extract": "Parts of a file as a new one.",
-    "convert": "A file in another format.",
-    "compact": "A file without unused bytes.",
-    "diff": "How two checkpoints differ.",
-    "run": "A program under ptsave.",
-    "bench": "How fast your disk is, beside torch.",
-    "completion": "A script for your shell.",
+    "ls": "List what files hold.",
+    "show": "Show one value, or a tensor's numbers.",
+    "verify": "Check that files are whole.",
+    "globals": "List the code that a file needs.",
+    "extract": "Write parts of a file to a new file.",
+    "convert": "Write a file in another format.",
+    "compact": "Write a file without its unused bytes.",
+    "diff": "Compare two checkpoints.",
+    "run": "Run a program whose saves and loads go through ptsave.",
+    "bench": "Measure saves and loads on your disk.",
+    "completion": "Print a completion script for your shell.",
 }
 # Commands that share a module; any other command is in the module of its own name.
 _MODULES = {

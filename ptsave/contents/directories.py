@@ -463,7 +463,7 @@ def rank_sets(folder: Folder, names: Iterable[str]) -> list[ShardFiles]:
         if missing is not None:
             raise FileNotFoundError(
                 errno.ENOENT,
-                f"the file of rank {missing} is missing: there are those of {len(each)} others",
+                f"the file of rank {missing} is missing, those of {len(each)} others are there",
                 folder.join(f"{item}_{missing}.pt"),
             )
     items.sort(key=lambda match: (match["item"], int(match["rank"])))

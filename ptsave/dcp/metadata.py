@@ -220,7 +220,7 @@ def _check_types(metadata: Any, path: str) -> None:
             raise CorruptCheckpointError(f"{path}: its {name} is no dict", path=path)
     meta = vars(metadata).setdefault("storage_meta", None)
     if meta is not None and type(meta) is not StorageMeta:
-        raise CorruptCheckpointError(f"{path}: its storage_meta is none", path=path)
+        raise CorruptCheckpointError(f"{path}: its storage_meta is no StorageMeta", path=path)
 
 
 # ------------------------------------------------------------------------- the files in it, checked

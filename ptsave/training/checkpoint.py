@@ -575,7 +575,8 @@ def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> 
     for name in by_target:
         if name not in named:
             raise TypeError(
-                f"key_mapping is of {name!r}, which is no module and no optimizer among the targets"
+                f"key_mapping names {name!r}, which is neither a module nor an optimizer among the "
+                "targets"
             )
     return {name: renaming(rename) for name, rename in by_target.items()}
 

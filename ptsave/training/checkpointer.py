@@ -639,7 +639,8 @@ class AsyncCheckpointer:
         if self._pid != os.getpid():
             if self._parts is not None:
                 raise RuntimeError(
-                    "a process that was forked from a rank is none: make another AsyncCheckpointer"
+                    "this process was forked from a rank, and is no rank itself: make another "
+                    "AsyncCheckpointer"
                 )
             self._start_afresh()
 

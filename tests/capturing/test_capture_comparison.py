@@ -279,7 +279,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     assert [each.name for each in found.differences] == ["1/params/2#0/weight"]
     assert found.only_in_b == ["1/params/2#0/bias"]
     assert found.remarks == [f"not compared, as no parameters: 1 tensor of {tmp_path}/other.pt"]
-    with pytest.raises(ValueError, match="no parameters of step 7: it has those of 0, 1"):
+    with pytest.raises(ValueError, match="no parameters of step 7: it has parameters of 0, 1"):
         compare_captures(path, file, step=7)
     with pytest.raises(ValueError, match=r"neither .* nor .* is a capture"):
         compare_captures(file, file)
