@@ -1,8 +1,9 @@
 """`ptsave.open`: a checkpoint whose tensors are read only on request.
 
-The restricted machine builds the object once, over storages without bytes.  Its tensors have shapes
-and strides, take no memory, and are never handed out: indexing one gives the strides that say which
-blocks of the storage to read.  Whole records are verified; parts of records have no checksums.
+torch's restricted unpickler builds the object once, over storages without bytes.  Its tensors take
+no memory, and no caller gets them.  To read a part, the archive indexes such a tensor: the strides
+of the result say which blocks of the storage to read.  Only whole records can be verified, because
+a checksum covers a whole record.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ __all__ = ["Archive", "TensorInfo", "TensorSlice", "open"]
 class Archive:
     """An open checkpoint; :func:`ptsave.open` makes one.
 
-    Safe for concurrent use by threads.  A read that is under way when it is closed completes.
+    Safe for concurrent use by threads.  A read that has started completes even if another thread
+    closes the archive.
 
     Attributes
     ----------
     path : str
-        Its name in messages.
+        The checkpoint's name in messages.
     """
 
     def __init__(self, contents: Contents, path: str, *, verify: bool) -> None:
@@ -70,14 +72,15 @@ class Archive:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Metadata of the file: format and version of an archive, or safetensors' own."""
+        """The format and version of an archive, or the metadata of a safetensors file."""
         return dict(self._contents.metadata)
 
     def keys(self) -> list[str | Path]:
         """Return the names of all tensors, in the order of the file.
 
-        A name is the path through dicts, lists and tuples, with dots in between; it is the tuple of
-        keys where two tensors would have the same one.  A tensor alone is called ``""``.
+        A name joins the keys of dicts, lists and tuples with dots.  If two tensors would get the
+        same name, each is named by its tuple of keys.  If the whole object is a tensor, its name
+        is ``""``.
         """
         return list(self._names.names)
 
@@ -100,9 +103,9 @@ class Archive:
         Raises
         ------
         KeyError
-            If there is no such entry, or if the name may mean several.
+            If no entry has this name, or if several entries may be meant.
         TypeError
-            If the entry is no tensor.
+            If the entry is not a tensor.
         """
         tensor = self._tensor(name)
         number = self._names.number_of(name, tensor)
@@ -113,7 +116,7 @@ class Archive:
         return list(self._infos)
 
     def __getitem__(self, name: str | Path) -> Any:
-        """Return an entry as :func:`ptsave.load` would: a container with all its tensors read."""
+        """Return an entry as :func:`ptsave.load` would; all tensors in a container are read."""
         contents = self._contents
         entry = self._names.find(name)
         return read_entry(
@@ -132,8 +135,8 @@ class Archive:
     ) -> Tensor:
         """Read one tensor.
 
-        Only the bytes between its first and its last element are read.  The result has memory of
-        its own, and the file's strides unless they leave much of it unused.
+        Only the bytes between the tensor's first and last element are read.  The result has its own
+        memory.  It has the file's strides unless these would leave much of the memory unused.
 
         Parameters
         ----------
@@ -142,17 +145,17 @@ class Archive:
         device : torch.device or str, optional
             Target device: the CPU by default, wherever the tensor was saved from.
         verify : bool, optional
-            Whether to compare checksums.  A checksum covers a whole storage: by default it is
-            compared if the whole storage is read.  True reads the whole storage for it.
+            Whether to compare checksums.  A checksum covers a whole storage.  By default, it is
+            compared if the whole storage is read.  True always reads the whole storage.
         map_location : torch.device or str, optional
             Another name of `device`.
 
         Raises
         ------
         KeyError
-            If there is no such entry, or if the name may mean several.
+            If no entry has this name, or if several entries may be meant.
         TypeError
-            If the entry is no tensor.
+            If the entry is not a tensor.
         CorruptCheckpointError
             If the data is damaged.
         """
@@ -167,7 +170,7 @@ class Archive:
         verify: bool | None = None,
         map_location: torch.device | str | None = None,
     ) -> TensorSlice:
-        """Return a stand-in for a tensor whose parts are read when it is indexed.
+        """Return an object that reads a part of a tensor each time you index it.
 
         Parameters
         ----------
@@ -200,9 +203,9 @@ class Archive:
         return _LazyTensors(self)
 
     def verify(self, *, progress: bool = False) -> None:
-        """Compare everything in the file with its checksums.
+        """Compare all data in the file with its checksums.
 
-        Nothing is kept, so this needs little memory.  A safetensors file has no checksums.
+        The data is not kept, so this needs little memory.  A safetensors file has no checksums.
 
         Parameters
         ----------
@@ -212,7 +215,7 @@ class Archive:
         Raises
         ------
         CorruptCheckpointError
-            If anything is damaged; it names the records and the entries that use them.
+            If data is damaged; the message names the records and the entries that use them.
         """
         self._contents.verify(progress=progress)
 
@@ -221,19 +224,19 @@ class Archive:
     def calls(self) -> list[CapturedCall]:
         """Return the calls of modules that :func:`ptsave.capture` has recorded; no tensor is read.
 
-        A file of a killed process, opened with ``recover=True``, has the calls whose records were
-        written.  `parent` may then be the id of a call without a record.
+        If the process was killed while it captured, open the file with ``recover=True``.  Only
+        calls whose records were written are returned; `parent` may be a call without a record.
 
         Returns
         -------
         list of CapturedCall
-            In the order in which they began.  Each call has its arguments, results and gradients
-            by their paths, with dtypes, shapes and statistics.  `tensor` reads one of them.
+            In the order in which they began.  `CapturedCall.values` maps paths to the arguments,
+            results and gradients, with dtypes, shapes and statistics.  `tensor` reads a value.
 
         Raises
         ------
         ValueError
-            If the file is no capture, or one of a later version.
+            If the file is not a capture, or if a later version of ptsave wrote it.
         CorruptCheckpointError
             If its records are damaged.
 
@@ -266,8 +269,8 @@ class Archive:
         Parameters
         ----------
         phase : str, optional
-            ``"forward"``, ``"backward"``, ``"recompute"`` or ``"recompute_backward"``, whose values
-            are in `calls`, too; ``"params"`` or ``"grads"`` for the values of parameters.
+            ``"params"`` or ``"grads"`` selects the values of parameters.  ``"forward"``,
+            ``"backward"``, ``"recompute"`` and ``"recompute_backward"`` select values of calls.
         step : int, optional
             Only values of this step.
 
@@ -287,7 +290,7 @@ class Archive:
         verify: bool | None = None,
         map_location: torch.device | str | None = None,
     ) -> Tensor:
-        """Read one tensor of a capture, wherever in the file it is stored.
+        """Read one tensor of a capture.
 
         Parameters
         ----------
@@ -301,17 +304,17 @@ class Archive:
         Raises
         ------
         KeyError
-            If there is no such value, or if its tensor is not in the file: the message says why.
+            If no value has this name, or if its tensor is not in the file; the message says why.
         TypeError
-            If the value is no tensor.
+            If the value is not a tensor.
         ValueError, CorruptCheckpointError
-            As from `calls`; also if the tensor's data is damaged.
+            As from `calls`.  CorruptCheckpointError also if the tensor's data is damaged.
         """
         device = one_of(device=device, map_location=map_location)
         return self._read(self._run.tensor(name), device, verify)
 
     def summary(self) -> CaptureSummary:
-        """Return the totals of a capture, and of each class of modules; no tensor is read.
+        """Return totals of a capture, and of each module class in it; no tensor is read.
 
         Raises
         ------
@@ -380,7 +383,7 @@ class Archive:
 
 
 class TensorSlice:
-    """A tensor of an archive; an index reads only the elements that it selects.
+    """A tensor of an archive; indexing it reads only the selected elements.
 
     Attributes
     ----------
@@ -404,7 +407,7 @@ class TensorSlice:
         return list(self.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Read a part, selected by numbers, slices, ``...`` and None; others raise TypeError."""
+        """Read the part that integers, slices, ``...`` and None select; others raise TypeError."""
         check_index(index)
         return self._contents.read_slice(self._tensor, index, self._verify, self._device)
 
@@ -435,27 +438,27 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
 ) -> Archive:
     """Open a checkpoint to look at it, and to read parts of it.
 
-    Of a ``.pt`` file, only the directory at its end and the pickle are read, and then the entries
-    that you ask for.  No code of the file runs: only objects that :func:`torch.load` builds with
-    ``weights_only=True`` are built.  Everything is read into CPU memory.
+    Opening a ``.pt`` file reads only its pickle and the directory at its end; entries are read on
+    request.  No code of the file runs: only objects that :func:`torch.load` builds with
+    ``weights_only=True`` are built.  Tensors are read into CPU memory.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
         A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable file object, which is
         read from its current position on.  A path or URL leads to a file, an index of shards, or a
-        directory: of shards, of torch.distributed.checkpoint, or of one file per rank.  Its
+        directory: of shards, of torch.distributed.checkpoint, or of one file per rank.  A file's
         content, not its name, decides how it is read.
     verify : bool, default True
-        Whether storages that are read as a whole are compared with their CRC-32.
+        Whether to compare a storage with its CRC-32 when the whole storage is read.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     recover : bool, default False
         Whether to open the rest of a ``.pt`` or safetensors file that has lost its end, or that a
         :class:`ptsave.ArchiveWriter` has left unfinished.  A ``.pt`` file is first read whole and
         compared with its checksums.  A warning names the damaged or missing records and the
-        entries left out for them.  Those are items of dicts at any depth, and whole lists or other
-        objects that need such a record.
+        entries that need them.  These entries are left out: items of dicts at any depth, and whole
+        lists or other objects.
 
     Returns
     -------
@@ -465,32 +468,31 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     Raises
     ------
     NotCheckpointError
-        If it is something else; the message names its format.
+        If the file is not a checkpoint; the message names the file's format.
     CorruptCheckpointError
-        If it is damaged or cut short.
+        If the file is damaged or cut short.
     pickle.UnpicklingError
-        If torch's restricted machine cannot read its pickle.  Objects of classes that
-        ``weights_only=True`` does not allow are not built.  Asking for one raises this error,
-        which says how to trust its class.
+        If torch's restricted unpickler cannot read the pickle.  Objects of classes that
+        ``weights_only=True`` does not allow are not built.  Reading such an object raises this
+        error, and the message says how to trust its class.
     OSError
-        If it cannot be read: no such file, no permission, a directory, ...
+        If the file cannot be read: no such file, no permission, a directory, ...
 
     Notes
     -----
-    Files of the format before torch 1.6 and archives with compressed members are loaded as a
-    whole.  So are files that need values to build their object: those with sparse or quantized
-    tensors, tensor subclasses, or another byte order.
+    Some files are loaded as a whole: files of the format before torch 1.6, archives with compressed
+    members, and files with sparse or quantized tensors, tensor subclasses, or another byte order.
 
     The safetensors library checks the header of a ``.safetensors`` file.  A whole tensor of such a
     file is mapped into memory if the page cache of a local file system holds it.  You may replace
-    the file while its tensors exist, but not write into it.  Several threads read other tensors.  A
-    set of more files than a sixth of ``ulimit -n`` opens each file only while reading it; a file
-    that was replaced meanwhile is an OSError.
+    the file while its tensors exist, but not write into it.  Several threads read all other
+    tensors.  A set with more files than a sixth of ``ulimit -n`` opens each file only while reading
+    it.  If a file was replaced meanwhile, the read raises OSError.
 
     Opening a distributed checkpoint reads its metadata and objects.  A tensor is put together from
-    the parts of all ranks when you ask for it; `TensorInfo.chunks` says where they are.  Files of
-    `ptsave.distributed` have a checksum for each block of 4 KiB, which is compared for slices,
-    too.  Files of torch's writer have a checksum for each part.
+    the parts of all ranks when you read it; `TensorInfo.chunks` says where these parts are.  Files
+    that `ptsave.distributed` wrote have a checksum for each block of 4 KiB, so slices are verified,
+    too.  Files that torch wrote have a checksum for each part.
 
     Examples
     --------
@@ -522,23 +524,24 @@ class TensorInfo(NamedTuple):
     dtype : torch.dtype
         Dtype of its elements.
     shape : torch.Size
-        Shape in elements; -1 in a dimension in which the parts of a nested tensor differ.
+        Shape in elements.  For a nested tensor, -1 marks a dimension in which its parts differ.
     stride : tuple of int
         In elements; empty for a tensor that is nested or not strided.
     location : str or None
-        The device it was saved from, for example ``"cuda:0"``; None where the file does not say.
+        The device that it was saved from, such as ``"cuda:0"``; None if the file does not say.
     nbytes : int
-        Elements times their size; the storage may be larger, or smaller for an expanded tensor.
+        Number of elements times their size.  The storage may be larger; for an expanded tensor, it
+        is smaller.
     offset : int or None
-        Position of its first element in the file, in bytes, by the file's directory.  None for an
-        empty tensor, and for files that can only be loaded as a whole.
+        Position of its first element in the file, in bytes.  None for an empty tensor, and for
+        files that can only be loaded as a whole.
     record : str or None
-        The archive's record that holds its storage; None where there is none.
+        The archive's record that holds its storage; None if no record does.
     shared_with : sequence of (str or tuple)
-        The names of the other tensors in the same storage; equal to the tuple of them.
+        The names of the other tensors in the same storage; it compares equal to a tuple.
     chunks : sequence of ChunkInfo
-        The parts that ranks have written, if the file is a directory of
-        torch.distributed.checkpoint: index, shape, file and place of each.
+        For a directory of torch.distributed.checkpoint: the index, shape, file and place of each
+        part that a rank has written.
     """
 
     name: str | Path
@@ -554,7 +557,7 @@ class TensorInfo(NamedTuple):
 
 
 class _Others(Sequence["str | Path"]):
-    """The names of a group except one, as a view: a copy for each member would be quadratic."""
+    """A group's names except one, as a view: a copy for each member would be quadratic."""
 
     __slots__ = ("_group", "_left_out")
 

@@ -51,15 +51,15 @@ class ChunkInfo(NamedTuple):
     Attributes
     ----------
     offsets : tuple of int
-        Index of its first element in the tensor.
+        Index of the part's first element in the tensor.
     sizes : tuple of int
-        Elements of each dimension.
+        Shape of the part.
     file : str
         The file's name in the directory.
     offset : int
-        Where the item that holds it begins in the file, in bytes.
+        Position in the file, in bytes, of the item that holds the part.
     nbytes : int
-        The size of that item: the elements, and what torch.load needs to read them.
+        Size of this item: the elements, and the data that torch.load needs to read them.
     """
 
     offsets: tuple[int, ...]
@@ -321,7 +321,7 @@ class UnreadContents(OneFile):
 
 
 class LoadedContents(OneFile):
-    """Contents with tensors in memory, of a file that only loads as a whole."""
+    """Contents of a file that only loads as a whole: its tensors are in memory."""
 
     def __init__(
         self, obj: Any, locations: dict[int, str], metadata: dict[str, str], source: RangeSource

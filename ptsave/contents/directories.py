@@ -1,8 +1,8 @@
 """Finds the files of a checkpoint, and all checkpoints in a directory, by their content.
 
-The files of a set of ranks do not say how the parts of a tensor belong together.  So each rank's
-object is an entry of its own, ``rank0``, ``rank1``, ..., or ``model.rank0`` if the file names give
-an item.
+If each rank wrote its own file, the files do not say how to join the parts of a tensor.  So each
+rank's object stays a separate entry: ``rank0``, ``rank1``, ..., or ``model.rank0`` if the file
+names contain an item such as ``model``.
 """
 
 from __future__ import annotations

@@ -345,7 +345,7 @@ def _find_format(folder: Folder, names: list[str], shard_format: ShardFormat) ->
 
 
 class NumberedSet(NamedTuple):
-    """Files whose numbered names say that they belong together."""
+    """Files that belong together, because only a number differs in their names."""
 
     names: list[str]  # of the files that exist, in order
     missing: str  # the first missing name, or ""

@@ -1,4 +1,4 @@
-"""`ptsave.load`: loads a checkpoint of any kind; its content decides which reader it gets."""
+"""`ptsave.load`: loads a checkpoint of any kind; the content tells the kind."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def load(
 ) -> Any:
     """Load a file of :func:`torch.save` or :func:`ptsave.save`, as :func:`torch.load` does.
 
-    Storages are filled by several threads, directly in their final memory: cached bytes come from
-    the page cache, others from the disk past it.  The content of a file decides how it is read,
-    whatever it is called.
+    Several threads read the storages directly into their final memory.  Bytes in the page cache are
+    copied from there; all others are read from the disk without the cache.  A file's content, not
+    its name, decides how it is read.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable object with ``read``.  It
-        is a ``.pt`` file of any age or a safetensors file; a path or URL may also lead to an index
-        of shards or their directory.
+        A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable object with ``read``.
+        The file is a ``.pt`` file of any torch version or a safetensors file.  A path or URL may
+        also name an index of shards, or the directory of the shards.
     map_location : callable, torch.device, str, dict or None
         As for :func:`torch.load`.
     pickle_module : module or None
@@ -55,12 +55,12 @@ def load(
         As for :func:`torch.load`: by default only tensors, plain containers and allow-listed types
         are built, and no code of the file runs.
     mmap : bool or None
-        Whether to map a local file instead of reading it.  Then nothing is verified, because
-        nothing is read ahead.
+        Whether to map a local file instead of reading it.  A mapped file is not
+        verified, because its bytes are only read when they are used.
     verify : bool, default True
-        Whether every record is compared with its CRC-32, while its bytes are in the cache.  Files
-        whose storages were overwritten in place on purpose need ``verify=False``, or
-        ``PTSAVE_VERIFY=0`` in the environment where the call cannot be edited.
+        Whether to compare every record with its CRC-32.  If you have overwritten storages in the
+        file on purpose, pass ``verify=False``.  If you cannot edit the call, set
+        ``PTSAVE_VERIFY=0`` in the environment.
     progress : bool, default False
         Whether to show a progress bar.
     storage_options : mapping, optional
@@ -77,32 +77,33 @@ def load(
     Returns
     -------
     object
-        The saved object; of a safetensors file, and of several files, one dict of tensors.
+        The saved object; for a safetensors file, and for several files, one dict of tensors.
 
     Raises
     ------
     CorruptCheckpointError
-        A :class:`RuntimeError` that names the damaged record, its offset and the entries using it.
+        A :class:`RuntimeError`: the message names the damaged record, its offset and its entries.
     UnsupportedUrlError
-        A :class:`FileNotFoundError`: fsspec cannot read such a URL.
+        A :class:`FileNotFoundError`: fsspec cannot read this URL.
     ValueError
-        `mmap` is true, and `f` is no local path.
+        `mmap` is true, but `f` is not a local path.
     pickle.UnpicklingError
         As from :func:`torch.load`.
     RuntimeError, TypeError
-        `process_group` has been destroyed, or is no process group; or a rank of it has ended.
+        `process_group` has been destroyed, or is not a process group; or one of its ranks ended.
 
     Notes
     -----
-    With `process_group`, a failure of one rank (a damaged file, a refused pickle) is an error on
-    all ranks, which names the rank and the file.  A chunk of 8 MiB is sent while the next is read.
-    A rank needs 40 MiB above its tensors, and compares the checksums itself.  A rank that uses no
-    bytes (``map_location="meta"``) keeps none.
+    With `process_group`, if one rank fails (a damaged file, a refused pickle), all ranks raise an
+    error that names the rank and the file.  The reading rank sends a chunk of 8 MiB while it reads
+    the next.  Each rank compares the checksums itself, and needs 40 MiB besides its tensors.  A
+    rank with ``map_location="meta"`` keeps no bytes.
 
     Formats before torch 1.6, TorchScript archives and compressed archives are loaded by torch.
     File-like objects other than real files, :class:`io.BytesIO` and fsspec's wrappers of local
-    files are read in order, one storage at a time.  Afterwards the position of a file-like object
-    is behind the last storage, where torch leaves it.  A safetensors file has no checksums.
+    files are read in order, one storage at a time.  After the call, the position of a file-like
+    object is behind the last storage, as after :func:`torch.load`.  Safetensors files have
+    no checksums.
 
     Examples
     --------
@@ -128,7 +129,7 @@ def load_source(
     storage_options: Mapping[str, Any] | None = None,
     process_group: Any = None,
 ) -> Any:
-    """Load a checkpoint, as `ptsave.load` does; a local archive takes no other system calls."""
+    """Load a checkpoint, as `ptsave.load` does; a local archive needs no extra system calls."""
     if has_others(process_group):
         from ptsave.archive.group_archive import load_by_group
 

@@ -1,4 +1,4 @@
-"""Opens checkpoints of any kind from any place; a file's content decides which reader it gets."""
+"""Opens checkpoints of any kind from any place; a file's content decides how it is read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LEGACY = {"format": "torch before 1.6"}
 
 
 class OpenOptions(NamedTuple):
-    """How a checkpoint is opened; the first three as for `ptsave.open`."""
+    """How to open a checkpoint; the first three fields are arguments of `ptsave.open`."""
 
     storage_options: Mapping[str, Any] | None = None
     verify: bool = True

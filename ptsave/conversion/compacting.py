@@ -54,9 +54,9 @@ from ptsave.writing.targets import (
     scratch_folder,
 )
 
-# A part of a storage with one tensor is packed if it is more than so many times the elements.
+# If one tensor's range of a storage is more than so many times its elements, it is packed.
 _MAX_SPARSE = 2
-# The most bytes that one more storage takes: headers, alignment, its part of the pickle.
+# The most bytes that another storage adds to a file: headers, alignment, its part of the pickle.
 _RECORD_NBYTES = 1024
 
 
@@ -67,13 +67,13 @@ class Compaction:
     Attributes
     ----------
     path : str
-        The file or directory that was written, or would be.
+        The file or directory that was written, or that a dry run would write.
     n_tensors : int
         Number of tensors in the checkpoint.
     n_storages : int
-        Number of its storages with bytes that no tensor uses.
+        Number of storages with bytes that no tensor uses.
     nbytes_before, nbytes : int
-        The size of the files, before and after.
+        The size of the files in bytes, before and after.
     is_written : bool
         Whether a file was written.
     """
@@ -99,30 +99,30 @@ def compact(
 ) -> Compaction:
     """Rewrite a checkpoint without the bytes of storages that none of its tensors uses.
 
-    A saved view takes its whole storage along.  Here it gets a storage from its first to its last
-    element, or of its elements alone if it would leave most of that range unused.  Views that
-    overlap share one storage, so writing through one still changes the others.  Views that are a
-    KiB or more apart share nothing afterwards; for nearer views, one more storage would take as
-    much as it saves.  All else stays as it is.
+    torch.save writes a view's whole storage.  Compaction keeps only the range from the view's first
+    to its last element, or only its elements if they fill less than half of that range.  Views that
+    overlap still share a storage, so writing through one still changes the others.  Views that are
+    1 KiB or more apart no longer share a storage.  Nearer views do, because another
+    storage would cost as many bytes as it saves.  Everything else stays the same.
 
     Parameters
     ----------
     source : str, os.PathLike or file-like
-        As for :func:`ptsave.open`; it is loaded with ``weights_only=True``.  Several files are
-        compacted one by one, and keep their names.
+        As for :func:`ptsave.open`; the checkpoint is loaded with ``weights_only=True``.  If it has
+        several files, each is compacted and keeps its name.
     target : str or os.PathLike, optional
-        Path or URL to write to: a file, or for several files a directory, which also gets a copy of
-        their index.  By default, files are replaced if that makes them smaller.
+        Path or URL to write to.  For several files, it is a directory, which also gets a copy of
+        the index.  By default, a file is replaced if the new one is smaller.
     dry_run : bool, default False
-        Whether only to compute the size of the result.
+        Whether to compute only the size of the result, and write nothing.
     force : bool, default False
-        Whether to replace other files than the source.
+        Whether to replace an existing target.
     fsync : bool, default False
-        Whether the files are on the disk, past all caches, when the call returns.
+        Whether to wait until the files are on the disk, and not only in caches.
     progress : bool, default False
         Whether to show a progress bar.
     storage_options, target_storage_options : mapping, optional
-        For the file systems of URLs, of the source and of the target.
+        Arguments for the file systems of the source's URL and of the target's URL.
 
     Raises
     ------
@@ -131,22 +131,22 @@ def compact(
     FileExistsError
         If the target exists.
     SaveError
-        If the target cannot be written; it then stays unchanged.
+        If the target cannot be written.  The target is then unchanged.
     UnsupportedSourceError
         If the source is a file object and there is no target.
     TypeError
-        If `target_storage_options` are given, and `target` is a local path or is left out.
+        If `target_storage_options` is given, but `target` is a local path or is left out.
 
     Notes
     -----
-    A safetensors file has no unused bytes: it stays as it is, and a target is a copy of it.
+    A safetensors file has no unused bytes: it is not changed, and a target is a copy of it.
 
-    A file that can only be overwritten, not replaced, is first put together in a temporary file, in
-    its directory or in ``$TMPDIR``.  A compressed archive is inflated into a temporary file.  Files
-    that only load as a whole are rewritten from memory.
+    If a file can only be overwritten, not replaced, the new content is first written to a temporary
+    file in its directory or in ``$TMPDIR``.  A compressed archive is inflated into a temporary
+    file.  Files that only load as a whole are rewritten from memory.
 
-    Sparse, nested and quantized tensors, tensors with attributes and tensors of other types than
-    torch's own stay as they are.  So do views that share memory with them.
+    Sparse, nested and quantized tensors, tensors with attributes, and tensors of types that are not
+    torch's own do not change.  Views that share memory with them do not change either.
 
     Examples
     --------
@@ -181,7 +181,7 @@ def compact(
 
 
 def _require_replaceable(source: Any, storage_options: Mapping[str, Any] | None) -> None:
-    """Raise if the source cannot be replaced, before anything is read."""
+    """Raise if the source cannot be replaced."""
     if not isinstance(source, (str, os.PathLike)):
         raise UnsupportedSourceError(f"{describe(source)} cannot be replaced: pass a target")
     if is_url(source):
@@ -229,7 +229,7 @@ def _compact_files(files: ShardFiles, folder: str | None, options: _Options) -> 
 def _compact_file(source: RangeSource, path: str, is_other: bool, options: _Options) -> Compaction:
     with ExitStack() as stack:
         target: FileTarget = path
-        if not options.dry_run:  # raises if it is already clear that it cannot be written
+        if not options.dry_run:  # raises early if the target cannot be written
             target = resolve_target(path, options.target_options)
         nearby = os.path.realpath(target) if isinstance(target, str) else target
         sources = PayloadSources(stack, scratch_folder(nearby))
@@ -264,12 +264,12 @@ def _check_target(source: str, path: str, options: _Options) -> None:
 
 
 class _Part(NamedTuple):
-    """A range of bytes in a storage that tensors use."""
+    """A range of bytes of a storage that tensors use."""
 
     begin: int
     end: int
     users: list[int]  # numbers of the tensors
-    nbytes: int  # bytes that are kept: fewer than the range if a single tensor is packed
+    nbytes: int  # bytes to write: fewer than the range if its only tensor is packed
 
     @property
     def is_packed(self) -> bool:
@@ -277,13 +277,13 @@ class _Part(NamedTuple):
 
 
 class _Compactor:
-    """Makes tensors over storages of only the bytes that they need."""
+    """Gives tensors new storages with only the bytes that they need."""
 
     def __init__(self, sources: PayloadSources, *, dry_run: bool) -> None:
         self._sources = sources
         self._dry_run = dry_run
-        self.n_storages = 0  # that lose bytes
-        self.in_parts: list[StoragePlace] = []  # their places
+        self.n_storages = 0  # storages that lose bytes
+        self.in_parts: list[StoragePlace] = []  # the places of these storages
 
     def compact(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors of the same shapes, strides and kinds in the same order."""
@@ -300,7 +300,7 @@ class _Compactor:
                 kept += [(part, self.in_parts[-1]) for part in parts]
                 nothing = torch.UntypedStorage(0)
                 for i in group:
-                    if tensors[i].numel() == 0:  # it is in no part
+                    if tensors[i].numel() == 0:  # an empty tensor is in no part
                         self._move(result, i, nothing, 0)
         self._pack(result, [part for part, _ in kept if part.is_packed])
         self._cut(result, [(part, place) for part, place in kept if not part.is_packed])
@@ -350,7 +350,7 @@ def _by_storage(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is only its storage, shape and strides: nothing would get lost."""
+    """Whether storage, shape and strides are all that there is to a tensor."""
     return (
         type(tensor) in (Tensor, Parameter)
         and tensor.layout == torch.strided
@@ -367,7 +367,7 @@ def _parts_of(tensors: Sequence[Tensor], group: Sequence[int]) -> list[_Part]:
     alignment = max(tensors[i].itemsize for i in group)
     spans = ((*span_of(tensors[i].detach()), i) for i in group)
     merged: list[_Part] = []
-    # Views of other dtypes begin at a whole element, too.
+    # A part begins where an element of the largest dtype may begin.
     for begin, end, i in sorted((b - b % alignment, e, i) for b, e, i in spans if b < e):
         if merged and begin < merged[-1].end:
             merged[-1] = _joined(merged[-1], end, i)

@@ -1,11 +1,12 @@
 """`ptsave.convert`: writes the tensors of a checkpoint in another format.
 
-The source is opened unread, and its placeholders are pickled or listed in a header.  The writers of
-saving then bring each payload from its file, chunk by chunk, and compute its CRC-32.  Whole records
-are compared before the commit; a record that is used in parts is read once more before.
+The source is opened, but its tensors are not read: tensors without values are pickled, or listed in
+a header.  Then the writers of `ptsave.save` copy each payload from the source, chunk by chunk, and
+compute its CRC-32.  Whole records are compared with their checksums before the target appears.
+If only parts of a record are used, the whole record is read and compared first.
 
-Tensors that are no range of bytes (transposed, expanded, conjugate) go through a temporary file
-without a name, in pieces of 32 MiB.  A source at a URL goes through it as a whole.
+Tensors that are not one range of bytes (transposed, expanded, conjugate) go through an unnamed
+temporary file, in pieces of 32 MiB.  The whole source goes through such a file if it is at a URL.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ class Conversion:
     path : str
         The file or directory that was written.
     n_tensors : int
-        Number of tensors in it.
+        Number of tensors in the target.
     nbytes : int
-        The size of its files without an index.
+        The size of the written files in bytes, without an index.
     remarks : list of str
         Changes that lose no value, such as ``_metadata`` that a format cannot hold.
     """
@@ -100,12 +101,12 @@ class _Target:
 
     @property
     def file(self) -> FileTarget:
-        """The only file."""
+        """The target, if it is one file."""
         return self.path if self.url is None else self.url
 
     @property
     def files(self) -> Folder:
-        """The directory of several files."""
+        """The target, if it is a directory."""
         return LocalFolder(self.path) if self.url is None else self.url
 
     @property
@@ -134,42 +135,42 @@ def convert(
     storage_options: Mapping[str, Any] | None = None,
     target_storage_options: Mapping[str, Any] | None = None,
 ) -> Conversion:
-    """Write the tensors of a checkpoint in another format, bit by bit the same.
+    """Write the tensors of a checkpoint in another format, with the same bits.
 
-    Bytes go from file to file, through at most a few MiB for each thread.  Records of a ``.pt``
-    file are compared with their checksums on the way, before the target appears.
+    Bytes are copied from file to file, and take at most a few MiB of memory for each thread.
+    Records of a ``.pt`` file are compared with their checksums before the target appears.
 
     Parameters
     ----------
     source : str, os.PathLike or file-like
-        As for :func:`ptsave.open`: a file of either format, a directory of shards, their index, or
-        a directory of torch.distributed.checkpoint.
+        As for :func:`ptsave.open`: a ``.pt`` or safetensors file, a directory of shards, an index
+        of shards, or a directory of torch.distributed.checkpoint.
     target : str or os.PathLike
-        A path or a URL for fsspec: a file ``.pt``, ``.pth``, ``.bin``, ``.ckpt`` or
-        ``.safetensors``.  It becomes a directory of shards if it is a directory, ends with a slash
-        or has no suffix.
+        A path or a URL for fsspec.  The suffix of a file says its format: ``.pt``, ``.pth``,
+        ``.bin``, ``.ckpt`` or ``.safetensors``.  Shards are written to a directory if the target is
+        a directory, ends with a slash or has no suffix.
     format : {"pt", "safetensors", "dcp"}, optional
-        Format of a directory (default: ``"safetensors"``) or of a file with another suffix.
-        ``"dcp"`` is a directory with one file that :func:`torch.distributed.checkpoint.load` reads.
+        Format of a directory (default: ``"safetensors"``), or of a file with another suffix.
+        ``"dcp"`` writes a directory for :func:`torch.distributed.checkpoint.load`, with one file.
     max_shard_size : int or str, optional
         For a directory, as for :func:`ptsave.save_model`: default "5GB".
     max_size : int or str, optional
-        The most bytes that all tensors together may take in full.  The default is 8 times the
-        bytes of their storages, and at least 1 GiB: a file of a KiB can hold a tensor that is
-        expanded to any size.  It has no effect from ``.pt`` to a ``.pt`` file, where tensors stay
-        expanded.
+        The most bytes that all tensors together may take once they are written in full.  This
+        guards against small files with huge expanded tensors.  The default is 8 times the bytes of
+        the storages, and at least 1 GiB.  It has no effect from a ``.pt`` file to a ``.pt`` file,
+        where tensors stay expanded.
     drop : bool, default False
-        Whether entries that the format cannot hold are left out; otherwise they are an error.
+        Whether to leave out entries that the format cannot hold, instead of raising ValueError.
     force : bool, default False
         Whether to replace an existing target.
     fsync : bool, default False
-        Whether the files are on the disk, past all caches, when the call returns.
+        Whether to wait until the files are on the disk, and not only in caches.
     progress : bool, default False
         Whether to show a progress bar.
     recover : bool, default False
-        As for :func:`ptsave.open`: whether the rest of a file that has lost its end is read.
+        As for :func:`ptsave.open`: whether to read the rest of a file that has lost its end.
     storage_options, target_storage_options : mapping, optional
-        For the file systems of URLs, of the source and of the target.
+        Arguments for the file systems of the source's URL and of the target's URL.
 
     Returns
     -------
@@ -179,30 +180,30 @@ def convert(
     Raises
     ------
     ValueError
-        If the target cannot hold everything (the message names the rest), two tensors have the same
-        flat name, the tensors would take more than `max_size`, or the arguments contradict.
+        If the target cannot hold an entry (the message names such entries), two tensors have the
+        same flat name, the tensors would take more than `max_size`, or the arguments contradict.
     FileExistsError
         If the target exists, or is the source.
     CorruptCheckpointError
         If the source is damaged; the message names records and entries.
     SaveError
-        If the target cannot be written, or is a URL that fsspec cannot write to.  After an error
-        there is no target, or the old one.
+        If the target cannot be written, or is a URL that fsspec cannot write to.  An error leaves
+        the old target, or none.
 
     Notes
     -----
-    A ``.pt`` file that is made from one other file keeps its object.  From a distributed checkpoint
-    it gets the object that torch's ``dcp_to_torch_save`` writes: whole tensors of all ranks in
-    dicts and lists.  All other results are flat dicts of tensors.  Extra state of modules that is
-    no tensor goes into the metadata of safetensors files, where `save_model` has it, and from there
-    into a file.
+    If source and target are single files, a ``.pt`` target keeps the source's object.  From a
+    distributed checkpoint, a ``.pt`` file gets the object that torch's ``dcp_to_torch_save``
+    writes: whole tensors in dicts and lists.  All other results are flat dicts of tensors.  If a
+    module's extra state is not a tensor, it goes to the metadata of safetensors files, as by
+    `save_model`; a ``.pt`` file gets it back from there.
 
-    Rows of ranks are read from their files while they are written; other parts, such as columns, go
-    through a temporary file.  Files that only load as a whole (from before torch 1.6, or with
-    sparse or quantized tensors) are converted from memory.  Compressed archives, tensors that are
-    not contiguous, and sources that are no local files go through a temporary file without a name
-    beside the target.  Bytes go from file to file: no device is used, wherever the tensors were
-    saved from.
+    In a distributed checkpoint, parts that are whole rows are copied from file to file; other
+    parts, such as columns, go through a temporary file.  Files that only load as a whole (from
+    before torch 1.6, or with sparse or quantized tensors) are converted from memory.  Compressed
+    archives, tensors that are not contiguous, and sources that are not local files go through an
+    unnamed temporary file beside the target.  No device is used, even if the tensors were saved
+    from one.
 
     Examples
     --------
@@ -254,7 +255,7 @@ class _Writing:
     _max_size: int | str | None
     _fsync: bool
     _progress: bool
-    _extra: dict[str, str] = field(default_factory=dict)  # state of modules that is no tensor
+    _extra: dict[str, str] = field(default_factory=dict)  # of modules; not tensors
 
     def write_object(self, *, drop: bool) -> None:
         obj = self._checkpoint.obj
@@ -353,9 +354,9 @@ class _Writing:
     def _without_metadata(
         self, tensors: dict[str, Tensor], extra: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Tensor]:
-        """Add tensors under names that only metadata has, as safetensors' load_model does.
+        """Add tied tensors, whose names only the metadata has, as safetensors' load_model does.
 
-        A remark names the metadata that is left out.  The modules' extra state `extra` is kept.
+        A remark names the metadata that is left out, except the modules' extra state `extra`.
         """
         kept = metadata_names(extra)
         metadata = {k: v for k, v in self._checkpoint.metadata.items() if k not in kept}
@@ -385,7 +386,7 @@ class _Writing:
 
 
 def _without_ties(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors without those that are the same contiguous memory in the same shape."""
+    """Return one tensor for each contiguous memory, dtype and shape, and all other tensors."""
     found: dict[Any, Tensor] = {}
     for tensor in tensors:
         place = (storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
@@ -483,7 +484,7 @@ def _check_target(target: _Target, source: str, *, force: bool) -> None:
 
 
 def _own_names(target: _Target) -> set[str]:
-    """Return the names of files in a directory that the target may replace."""
+    """Return the file names in the target's directory that the conversion may replace."""
     if target.format == "dcp":
         return {".metadata"}
     files = FORMAT_FILES[target.format]

@@ -36,7 +36,7 @@ _PLAIN_TYPES = (Tensor, Parameter)
 
 
 class RankWriting:
-    """A dict whose entries have different flat names, laid out as one rank's file."""
+    """Lays out a dict as one rank's file; two entries with one flat name raise ValueError."""
 
     def __init__(
         self, checkpoint: SourceCheckpoint, sources: PayloadSources, *, max_size: int | str | None
@@ -103,7 +103,7 @@ class RankWriting:
         self._metadata.storage_data[MetadataIndex(name, offsets)] = info
 
     def write(self, path: str, *, fsync: bool, progress: ProgressCallback | None) -> None:
-        """Write the directory, or replace its checkpoint; after a SaveError the old one stays."""
+        """Write the directory, or replace its checkpoint; a SaveError leaves the old checkpoint."""
         directory = CheckpointDirectory(path)
         existed = os.path.isdir(path)
         try:
@@ -138,7 +138,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _remarks(obj: Mapping[Any, Any]) -> list[str]:
-    """Return a remark if keys of dicts become text, as in every save of DCP."""
+    """Return a remark if keys of dicts become text, as they do whenever DCP saves."""
     found = 0
     pending: list[Any] = [obj]
     while pending:

@@ -1,4 +1,4 @@
-"""Weights that one rank of a process group reads, and from which all ranks fill their models.
+"""One rank of a process group reads weights, and all ranks fill their models from them.
 
 The reading rank opens the files and lists their contents, and each rank plans for its own model.
 Each record that any rank needs is then sent once, in the order of the files.
@@ -79,7 +79,7 @@ class SentShard(NamedTuple):
 
 
 class WeightSource:
-    """The open files on the reading rank; records, or tensors, are numbered through all files."""
+    """The open files on the reading rank; numbers of records or tensors go on from file to file."""
 
     def __init__(self, opened: OpenShards) -> None:
         by_shard: dict[Shard, list[Entry]] = defaultdict(list)
@@ -293,7 +293,7 @@ class GroupWeights:
 
 
 class GroupFilling:
-    """`Filling` for a group's exchanges; `progress` is called with the bytes delivered so far."""
+    """Fills a model from records that a group sends; `progress` gets the bytes delivered so far."""
 
     def __init__(self, weights: GroupWeights, progress: ProgressCallback | None) -> None:
         self._weights = weights

@@ -1,4 +1,4 @@
-"""`iter_weights`, and reading ahead of use: in order, and in bounded memory."""
+"""`iter_weights`, and `read_ahead`: reads tensors ahead of use, in order, in bounded memory."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def iter_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a set of shards, or one file, in the order of the files.
 
-    The next tensors are read while one is used.  Tensors that the caller does not keep take at most
-    128 MiB, or as much as the largest tensor.
+    While the caller uses one tensor, the next ones are read.  Tensors that the caller does not keep
+    take at most 128 MiB, or as much as the largest tensor.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def iter_weights(
     rename : callable or mapping, optional
         New names, as for :func:`ptsave.load_model`; tensors whose new name is None are not read.
     prefix : str, default ""
-        Reads only tensors whose names begin with it, under their names without it.
+        Reads only tensors whose names begin with the prefix, and removes the prefix from the names.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     map_location, key_mapping : optional
@@ -58,7 +58,7 @@ def iter_weights(
     Yields
     ------
     (str, torch.Tensor)
-        The tensor has memory of its own, and may be kept.
+        The tensor has its own memory, and the caller may keep it.
 
     Raises
     ------
@@ -119,26 +119,26 @@ def iter_weights(
 
 _T = TypeVar("_T")
 
-# For tensors that do not go straight into a parameter: those in use and those being read.
+# Bounds the tensors in use and being read, without those that go straight into a parameter.
 MAX_AHEAD_NBYTES = 128 << 20
-_MIN_AHEAD_NBYTES = 1 << 20  # below this another thread costs more than it saves
+_MIN_AHEAD_NBYTES = 1 << 20  # for fewer bytes, another thread costs more than it saves
 _MIN_MEAN_NBYTES = 4 << 10  # smaller reads spend their time in Python, which threads share
 
 
 class Bounds(NamedTuple):
     """How far reading may be ahead of use; one large tensor may exceed both sizes."""
 
-    n_threads: int  # and batches that are read at a time
-    n_batches: int  # that may wait unused
+    n_threads: int  # each reads one batch at a time
+    n_batches: int  # batches that may wait unused
     batch_nbytes: int
-    max_nbytes: int  # of all batches
+    max_nbytes: int  # of all batches together
 
     @classmethod
     def of(cls, shards: Iterable[Shard], max_nbytes: int) -> Bounds:
         """Return the bounds for shards: only local safetensors files are read by two threads.
 
-        Their batches are small, so that the first tensors are there soon and little memory is
-        touched: a used batch leaves its pages for the next but two.
+        Their batches are small, so that the first tensors arrive soon and little memory is touched:
+        a used batch passes its memory on to the third batch after it.
         """
         if all(each.file is not None for each in shards):
             return cls(2, 3, min(16 << 20, max_nbytes // 2), max_nbytes)
@@ -147,7 +147,7 @@ class Bounds(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class _Batch(Generic[_T]):
-    """Items that are read together; `pending` is the future of reads that are not done yet."""
+    """Items that are read together; `pending` is the future of reads in another thread."""
 
     items: list[tuple[_T, Read | None]]
     nbytes: int
@@ -162,8 +162,8 @@ def read_ahead(
 ) -> Generator[list[tuple[_T, Read | None]], None, None]:
     """Yield batches of items whose reads are done, while the next ones are being read.
 
-    `items` are pairs of an item and its bytes. `stage` returns the reads of items, with memory for
-    them, or None for an item that reads nothing. The thread that asks for the batches calls it.
+    `items` are pairs of an item and its number of bytes. `stage` allocates memory for items and
+    returns their reads, or None for an item that reads nothing. It runs in the caller's thread.
     """
     batches: deque[_Batch[_T]] = deque()
     with ThreadPool(bounds.n_threads, "ptsave-read") as threads:
@@ -182,7 +182,7 @@ def read_ahead(
 
 
 def _grouped(items: Iterable[tuple[_T, int]], max_nbytes: int) -> Iterator[tuple[list[_T], int]]:
-    """Yield items to read together, and their bytes: at most `max_nbytes`, or one larger item."""
+    """Yield groups of at most `max_nbytes`, or one larger item, and the bytes of each group."""
     iterator = iter(items)
     ahead = next(iterator, None)
     while ahead is not None:

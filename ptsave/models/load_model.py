@@ -1,7 +1,7 @@
 """`load_model`: fills a model from published weights, as inference engines do.
 
-Every file is open, and all names, shapes and sizes are checked, before the model changes. The files
-stay open, so a set that is replaced meanwhile is read to its end.
+Before the model changes, every file is opened, and all names, shapes and sizes are checked. The
+files stay open, so the old set is read to its end even if another process replaces it.
 """
 
 from __future__ import annotations
@@ -75,20 +75,20 @@ def load_model(
     """Fill a model's parameters and buffers from a directory of shards, or one file.
 
     Before the first byte of the model changes, all files are opened, and names, shapes, headers and
-    sizes are checked.  Then every byte is read once, by several threads.  It goes straight into the
-    parameter if nothing else is needed.  Other tensors are read ahead of their use, into at most
-    128 MiB of memory, or as much as the largest tensor that a ``weight_loader`` gets.  This memory
-    is page-locked, up to ``PTSAVE_MAX_PINNED_BYTES``, if loaders copy it to an accelerator.  Parts
-    of a safetensors file that the page cache holds are not read ahead, but used where they are.
+    sizes are checked.  Then several threads read every byte once, where possible straight into the
+    parameter.  Other tensors are read ahead of their use, into a buffer of at most 128 MiB, or of
+    the largest tensor that a ``weight_loader`` gets.  If loaders copy to an accelerator, the buffer
+    is page-locked, up to ``PTSAVE_MAX_PINNED_BYTES``.  Parts of a safetensors file that the
+    page cache holds are not copied to the buffer, but used where they are.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The model.  A parameter with a ``weight_loader`` is filled by it, in the order of the files:
+        The model.  A parameter's ``weight_loader`` fills the parameter, in the order of the files:
         ``weight_loader(parameter, tensor)``, or ``weight_loader(parameter, tensor, shard_id)`` for
         a part of a packed parameter.  A loader with an argument `expert_id`, as vLLM's ``FusedMoE``
         has, is called with the parameter's name, ``shard_id="w1"`` and ``expert_id=3`` for a shard
-        id ``("w1", 3)``.  The tensor is on the CPU, as the file has it, and may be kept.  A loader
+        id ``("w1", 3)``.  The loader gets the file's tensor on the CPU, and may keep it.  A loader
         with the attribute ``takes_slices = True`` gets a `WeightSlice` instead, which reads only
         the parts that the loader selects: ``weight[begin:end]``,
         ``weight.narrow(dim, begin, length)``.  Each rank reads its own part of a DTensor (FSDP2,
@@ -96,43 +96,44 @@ def load_model(
     path : str, os.PathLike or file-like
         A directory, by path or URL, or one file: an index of shards, a safetensors file, or
         anything that :func:`torch.load` reads with ``weights_only=True``.  A seekable file object
-        works, too.  A file's content, not its name, decides how it is read.  In a directory the
-        first of these patterns counts: ``*.safetensors``, ``pytorch_model*.bin``,
+        works, too.  A file's content, not its name, decides how it is read.  In a directory, the
+        first pattern that matches counts: ``*.safetensors``, ``pytorch_model*.bin``,
         ``model*.bin``, ``*.pt``, ``consolidated.*.pth``, ``*.pth``.  If there is an index, it names
         the files.
     packed_modules_mapping : mapping or list, optional
-        Modules of the checkpoint that are parts of one in the model, each with the packed name and
-        a shard id: ``{"q_proj": ("qkv_proj", "q"), ...}``.  The shard id may be a tuple
-        (``("w1", 3)``).  A list of such tuples is for a tensor that goes to several places.
+        Modules of the checkpoint that the model packs into one.  It maps each to the packed name
+        and a shard id: ``{"q_proj": ("qkv_proj", "q"), ...}``.  The shard id may be a tuple
+        (``("w1", 3)``).  A list of such tuples sends one tensor to several places.
         ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`` has the shard ids 0, 1 and 2.  A list of
         ``(packed name, name, shard id)`` is the same.  Names match whole components of a path, with
-        or without a dot at their end, and the longest name wins.  Only a tensor that fits nowhere
-        else is looked for within components.  Default: the model's attribute of that name, if it
-        has one.  A tensor whose packed parameter does not exist keeps its name.  Parts of a
+        or without a dot at their end, and the longest name wins.  If a tensor fits nowhere else,
+        names also match within components.  Default: the model's attribute of the same name, if it
+        exists.  A tensor whose packed parameter does not exist keeps its name.  Parts of a
         parameter without a ``weight_loader`` are put end to end, in the order of the mapping,
-        along the dimension in which their sizes add up to the parameter's.
+        along the dimension in which their sizes add up to the parameter's size.
     rename : callable or mapping, optional
-        New names for the checkpoint's, before they are mapped to packed modules.  It is a function
-        of a name, or a mapping of whole names or of one or more of their components
-        (``{"transformer.h": "layers", "gamma": "weight"}``).  The new name None leaves a tensor
-        out.
+        New names for the checkpoint's tensors, before they are mapped to packed modules.  It is a
+        function of a name, or a mapping from whole names, or from one or more components of names
+        (``{"transformer.h": "layers", "gamma": "weight"}``).  A tensor whose new name is None
+        is left out.
     prefix : str, default ""
-        Loads only tensors whose names begin with it, under their names without it:
+        Loads only tensors whose names begin with the prefix, and removes the prefix from the names:
         ``"vision_tower."`` for a part of a model.
     strict : bool, default True
-        Whether tensors that are missing, unexpected, there twice, or left out of a packed parameter
-        are an error.  If not, the later of two tensors for one place is loaded.
+        Whether to raise an error for tensors that are missing, unexpected or duplicate, and for
+        missing parts of a packed parameter.  If False, the later of two duplicates is loaded.
     ignore_mismatched_sizes : bool, default False
-        Whether tensors of another shape are left out, and named in the result, instead of being
-        errors.
+        Whether to leave out tensors with a wrong shape, and name them in the result, instead of
+        raising an error.
     assign : bool, default False
         Whether new tensors with the file's dtypes replace parameters and buffers, as by
-        ``load_state_dict(assign=True)``, once all is read.  Packed parameters and those with a
-        ``weight_loader`` are filled.  A model on the meta device needs no `device` then.
+        ``load_state_dict(assign=True)``, once all are read.  Packed parameters and parameters with
+        a ``weight_loader`` are still filled.  With `assign`, a model on the meta device needs no
+        `device`.
     device : torch.device, str or int, optional
         Device to move the model to.  A tensor on the meta device gets memory there, as by
-        :meth:`torch.nn.Module.to_empty`, but tied parameters stay tied, and attributes stay.
-        Any other tensor is moved.  By default the model stays where it is.
+        :meth:`torch.nn.Module.to_empty`, but stays tied and keeps its attributes.  Any other
+        tensor is moved.  By default, the model stays where it is.
     dtype : torch.dtype, optional
         Dtype to convert the model's floating-point tensors to before they are filled, as by
         :meth:`torch.nn.Module.to`; with `assign`, the dtype of the new tensors.
@@ -141,27 +142,27 @@ def load_model(
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     process_group : torch.distributed.ProcessGroup, optional
-        One of its ranks, or one of each host, reads the files.  Every rank makes the call, with the
-        same path, and with a model and options of its own.  An error on one rank is raised on all.
-        If a model does not fit, nothing has been overwritten by then.  A ``weight_loader`` with
-        ``takes_slices`` gets its whole tensor in memory.
+        One rank of the group, or one rank of each host, reads the files.  Every rank makes the call
+        with the same path, but with its own model and options.  If one rank fails, all raise.  If
+        a model does not fit, all raise before a model changes.  A ``weight_loader`` with
+        ``takes_slices`` gets a slice of a tensor that is whole in memory.
     map_location, key_mapping : optional
         Other names of `device` and `rename`.
 
     Returns
     -------
     LoadedWeights
-        The names that did not fit.
+        The names of tensors that did not fit.
 
     Raises
     ------
     RuntimeError
-        Names or shapes do not fit, as from :meth:`torch.nn.Module.load_state_dict`, with the names
-        of the file and the tensor.  Or a model is on the meta device without `device`.  Or a
+        Names or shapes do not fit, as from :meth:`torch.nn.Module.load_state_dict`; the message
+        names the file and the tensor.  Or a model is on the meta device without `device`.  Or a
         tensor for a ``weight_loader`` is expanded to more than 1 GiB and 8 times its storage.
     CorruptCheckpointError
-        A file is damaged or cut short, is no checkpoint (a git-lfs pointer, a web page), or lacks
-        a tensor that the index promises.
+        A file is damaged or cut short, is not a checkpoint (a git-lfs pointer, a web page), or
+        lacks a tensor that the index promises.
     FileNotFoundError
         There are no shards, or one of them is missing.
     UnsupportedUrlError
@@ -171,22 +172,23 @@ def load_model(
     UnsupportedSourceError
         With `process_group`, `path` is a file object.
     TypeError
-        A file holds something else than tensors, or an argument has a wrong type.
+        A file holds objects that are not tensors, or an argument has a wrong type.
     ValueError
-        The directory holds several models, or the parts of one that was divided among ranks
+        The directory holds several models, or the parts of a model that was divided among ranks
         (``consolidated.00.pth``, ``consolidated.01.pth`` with the same names).
 
     Notes
     -----
-    Parameters and buffers that share memory count as one, and one of their names is enough.  If
-    the checkpoint has several, the last in the model's order counts, as for ``load_state_dict``.
-    Buffers that state dicts leave out may be missing.  Lazy buffers
-    (:func:`ptsave.register_lazy_buffer`) take the checkpoint's shape, and become None if it lacks
-    them.  Hooks, overrides of ``_load_from_state_dict``, migrations of versions, extra state
-    and lazy modules work as in :meth:`torch.nn.Module.load_state_dict`.  The entries that such code
-    asks for stay in memory until its module is loaded; all others are read straight into place.
+    Parameters and buffers that share memory count as one, and one of their names is enough.  If the
+    checkpoint has several of these names, the last in the model's order counts, as for
+    ``load_state_dict``.  Non-persistent buffers may be missing.  Lazy buffers
+    (:func:`ptsave.register_lazy_buffer`) take the checkpoint's shape, and become None if the
+    checkpoint lacks them.  Hooks, overrides of ``_load_from_state_dict``, migrations of versions,
+    extra state and lazy modules work as in :meth:`torch.nn.Module.load_state_dict`.  The entries
+    that such code reads stay in memory until its module is loaded; all others are read straight
+    into place.
     The CRCs in files of :func:`torch.save` are verified, except for tensors that are read in part.
-    Safetensors files have none.
+    Safetensors files have no checksums.
 
     Examples
     --------
@@ -331,7 +333,7 @@ def _fill_by_code(
 def _move(
     model: nn.Module, plan: WeightPlan, options: ModuleLoadOptions, assigned: Collection[str]
 ) -> list[str]:
-    """Move the model, give tensors on the meta device memory, and return the names of those."""
+    """Move the model, give memory to tensors on the meta device, and return their names."""
     device, dtype = options.device, options.dtype
     on_meta = [
         name

@@ -1,8 +1,8 @@
-"""Loads models with code of their own, such as hooks, from open files, as `load_state_dict` does.
+"""Loads models whose own code takes part in loading, from open files, as `load_state_dict` does.
 
-That code sees a state dict of stand-ins, tensors without memory, and each copy of a stand-in
-becomes a read. Before code that is not torch's runs, the entries of its module are read, and those
-of the children when the code asks for them.
+A model's own code, such as a hook, sees a state dict of stand-ins: tensors without memory. Each
+copy from a stand-in becomes a read from the file. Before a module's own code runs, the
+module's entries are read. The entries of its children are read when the code asks for them.
 """
 
 from __future__ import annotations

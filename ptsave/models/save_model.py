@@ -1,8 +1,8 @@
 """`save_model`: a model as a set of shards in the Hugging Face layout.
 
-The index makes files a model. It is renamed into place after all shards, whose names are new: they
-have a tag where a set is replaced. Then the old files are removed, an unsplit file first, because
-readers prefer it to an index.
+Only the index makes shards a model, so it is renamed into place after all shards are written. If a
+set is replaced, the new shards have a tag in their names. Then the old files are removed. A single
+file of the whole model is removed first, because readers prefer it to an index.
 """
 
 from __future__ import annotations
@@ -49,55 +49,54 @@ def save_model(
 ) -> None:
     r"""Save weights in shards with an index, which :func:`ptsave.load_model` and transformers read.
 
-    A reader of the directory meanwhile finds the set that was there before, or the new one.
+    A process that reads the directory during the save finds the old set or the new one.
 
     Parameters
     ----------
     model_or_state_dict : torch.nn.Module or mapping of str to torch.Tensor
         The weights to save.
     directory : str or os.PathLike
-        Directory of the files, created if it does not exist, or a URL (``"s3://bucket/model"``).  A
-        name that ends with ``.safetensors``, and is no directory, is one file with all weights.
+        Directory of the files, created if it does not exist, or a URL (``"s3://bucket/model"``).
+        If the name ends with ``.safetensors``, and is not a directory, all weights go to one file.
     max_shard_size : int or str, default "5GB"
-        The bytes of tensors that a shard holds at most; a larger tensor has a shard of its own.  A
-        number, or one with a unit: ``"500MB"`` (10**6 bytes), ``"2GiB"`` (2**30).
+        The most bytes of tensors in a shard; a larger tensor gets its own shard.  A number of
+        bytes, or text with a unit: ``"500MB"`` (MB: 10**6 bytes), ``"2GiB"`` (GiB: 2**30).
     format : {"safetensors", "pt"}, default "safetensors"
         ``model-00001-of-00008.safetensors``, ... and ``model.safetensors.index.json``, or
-        ``pytorch_model-00001-of-00008.bin``, ... and ``pytorch_model.bin.index.json``.  A model in
-        one file is ``model.safetensors`` or ``pytorch_model.bin``, without an index.
+        ``pytorch_model-00001-of-00008.bin``, ... and ``pytorch_model.bin.index.json``.  A model
+        that fits in one shard is ``model.safetensors`` or ``pytorch_model.bin``, without an index.
     packed_modules_mapping : mapping or list, optional
-        As for :func:`ptsave.load_model`: packed parameters are saved in parts, under the names that
-        published checkpoints have for these.  A parameter's ``weight_saver(parameter, shard_id)``
-        returns a part.  Otherwise the parts follow each other in the order of the mapping.  Their
-        sizes are those that `load_model` has filled them from, those in the list `output_sizes` of
-        the parameter's module, or equal ones.
+        As for :func:`ptsave.load_model`: each part of a packed parameter is saved under its name in
+        published checkpoints.  If the parameter has a ``weight_saver(parameter, shard_id)``, this
+        returns each part.  If not, the parts follow each other in the order of the mapping.  They
+        have the sizes that `load_model` has read, or the sizes in the list `output_sizes` of the
+        parameter's module, or equal sizes.
     fsync : bool, default False
-        Whether the files are on the disk, past all caches, when the call returns.
+        Whether to wait until the files are on the disk, and not only in caches.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
 
     Raises
     ------
     TypeError
-        For an entry that is no tensor, or a kind of tensor that the format cannot hold.
+        If an entry is not a tensor, or is a kind of tensor that the format cannot hold.
     ValueError
-        For an invalid size or format, and for a packed parameter with parts of unknown sizes.
+        If the size or format is invalid, or the sizes of a packed parameter's parts are unknown.
     SaveError
         If a file cannot be written, or `directory` is a URL that fsspec cannot write to.  The
-        directory then holds the old set, or the new one if all of that was written.
+        directory then holds the old set, or the new set if all of its files were written.
 
     Notes
     -----
-    Tied tensors (the same memory in the same shape) are stored once.  ``"safetensors"`` files have
-    the first of their names, with the others in the metadata; ``"pt"`` files have all names.
-    Extra state of modules that is no tensor is in the metadata of a safetensors file, where
+    Tied tensors (the same memory in the same shape) are stored once.  A ``"safetensors"`` file has
+    the first name, and the other names in its metadata; a ``"pt"`` file has all names.  If a
+    module's extra state is not a tensor, it goes to the metadata of the safetensors file, where
     `load_model` finds it.
 
-    Shards are written under new names: where a set is replaced, they contain a tag.  The index is
-    renamed into place when all of them are complete, and then the files of the older set are
-    removed.  A reader that has read the old index by then, but has not opened its shards, finds
-    them missing.  One process at a time may save to a directory.  Files of the other format are
-    left alone.
+    Shards are written under new names; if they replace a set, these names contain a tag.  When all
+    shards are complete, the index is renamed into place, and then the old files are removed.  A
+    reader that has read the old index, but has not opened the old shards yet, finds them missing.
+    One process at a time may save to a directory.  Files of the other format stay.
 
     Examples
     --------
@@ -148,7 +147,7 @@ def save_model(
 
 @dataclass
 class Shard:
-    """The tensors of one file with their other names, and extra state that is no tensor."""
+    """The tensors of one file, their aliases (names of tied tensors), and other extra state."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
@@ -158,7 +157,7 @@ class Shard:
     def under_all_names(
         self, stored: Callable[[Tensor], Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Return what is stored of each tensor, under its name and its aliases."""
+        """Return each tensor, or `stored(tensor)`, under its name and its aliases."""
         named: dict[str, Tensor] = {}
         for name, tensor in self.tensors.items():
             value = tensor if stored is None else stored(tensor)
@@ -175,7 +174,7 @@ def _named_file(path: Any, storage_options: Mapping[str, Any] | None) -> FileTar
 
 
 def _tensors_of(state_dict: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a state dict's tensors, and the extra state of modules that is no tensor."""
+    """Return a state dict's tensors, and the extra state of modules that is not a tensor."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"expected a module or a state dict, not {type(state_dict).__name__}")
     objects = {name: value for name, value in state_dict.items() if is_extra_state(name, value)}
@@ -194,8 +193,8 @@ def _tensors_of(state_dict: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def split(tensors: Mapping[str, Tensor], limit: int, *, tied: bool = True) -> list[Shard]:
     """Fill one shard after the other with tensors, in order.
 
-    A shard has at most `limit` bytes of tensors, or one larger tensor. With `tied`, tensors of the
-    same memory and shape are stored once, under several names.
+    A shard has at most `limit` bytes of tensors, or one larger tensor. With `tied`, tensors with
+    the same memory and shape are stored once, under several names.
     """
     shards = [Shard()]
     homes: dict[object, tuple[Shard, str]] = {}
@@ -228,7 +227,7 @@ class ShardSet:
     fsync: bool
 
     def write(self) -> None:
-        """Write the shards, then the index, and then remove the files that they replace."""
+        """Write the shards, then the index, and then remove the old files."""
         files = FORMAT_FILES[self.kind]
         old = files_of_sets(self.folder, files)
         names = self._names(files)
@@ -251,7 +250,7 @@ class ShardSet:
         count = len(self.shards)
         if count == 1:
             return [files.single]  # a rename replaces it at once
-        # A shard with a name of the old set would change that set before the index does.
+        # A shard under an old name would change the old set before the new index is there.
         for tag in ("", f"-{secrets.token_hex(4)}"):
             names = [
                 f"{files.stem}{tag}-{number:05}-of-{count:05}{files.suffix}"
@@ -291,7 +290,7 @@ class ShardSet:
         return f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
 
     def _remove(self, old: set[str], files: ShardFormat) -> None:
-        """Remove the older set in an order in which every reader finds the new one meanwhile."""
+        """Remove the old set in such an order that readers always find the new one."""
         if len(self.shards) > 1:
             # Readers prefer an unsplit model to an index, so removing it makes the new set the
             # model.

@@ -1,7 +1,7 @@
-"""Parts of stored tensors: which one fills which part of the model, and `WeightSlice`.
+"""Parts of stored tensors: which part fills which part of the model, and `WeightSlice`.
 
-A part of a packed parameter, or a DTensor's part on this rank, is a box in a larger tensor; the
-overlap of both boxes is read.
+A stored tensor fills a box of the model's tensor, and a DTensor's local part is another box. Only
+the overlap of the two boxes is read.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _ONE_ELEMENT = (torch.Size([]), torch.Size([1]))
 
 @dataclass(eq=False, repr=False, slots=True)
 class Part:
-    """The elements of a stored tensor that are read, from element `begin` on."""
+    """The elements to read of a stored tensor: from element `begin` on, or by `index`."""
 
     shape: torch.Size
     begin: int = 0
-    index: tuple[slice, ...] | None = None  # selects those that are not contiguous in the file
+    index: tuple[slice, ...] | None = None  # for elements that are not contiguous in the file
 
 
 class _Box(NamedTuple):
@@ -52,10 +52,10 @@ class _Box(NamedTuple):
 
 
 def target_of(tensor: Tensor, shape: torch.Size, place: tuple[int, int] | None) -> Tensor | None:
-    """Return the memory that a stored tensor of `shape` fills; None if it has none on this rank.
+    """Return the memory that a stored tensor of `shape` fills; None if it fills none on this rank.
 
-    If the stored tensor is a part, it begins at `place`: a dimension of `tensor`, and an index in
-    it. Only the local part of a DTensor is filled.
+    `place` says where the stored tensor, if it is a part, begins: a dimension of `tensor`, and an
+    index in that dimension. Only the local part of a DTensor is filled.
     """
     if not is_distributed_tensor(tensor):
         if place is None:
@@ -112,7 +112,7 @@ def parts_along(
 ) -> tuple[tuple[int, int], ...] | None:
     """Return the dimension and index at which each of several tensors begins in `target`.
 
-    End to end they fill the target. None if the shapes do not tell how.
+    The tensors, end to end, fill the target. Returns None if they fit along no dimension.
 
     >>> parts_along(torch.Size([6, 4]), (torch.Size([4, 4]), torch.Size([2, 4])))
     ((0, 0), (0, 4))
@@ -128,21 +128,22 @@ def parts_along(
 
 
 def fits(target: torch.Size, source: torch.Size) -> bool:
-    """Return whether a tensor fills another: their shapes are equal, or both () or (1,)."""
+    """Return whether one tensor fills the other: equal shapes, or one element, () or (1,)."""
     return target == source or (target in _ONE_ELEMENT and source in _ONE_ELEMENT)
 
 
 def default_weight_loader(param: Tensor, loaded_weight: Any) -> None:
-    """Fill a parameter with a tensor of its shape, as :func:`ptsave.load_model` does by itself.
+    """Fill a parameter with a tensor of the same shape.
 
-    A custom ``weight_loader`` can call it with the part of the tensor that it has selected.
+    :func:`ptsave.load_model` does the same for parameters without a ``weight_loader``.  A custom
+    ``weight_loader`` can call this function with the part of the tensor that it has selected.
 
     Parameters
     ----------
     param : torch.Tensor
         The parameter.
     loaded_weight : torch.Tensor or WeightSlice
-        The values, of any dtype and on any device.  One element has the shape ``()`` or ``(1,)``.
+        The values, of any dtype and on any device.  The shapes ``()`` and ``(1,)`` count as equal.
 
     Raises
     ------
@@ -171,10 +172,10 @@ class _Reader(Protocol):
 
 
 class WeightSlice:
-    """A tensor in a file; an index reads only the elements that it selects, into CPU memory.
+    """A tensor in a file; indexing it reads only the selected elements, into CPU memory.
 
     :func:`ptsave.load_model` passes it to a ``weight_loader`` that has the attribute
-    ``takes_slices = True``.  The loader may use it until it returns.
+    ``takes_slices = True``.  It can be read until the loader returns.
 
     Attributes
     ----------
@@ -212,14 +213,14 @@ class WeightSlice:
         self._reader: _Reader | None = reader
 
     def close(self) -> None:
-        """Read nothing more: a later read raises ValueError."""
+        """Close the slice: a later read raises ValueError."""
         self._reader = None
 
     def __repr__(self) -> str:
         return f"WeightSlice({self._entry.name!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __eq__(self, other: object) -> bool:
-        """Raise TypeError: elements, which a tensor would compare, are still in the file."""
+        """Raise TypeError: a tensor would compare elements, but these are still in the file."""
         raise TypeError("a WeightSlice is not compared: read it, weight[...], and compare that")
 
     __hash__ = object.__hash__
@@ -251,7 +252,7 @@ class WeightSlice:
         Raises
         ------
         IndexError
-            If there is no such part.
+            If the dimension does not exist or is shorter.
         """
         n = self.shape[dim] if -self.ndim <= dim < self.ndim else -1  # no such dimension
         start = start + n if start < 0 else start
@@ -261,7 +262,7 @@ class WeightSlice:
         return self[(*before, slice(start, start + length))]
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Read the part that numbers, slices, ``...`` and None select; others raise TypeError."""
+        """Read the part that integers, slices, ``...`` and None select; others raise TypeError."""
         check_index(index)
         if self._reader is None:
             raise ValueError(f"{self!r} was read after its weight_loader had returned")

@@ -37,18 +37,18 @@ class _Fields(NamedTuple):
 
 
 class LoadedWeights(_Fields):
-    """Names that did not fit when :func:`ptsave.load_model` filled a model.
+    """The names of tensors that did not fit when :func:`ptsave.load_model` filled a model.
 
     Attributes
     ----------
     missing_keys : list of str
-        The model's parameters and buffers for which the checkpoint has nothing.
+        The model's parameters and buffers that the checkpoint does not have.
     unexpected_keys : list of str
         The checkpoint's tensors that have no place in the model.
     duplicate_keys : list of str
-        The checkpoint's tensors that a later one for the same place replaces.
+        The checkpoint's tensors that were not loaded, because a later one has the same place.
     unfilled_shards : dict of str to list
-        The shard ids that packed parameters did not get, by the parameter's name.
+        The missing shard ids of each packed parameter, by the parameter's name.
     mismatched_keys : list of (str, torch.Size, torch.Size)
         With `ignore_mismatched_sizes`, the tensors that were left out: name in the model, shape in
         the file, shape in the model.  Not a part of the tuple.
@@ -483,7 +483,7 @@ class LazyBuffers:
 
 
 class Assignment:
-    """``load_state_dict(assign=True)`` for tensors from a file; `dtype` is for fractions only."""
+    """``load_state_dict(assign=True)`` for tensors of a file; only fractions get `dtype`."""
 
     def __init__(self, model: nn.Module, plan: WeightPlan, dtype: torch.dtype | None) -> None:
         self._model = model
