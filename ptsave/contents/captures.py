@@ -21,7 +21,7 @@ def is_capture(obj: object) -> bool:
 
 
 def captured_run(obj: object, path: str) -> CapturedRun:
-    """Return the records of a capture; an object that is no capture raises ValueError."""
+    """Return the records of a capture; an object that is not a capture raises ValueError."""
     if not is_capture(obj):
         raise ValueError(
             f"{path} is no capture: ptsave.capture writes them; the tensors of any other "

@@ -90,7 +90,7 @@ class DcpContents(OneFile):
     # ------------------------------------------------------------------------- its objects
 
     def _objects(self, verify: bool) -> tuple[dict[str, Any], dict[int, str]]:
-        """Load the values that are no tensors; return them and the locations of their storages."""
+        """Load the values that are not tensors; return them and the locations of their storages."""
         self._require_room()
         objects: dict[str, Any] = {}
         locations: dict[int, str] = {}
@@ -110,7 +110,7 @@ class DcpContents(OneFile):
         return objects, locations
 
     def _require_room(self) -> None:
-        """Raise if objects take more bytes than all files have: such objects share their bytes."""
+        """Raise if objects take more bytes than all files have: these objects overlap."""
         nbytes = sum(info.length for info in self.checkpoint.objects.values())
         if nbytes > self.checkpoint.nbytes:
             raise CorruptCheckpointError(
@@ -266,7 +266,7 @@ class DcpContents(OneFile):
         return values.to_dense() if values.layout != torch.strided else values
 
     def verify(self, *, progress: bool) -> None:
-        """Compare everything with its checksums; warn about parts that have none."""
+        """Compare all data with its checksums; warn about parts without checksums."""
         with progress_bar(progress, "verifying", self.nbytes) as callback:
             found = find_dcp_damage(self.checkpoint, callback)
         for damage in found.damage:
@@ -331,7 +331,7 @@ def _region_of(index: Any, shape: Sequence[int]) -> tuple[range, ...]:
 
 
 def _part_of(tensor: DcpTensor, chunk: Chunk, region: Sequence[range], out: Tensor) -> _Part | None:
-    """Return the elements of a chunk in a region, or None if the chunk has none of them."""
+    """Return the part of a chunk that lies in a region, or None if no element does."""
     begins: list[int] = []
     for dim, numbers in enumerate(region):
         begin, end = chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]

@@ -266,7 +266,7 @@ def _add_rank_sets(found: CheckpointFiles, folder: Folder, names: set[str]) -> N
 
 
 def _rest(found: CheckpointFiles) -> str:
-    """Name the subdirectories, in which there could be a checkpoint after all."""
+    """Name the subdirectories, because these may hold a checkpoint."""
     if not found.directories:
         return ""
     return f"; subdirectories are not looked into: name one ({some_of(found.directories, 3)})"
@@ -307,7 +307,7 @@ class _Else(NamedTuple):
 
 
 def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
-    """Return the format of a file that is no checkpoint, or None; raise for a directory."""
+    """Return the format of a file that is not a checkpoint, or None; raise for a directory."""
     is_promising = bool(re.fullmatch(PROMISING, name) or re.fullmatch(_PROMISING_BIN, name))
     if _core.target_of_temporary(os.fsencode(name)):
         return _Else("a save that has not ended")
@@ -362,7 +362,7 @@ def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[
 
 
 def is_rank_file(name: str) -> bool:
-    """Whether a file name is that of a file of torch.distributed.checkpoint."""
+    """Whether a file name is one that torch.distributed.checkpoint gives to its files."""
     return name.endswith(_SUFFIX) or name == _METADATA or is_rank_metadata(name)
 
 
@@ -378,7 +378,7 @@ def nbytes_of_ranks(path: str) -> int:
 def find_metadata(folder: Folder, names: list[str]) -> list[str]:
     """Return the names of the metadata files in a DCP directory; none for other directories.
 
-    There is one for all ranks, or else one for each rank that has saved by itself.  Files of ranks
+    There is one for all ranks, or one for each rank that has saved by itself.  Files of ranks
     without metadata are a FileNotFoundError.
     """
     has_files = any(name.endswith(_SUFFIX) for name in names)
@@ -415,12 +415,12 @@ def metadata_files(folder: Folder, names: list[str]) -> ShardFiles:
 
 
 def is_step(name: str) -> bool:
-    """Whether a name is that of a step of one process's AsyncCheckpointer: step-00000100.pt."""
+    """Whether one process's AsyncCheckpointer names a step like this: step-00000100.pt."""
     return re.fullmatch(r"step-\d+\.pt", name) is not None
 
 
 def is_step_of_rank(name: str) -> bool:
-    """Whether a name is that of a rank's part of a step of an AsyncCheckpointer."""
+    """Whether an AsyncCheckpointer names one rank's part of a step like this."""
     return re.fullmatch(_STEP, name) is not None
 
 

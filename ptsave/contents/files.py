@@ -140,7 +140,7 @@ def find_shards(folder: Folder) -> ShardFiles | None:
 
 
 def is_rank_metadata(name: str) -> bool:
-    """Whether a file name is that of one rank's metadata of torch.distributed.checkpoint."""
+    """Whether a file name is the name of one rank's metadata of torch.distributed.checkpoint."""
     return name.startswith(_OF_RANK) and re.fullmatch(_RANK_METADATA, name) is not None
 
 
@@ -172,8 +172,8 @@ def refuse_file_of_rank(source: RangeSource) -> None:
 def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> list[_T]:
     """Return the items of a model's files, each from the file that the index names.
 
-    `found` yields the name of each item, the path of its file, and the item.  A name that the index
-    promises and no file has is a CorruptCheckpointError.
+    `found` yields the name of each item, the path of its file, and the item.  If no file
+    has a name that the index promises, it raises CorruptCheckpointError.
     """
     if files.weight_map is None:
         return [each for _, _, each in found]
@@ -446,7 +446,7 @@ def refuse_what_came_instead(source: RangeSource) -> None:
 
 
 def metadata_of(small: Mapping[str, bytes]) -> dict[str, str]:
-    """Return the texts of an archive's small records, such as its version."""
+    """Return the text of small records of an archive, such as its version."""
     found = {
         text: next((small[name] for name in places if name in small), None)
         for text, *places in ((text, f".data/{text}", f".{text}", text) for text in _SMALL_TEXTS)

@@ -66,7 +66,7 @@ def load(
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     process_group : torch.distributed.ProcessGroup, optional
-        Ranks that load the same path or URL together, an archive of torch 1.6 or later.  Rank 0 of
+        Ranks that load one archive (of torch 1.6 or later) together, by path or URL.  Rank 0 of
         the group reads each byte once for all, or the first rank of each host does if the file is
         there.  Every rank makes this call, and may choose its own devices.  None: each rank reads.
     device : torch.device, str or int, optional

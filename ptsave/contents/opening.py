@@ -138,7 +138,7 @@ def open_file(source: RangeSource, options: OpenOptions = _DEFAULTS) -> FileCont
 
 
 def _open_state(source: RangeSource, options: OpenOptions) -> FileContents:
-    """Open a state dict; a damaged ``.safetensors`` file is none of torch's."""
+    """Open a state dict; a damaged ``.safetensors`` file is not taken for a file of torch."""
     if source.kind is None:
         refuse_what_came_instead(source)
     if source.kind == "safetensors" or (
@@ -289,7 +289,7 @@ def recovered(source: RangeSource) -> RangeSource:
 
 
 def recover(source: RangeSource) -> Recovery | None:
-    """Return the recovery of a file without its end; None if it is whole or of another kind."""
+    """Return the recovery of a file that lost its end; None for a whole file or another kind."""
     if source.kind == "safetensors":
         from ptsave.contents.safetensors_fields import recover_safetensors
 

@@ -74,7 +74,7 @@ def read_header(source: RangeSource) -> SafetensorsHeader:
 
 
 def stored_shape(dtype: torch.dtype, shape: Sequence[int]) -> list[int]:
-    """Return the format's shape for a tensor of torch, which counts packed numbers one by one.
+    """Return the format's shape of a torch tensor; the format counts packed numbers one by one.
 
     A packed dtype without dimensions has no shape in the format, which is a ValueError.
 
@@ -194,7 +194,7 @@ class SafetensorsContents(OneFile):
         return found
 
     def _mapped(self, number: int) -> Tensor | None:
-        """Return a tensor mapped from the page cache, or None if the file is better read."""
+        """Return a tensor mapped from the page cache, or None if reading the file is faster."""
         file, stored = self.source, self._stored[number]
         if not isinstance(file, LocalFile) or stored.nbytes < _MIN_MAPPED_NBYTES:
             return None
@@ -309,7 +309,7 @@ def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
 
 
 def _placed(tensor: Tensor, map_location: Any) -> Tensor:
-    """Return a tensor where `map_location` puts a tensor that was saved on the CPU."""
+    """Move a tensor from the CPU to the place that `map_location` gives for the CPU."""
     storage = restore_location(map_location)(tensor.untyped_storage(), "cpu")
     placed = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     return placed.set_(storage, 0, tensor.shape, tensor.stride())

@@ -305,7 +305,7 @@ def _is_filled_piecewise(item: Item) -> bool:
 
 
 def _is_converted_there(item: Item) -> bool:
-    """Return whether a tensor travels to its device in the file's dtype, often half the bytes."""
+    """Return whether to convert a tensor on its device: the file's dtype often has fewer bytes."""
     return (
         item.entry.shard.file is not None
         and type(item.target) in PLAIN_TYPES

@@ -182,7 +182,7 @@ def _checked(name: str, value: Any) -> Iterable[tuple[str, list[_Place]]]:
 
 
 def _without_dots(name: str, packed: str) -> tuple[str, str]:
-    """Remove dots that both names have at the same end: whole components match anyway."""
+    """Remove the dots that both names have at the same end; whole components match without them."""
     if name.startswith(".") and packed.startswith("."):
         name, packed = name[1:], packed[1:]
     if name.endswith(".") and packed.endswith("."):
@@ -208,8 +208,8 @@ def unpacked(
 ) -> dict[str, Tensor]:
     """Return tensors, with packed ones replaced by their parts, which share their memory.
 
-    The `model` may know sizes of parts that the shapes do not tell. If nothing tells how a
-    parameter is divided, or two parts have one name, it raises ValueError.
+    If the shapes do not tell the sizes of the parts, the `model` may. If neither does, or if two
+    parts have one name, it raises ValueError.
     """
     result: dict[str, Tensor] = {}
     own = {} if model is None else tensors_in(model)

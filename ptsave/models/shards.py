@@ -208,7 +208,7 @@ class OpenShard(Shard):
             self.drop()
 
     def drop(self) -> None:
-        """Let go of an object that was loaded whole, if it can be loaded again."""
+        """Free an object that was loaded whole, if it can be loaded again."""
         if self._droppable is not None and isinstance(self._contents, LoadedContents):
             self._contents = None
             if not (self._stays_open or self._droppable.is_parked):
@@ -239,7 +239,7 @@ class OpenShard(Shard):
         self.close()
 
     def _overwritten(self) -> list[str]:
-        """Return the names of tensors in a pickle whose values are in targets, or may be."""
+        """Return the names of the tensors in a pickle whose values may be in targets."""
         contents = self._contents
         if not isinstance(contents, UnreadContents):
             is_pickle = contents is not None and contents.kind != "safetensors"
@@ -287,7 +287,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _more_than_tensors(error: UnpicklingError, path: str) -> CorruptCheckpointError:
-    """Return the error for a pickle that torch has refused, because of a global or damage."""
+    """Return the error for a pickle that torch has refused, for a global or for damage."""
     refused = re.search(r"GLOBAL (\S+) was not an allowed global by default", str(error))
     if refused is None:
         return CorruptPickleError(f"{path}: {error}", path=path)
@@ -477,7 +477,7 @@ _EXTRA_STATE = "ptsave.extra_state."
 
 
 def is_extra_state(key: Any, value: Any) -> bool:
-    """Return whether an entry of a state dict is a module's extra state, and no tensor."""
+    """Return whether an entry of a state dict is a module's extra state, but not a tensor."""
     is_named_so = isinstance(key, str) and f".{key}".endswith(f".{EXTRA_STATE_KEY_SUFFIX}")
     return is_named_so and not isinstance(value, Tensor)
 

@@ -346,7 +346,7 @@ class WeightPlan:
         }
 
     def check(self, model: nn.Module, *, strict: bool) -> None:
-        """Raise one RuntimeError for all that makes loading impossible or, with `strict`, wrong.
+        """Raise one RuntimeError that lists every error; with `strict`, also names that do not fit.
 
         Wrong shapes, and packed parameters without a loader, are errors in any case.
         """
@@ -369,7 +369,7 @@ class WeightPlan:
             yield f"Key(s) loaded twice: {names}. "
 
     def _fits_as_it_is(self, delivery: Delivery) -> bool:
-        """Return whether a delivery is the ordinary case; any other needs a closer look."""
+        """Return whether a delivery needs no further checks."""
         entry, name, shard_id, place = delivery
         if name in self.loaders:
             return entry.nbytes <= entry.stored_nbytes
@@ -417,7 +417,7 @@ class _LazyBuffer:
 
     @property
     def stays(self) -> bool:
-        """Whether the present tensor is filled, because it has the entry's shape."""
+        """Whether the buffer is filled in place, because it has the entry's shape."""
         present = buffers_of(self.module)[self.name]
         return self.entry is not None and present is not None and present.shape == self.entry.shape
 
