@@ -173,6 +173,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
         words = "must be a torch.distributed.ProcessGroup"
         refused(path, TypeError, words, process_group="gloo")
         pair = distributed.new_group([0, 1])
+        distributed.barrier()  # a rank that closes the pair must not meet one that still connects
         distributed.destroy_process_group(pair)
         refused(path, RuntimeError, "has been destroyed", process_group=pair)
 

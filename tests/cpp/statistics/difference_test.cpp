@@ -156,7 +156,7 @@ template <typename Number>
 Difference difference(Element element, const std::vector<Number>& a, const std::vector<Number>& b,
                       const Tolerance& tolerance = {}, std::size_t n_threads = 1) {
   const std::size_t n = a.size() * sizeof(Number) / nbytes_of(element);
-  return difference_of(element, a.data(), element, b.data(), n, tolerance, n_threads);
+  return difference_of(element, a.data(), element, b.data(), n, tolerance, n_threads, [] {});
 }
 
 std::vector<const statistics_internal::DistancesKernel*> supported_kernels() {
