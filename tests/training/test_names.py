@@ -298,7 +298,7 @@ def test_a_mapping_for_each_target(tmp_path: Path) -> None:
     restore(model=fresh, optimizer=made, out=other, match="name", key_mapping=mapping)
     assert_same_object(dict(fresh.head.state_dict()), dict(model.out.state_dict()))
     assert torch.equal(other.weight, same.weight)
-    with pytest.raises(TypeError, match="'modell', which is no module"):
+    with pytest.raises(TypeError, match="'modell', which is neither a module"):
         restore(model=fresh, key_mapping={"modell": MAPPINGS[0]})
     with pytest.raises(TypeError, match="'key_mapping' is an option"):
         restore(model=fresh, key_mapping=3)
