@@ -55,7 +55,7 @@ __all__ = ["__version__", *sorted(_MODULES)]  # noqa: PLE0604 - strings, too
 
 def __getattr__(name: str) -> _Any:
     if name == "_C" or _MODULES.get(name, "errors") != "errors":
-        _require_engine()
+        _import_module("ptsave.engines.choice").require()
     if name in _MODULES:
         from ptsave.support.calls import pausing_garbage_collection
 
@@ -77,10 +77,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _require_engine() -> None:
-    """Raise ImportError if there is no engine for the installed torch."""
-    _import_module("ptsave.engines.choice").find(_import_module("torch").__version__)
-
-
 if hasattr(_sys.modules.get("torch"), "__version__"):  # not while torch is imported
-    _require_engine()
+    _import_module("ptsave.engines.choice").require()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import site
 import sys
 import sysconfig
+from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -61,6 +63,12 @@ def find(torch_version: str) -> Path:
         f"ptsave {_own_version()} has engines for torch {known}, and torch {torch_version} is "
         f"installed: {_remedy()}"
     )
+
+
+@cache
+def require() -> None:
+    """Raise ImportError if there is no engine for the installed torch; look for it once."""
+    find(importlib.import_module("torch").__version__)
 
 
 def load(torch_version: str) -> ModuleType:

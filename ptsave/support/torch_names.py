@@ -23,7 +23,7 @@ from ptsave.engines import choice
 
 __all__ = ["VERSION", "load", "save"]  # imported names that other modules import from here
 
-choice.find(torch.__version__)
+choice.require()
 
 
 def private(owner: Any, name: str) -> Any:
