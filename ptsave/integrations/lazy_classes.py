@@ -24,6 +24,8 @@ def classes_over(module: str, bases: Mapping[str, str], *, package: str) -> Call
     parts: dict[str, type] = {name: namespace.pop(name) for name in bases}
 
     def made(name: str) -> Any:
+        if name in namespace:  # the module itself asks again
+            return namespace[name]
         if name not in parts:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, _, base_name = bases[name].rpartition(".")

@@ -15,7 +15,6 @@ import io
 import logging
 import os
 import shutil
-import sys
 import zipfile
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -128,7 +127,7 @@ class Resharder:
     ) -> None:
         """Read the planned pieces of all files, and leave the rest to the library."""
         left = dict(plans_by_rank)
-        if isinstance(storage, sys.modules[__name__].Storage) and read_strategy.name != "FULL_FILE":
+        if isinstance(storage, __getattr__("Storage")) and read_strategy.name != "FULL_FILE":
 
             def find(rank: int) -> dict[str, _Source] | None:
                 layout, names = source_layouts_by_rank[rank], {p.src_fqn for _, p in left[rank]}
@@ -307,7 +306,7 @@ class StorageConfig:
 
     def create_storage(self) -> Storage:
         """Return the storage."""
-        return cast("Storage", sys.modules[__name__].Storage(self))  # over the library's class
+        return cast("Storage", __getattr__("Storage")(self))  # over the library's class
 
 
 class Storage:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from typing import Any
 
 from torch import nn
@@ -88,7 +87,7 @@ class ModelLoader(WeightsLoader):
 def register() -> None:
     """Make ``ptsave`` a load format of vLLM; vLLM may call it several times."""
     loaders = importlib.import_module("vllm.model_executor.model_loader")
-    loaders.register_model_loader("ptsave")(sys.modules[__name__].ModelLoader)
+    loaders.register_model_loader("ptsave")(__getattr__("ModelLoader"))
 
 
 _BASE = "vllm.model_executor.model_loader.base_loader.BaseModelLoader"
