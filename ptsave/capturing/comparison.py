@@ -35,7 +35,7 @@ from ptsave.contents.captures import is_capture
 from ptsave.contents.contents import Contents
 from ptsave.sources.locations import position_kept
 from ptsave.support.calls import pausing_garbage_collection, progress_bar
-from ptsave.support.text import count_text
+from ptsave.support.text import count_text, some_of
 
 Kind = Literal[
     "numbers", "statistics", "shape", "layout", "type", "value", "not compared", "not comparable"
@@ -432,10 +432,8 @@ class _Comparison:
                 only.extend(names)
                 continue
             if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                self._result.remarks.append(
-                    f"only in {side.path}, as {reason}: {', '.join(names[:3])}{more}"
-                )
+                listed = some_of(names, 3)
+                self._result.remarks.append(f"only in {side.path}, as {reason}: {listed}")
 
     def _matched_parameters(self, step: int | None) -> _Pairs:
         """Match the parameters of a run's step with the tensors of a checkpoint, by their names.

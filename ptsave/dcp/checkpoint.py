@@ -31,6 +31,7 @@ from ptsave.dcp.read_plan import StoredTensor
 from ptsave.errors import CorruptCheckpointError, bare_message
 from ptsave.sources.ranges import FsspecFile
 from ptsave.support.calls import progress_from
+from ptsave.support.text import some_of
 
 # The most elements without a value in all lists: {"a": [{}, {}, tensor]} names only the last.
 _MAX_PADDING = 1 << 20
@@ -215,8 +216,7 @@ class DcpCheckpoint:
             if not wrong:
                 continue
             entries = self.entries_in(name)
-            more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
-            what = f"{wrong}; it holds parts of {', '.join(entries[:3])}{more}"
+            what = f"{wrong}; it holds parts of {some_of(entries, 3)}"
             path = self.file(name)
             if self.sizes[name] < 0 and self._was_replaced():
                 raise replaced(self.path)
