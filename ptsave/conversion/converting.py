@@ -460,13 +460,12 @@ def _check_target(target: _Target, source: str, *, force: bool) -> None:
     path = target.path.rstrip("/") if target.is_directory else target.path
     if url is not None:
         is_source = source.rstrip("/") == target.path.rstrip("/")
-        is_there = target.is_directory or url.is_there()
     else:
         both = os.path.exists(source) and os.path.exists(target.path)
         is_source = both and not target.is_directory and os.path.samefile(source, target.path)
-        is_there = os.path.lexists(path)
     if is_source:
         raise FileExistsError(errno.EEXIST, "it is the source itself", target.path)
+    is_there = os.path.lexists(path) if url is None else target.is_directory or url.is_there()
     taken = target.path if is_there else ""
     if target.is_directory and is_there:
         if url is None and not os.path.isdir(target.path):
