@@ -135,8 +135,9 @@ class BatchQueue:
         with self._changed:
             self._is_urgent = True
             self._changed.notify_all()
-            has_thread = self._thread is not None
-        while not has_thread:  # no thread could be started: the caller's writes
+            if self._thread is not None:
+                return
+        while True:  # no thread could be started: the caller's writes
             with self._changed:
                 if not self._batches or self._is_filling:
                     return

@@ -299,8 +299,10 @@ def _storages_are_plain(reader: RecordReader) -> bool:
 
 def _gains_by_overlap(reader: RecordReader, data: bytes) -> bool:
     """Whether reading takes longer than checking the pickle, which comes first."""
-    n_to_read = reader.engine.nbytes_to_read
-    return len(data) <= max(_SMALL_PICKLE_NBYTES, n_to_read // _MIN_BYTES_PER_PICKLE_BYTE)
+    nbytes = len(data)
+    if nbytes <= _SMALL_PICKLE_NBYTES:
+        return True
+    return reader.engine.nbytes_to_read >= _MIN_BYTES_PER_PICKLE_BYTE * nbytes
 
 
 def _may_defer(reader: RecordReader, pickle_module: Any) -> bool:
