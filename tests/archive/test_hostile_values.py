@@ -20,7 +20,14 @@ import pytest
 import torch
 from _corruption import Entry, archive_of
 from _system import in_child, run_python
-from stock_comparison import assert_same_object, saved_bytes, stock_load, stock_save, typed_storage
+from stock_comparison import (
+    Calls,
+    assert_same_object,
+    saved_bytes,
+    stock_load,
+    stock_save,
+    typed_storage,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -213,26 +220,16 @@ def test_subclass_that_looks(ones: torch.Tensor, tmp_path: Path) -> None:
     assert set(_seen) == {_NUMEL}
 
 
-class _Calls:
-    """Is rebuilt as what a function of torch's makes of a tensor's values."""
-
-    def __init__(self, function: Any, *args: Any) -> None:
-        self._reduced = (function, args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._reduced
-
-
 @pytest.mark.parametrize("what", ["Size", "OrderedDict", "shape", "set"])
 def test_plain_globals_applied_to_tensors(what: str, ones: torch.Tensor, tmp_path: Path) -> None:
     """No object pickles like that, but what stock loads is what the values say."""
     storage: Any = typed_storage(torch.arange(100.0))
     hooks: Any = collections.OrderedDict()
     calls = {
-        "Size": _Calls(torch.Size, torch.tensor([3, 4, 5])),
-        "OrderedDict": _Calls(collections.OrderedDict, torch.tensor([[3, 4]])),
-        "set": _Calls(set, torch.tensor([3, 4])),
-        "shape": _Calls(
+        "Size": Calls(torch.Size, torch.tensor([3, 4, 5])),
+        "OrderedDict": Calls(collections.OrderedDict, torch.tensor([[3, 4]])),
+        "set": Calls(set, torch.tensor([3, 4])),
+        "shape": Calls(
             torch._utils._rebuild_tensor_v2, *(storage, 0, (torch.tensor(7),), (1,), False, hooks)
         ),
     }

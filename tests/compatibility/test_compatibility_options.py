@@ -32,6 +32,7 @@ from _corruption import flip
 from _system import run_python
 from stock_comparison import (
     TORCH_CHECKS_RECORD_SIZES,
+    Calls,
     assert_interchangeable,
     assert_same_bytes,
     assert_same_failure,
@@ -196,14 +197,6 @@ def _same_refusal(obj: Any, **options: Any) -> str:
     assert str(actual) == str(expected)
     assert actual.__suppress_context__  # as from torch: one error, not a chain of two
     return str(actual)
-
-
-class Calls:
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.function, self.args = function, args
-
-    def __reduce__(self) -> Any:
-        return self.function, self.args
 
 
 def test_refusals_have_torchs_words() -> None:

@@ -24,7 +24,7 @@ from _corruption import flip
 from _system import nbytes_read
 from command_line import run
 from reports import verify_directory
-from stock_comparison import assert_same_object
+from stock_comparison import Calls, assert_same_object
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
@@ -408,12 +408,8 @@ def test_metadata_that_says_what_cannot_be(folder: Path) -> None:
 
 
 def test_hostile_pickles_run_nothing(folder: Path, tmp_path: Path) -> None:
-    class Calls:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "ran"),)
-
     metadata = load_metadata(str(folder / ".metadata"))
-    metadata.planner_data = Calls()
+    metadata.planner_data = Calls(os.mkdir, str(tmp_path / "ran"))
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ptsave.CorruptCheckpointError, match="mkdir"):
         ptsave.open(folder)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from dcp_states import QUIET, dcp
+from stock_comparison import Calls
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -459,14 +460,9 @@ def test_metadata_with_impossible_kinds(tmp_path: Path, kind: Any) -> None:
     assert "what kind of tensor x is" in str(error)
 
 
-class Calls:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch ran",)
-
-
 HOSTILE = [
-    pickle.dumps(Calls()),
-    pickle.dumps([Calls()]),
+    pickle.dumps(Calls(os.system, "touch ran")),
+    pickle.dumps([Calls(os.system, "touch ran")]),
     b"cbuiltins\neval\n(S'1'\ntR.",
     b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n(N}S'offset'\nI7\nstb.",
     b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'anything'\nI7\nstb.",
@@ -509,7 +505,7 @@ class Harmless:
 @pytest.mark.parametrize("writer", [StorageWriter, dcp.FileSystemWriter])
 def test_objects_that_may_run_code(tmp_path: Path, writer: Any) -> None:
     """They are refused on demand, before DCP's planner sees them; by default they load."""
-    values = {"fine": [1, "two"], "other": Harmless(), "code": Calls()}
+    values = {"fine": [1, "two"], "other": Harmless(), "code": Calls(os.system, "touch ran")}
     dcp.save(values, storage_writer=writer(tmp_path))
     assert type(load({"other": None}, tmp_path)["other"]) is Harmless
     fine = {"fine": None}
