@@ -51,6 +51,7 @@ from torch.serialization import safe_globals, skip_data
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ptsave
+from ptsave.archive.filling import goes_by_torchs_rules
 
 Factory = Callable[..., Any]
 
@@ -845,6 +846,20 @@ def test_registered_packages(size: int, tmp_path: Path) -> None:
     loaded = ptsave.load(path)
     assert loaded["view"].eq(8).all()
     assert_same_object(ptsave.load(path, map_location="cpu"), stock_load(path, map_location="cpu"))
+
+
+def test_a_rule_that_holds_torchs_function_is_the_users() -> None:
+    """Only torch's own partial objects hide a function of torch."""
+
+    class Rule:
+        func = staticmethod(torch.serialization.default_restore_location)
+
+        def __call__(self, storage: Any, location: str) -> Any:
+            return None
+
+    assert goes_by_torchs_rules(None)
+    torch.serialization.register_package(0, lambda storage: None, Rule())
+    assert not goes_by_torchs_rules(None)
 
 
 def test_storage_that_no_package_knows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -554,6 +554,9 @@ def test_install_puts_both_behind_torchs_names(tmp_path: Path) -> None:
         assert isinstance(pickle.loads(pickle.dumps(named)), StorageWriter)
         assert isinstance(stock[0](tmp_path), dcp.FileSystemWriter)
         assert type(dcp.FileSystemWriter(tmp_path, single_file_per_rank=False)) is stock[0]
+        for arguments in ({}, {"path": tmp_path, "bogus": 1}):
+            with pytest.raises(TypeError, match=r"FileSystemWriter\.__init__\(\)"):
+                dcp.FileSystemWriter(**arguments)
         dcp.load(zeros(), checkpoint_id=tmp_path)
         with ptsave.installed():
             assert issubclass(dcp.FileSystemReader, StorageReader)
