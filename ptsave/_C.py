@@ -1,4 +1,4 @@
-"""Replaces itself in ``sys.modules`` by the engine for the installed torch."""
+"""Replaces itself in ``sys.modules`` with the engine, the extension for the installed torch."""
 
 import sys
 

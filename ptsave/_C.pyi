@@ -1,4 +1,4 @@
-"""The engine.  Offsets count from the archive's beginning, sizes are in bytes."""
+"""ptsave's C++ engine.  Offsets count from the archive's beginning; sizes are in bytes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar, final
@@ -29,12 +29,12 @@ class WriteOptions:
         in_background: bool = False,
     ) -> None: ...
 
-# Finds objects among the values of dicts: (the dict's number, its key, the object's number).
+# Finds `values` among the values of dicts: (number of the dict, key, number in `values`).
 def find_values(
     dicts: Sequence[dict[str, Any]], values: Sequence[object]
 ) -> list[tuple[int, str, int]]: ...
 
-# The pairs (name, object) whose object's own __dict__ has a true value for the attribute.
+# Returns the pairs (name, object) whose object has a true value for `attribute` in its __dict__.
 def having(pairs: list[tuple[str, _T]], attribute: str) -> list[tuple[str, _T]]: ...
 
 # Whether the engine can copy from and to this device.
@@ -116,17 +116,17 @@ class WritePlan(_FilePlan):
     ) -> None: ...
     # Lets the next write_file() read storages that are still being copied.
     def follow(self, copies: Snapshot) -> None: ...
-    # Releases the storages; nothing can be written afterwards.
+    # Releases the storages.  Afterwards, nothing can be written.
     def release(self) -> None: ...
-    # The same in a forked child, which must not touch accelerators: does not free their part.
+    # Replaces release() in a forked child, which must not touch accelerators or free their memory.
     def abandon(self) -> None: ...
-    # Takes these payloads from sources: (record, source, offset, CRC if known, parts).
+    # Reads these payloads from sources: (record, source, offset, CRC if known, parts).
     def read_from(
         self,
         sources: PayloadSources,
         payloads: Sequence[tuple[str, int, int, int | None, Sequence[SourcePart]]],
     ) -> None: ...
-    # The records with a wrong CRC, and the CRC found, in the last write.
+    # Pairs (record, CRC found) for the records with a wrong CRC in the last write.
     @property
     def damaged(self) -> list[tuple[str, int]]: ...
     # Fixes the values of accelerators' tensors after the work now on this thread's current
@@ -149,8 +149,8 @@ class WritePlan(_FilePlan):
     ) -> None: ...
 
 # The sources of payloads: (descriptor, name) of files, or (address, size, name) of memory.
-# Descriptors stay the caller's; the memory must outlive the sources.  With `direct`, files may be
-# read past the page cache.
+# Descriptors stay the caller's; the memory must outlive the sources.  With `direct`, reads may
+# bypass the page cache.
 @final
 class PayloadSources:
     def __init__(
@@ -173,9 +173,9 @@ class PackedPlan(_FilePlan):
     # can_stage().
     @staticmethod
     def of_tensors(header: bytes, tensors: Sequence[torch.Tensor]) -> PackedPlan: ...
-    # As WritePlan.follow(); all payloads must be in host memory.
+    # Like WritePlan.follow(); all payloads must be in host memory.
     def follow(self, copies: Snapshot) -> None: ...
-    # The payloads with a wrong CRC, and the CRC found, in the last write.
+    # Pairs (payload, CRC found) for the payloads with a wrong CRC in the last write.
     @property
     def damaged(self) -> list[tuple[int, int]]: ...
 
@@ -223,7 +223,7 @@ def read_checked(
 @final
 class NumberedStorages:
     def __init__(self) -> None: ...
-    # As pickle_object(), with these numbers.  After None, call rollback().
+    # Like pickle_object(), with these numbers.  After a result of None, call rollback().
     def pickle(self, obj: object) -> bytes | None: ...
     # Numbers a storage at its first reference in the object, which is by `tensor`.
     def number(
@@ -386,7 +386,7 @@ class Reader(StorageSource):
     def storages_have_crcs(self) -> bool: ...
     def record(self, record: int) -> Record: ...
     def records(self) -> list[Record]: ...
-    # The names of records that are no storages (not in the folder data/).
+    # The names of all records outside the folder data/, which holds the storages.
     def other_names(self) -> list[str]: ...
     def find(self, name: str) -> int | None: ...
     def payload_offset(self, record: int) -> int: ...
@@ -412,8 +412,8 @@ class Reader(StorageSource):
         n_threads: int,
         max_pinned_nbytes: int,
     ) -> None: ...
-    # (number, name, payload offset, location) of each record.  The location is the saved one of
-    # the storage that the engine's unpickler has taken, or None.
+    # (number, name, payload offset, location) of each record.  The location is the saved location
+    # of the storage if the engine's unpickler has used the storage, else None.
     def places(self) -> list[tuple[int, str, int, str | None]]: ...
     # Reads `records`, or all storages for None, in the background.
     def start(
@@ -425,7 +425,7 @@ class Reader(StorageSource):
     def place(self, location: str, device: torch.device) -> None: ...
     def placed_storage(self, record: int, device: torch.device) -> torch.UntypedStorage: ...
     def plan_copy(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
-    # Makes the planned copies, and reads `records` into their storages.
+    # Makes the copies noted by plan_copy(), and reads `records` into their storages.
     def fill(
         self,
         records: list[int],
@@ -456,8 +456,8 @@ MAX_TAIL_NBYTES: int
 # `name` is the file's in errors.
 def find_central_directory(tail: bytes, nbytes: int, name: bytes) -> tuple[int, int]: ...
 
-# (dtype, shape, stride, offset in the storage, size, size of the storage) of each tensor, the last
-# three in bytes; None for a tensor that is not strided.
+# (dtype, shape, stride, offset in the storage, size, size of the storage) of each tensor; the last
+# three are in bytes.  None for a tensor that is not strided.
 def tensor_facts(
     tensors: list[torch.Tensor],
 ) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, int] | None]: ...
@@ -471,7 +471,7 @@ def tensor_kinds(
 # Uninitialized contiguous tensors in CPU memory.
 def empty_tensors(shapes: list[torch.Size], dtypes: list[torch.dtype]) -> list[torch.Tensor]: ...
 
-# The address of each tensor; 0 without elements in memory, None for a subclass.
+# The address of each tensor; 0 if it has no elements in memory, None for a subclass of Tensor.
 def addresses(tensors: list[torch.Tensor]) -> list[int | None]: ...
 
 # For each tensor, whether the contiguous bytes of its dtype can be read into it from a file.  It
@@ -494,7 +494,7 @@ def copy_small(pairs: list[tuple[torch.Tensor, torch.Tensor]], begin: int) -> in
 # value for each instance, any other object is the value of all.
 def instances(kind: type[_T], attributes: dict[str, Any]) -> list[_T]: ...
 
-# Packs columns row by row: bytes unchanged, an int as 32 bits, a str as its size in 32 bits and
+# Packs columns row by row: bytes unchanged, an int as 32 bits, a str as its size in 32 bits, then
 # UTF-8.  Columns are as for instances().
 def packed_rows(columns: tuple[Any, ...]) -> bytes: ...
 

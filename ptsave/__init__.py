@@ -1,9 +1,9 @@
 """torch.save and torch.load at the speed of the hardware: the same files, byte for byte.
 
 Importing this package does not import torch, so the command line shows help and lists files in a
-tenth of the time.  The first use of a public name imports its module, and torch with it; `preload`
-imports all of them.  If torch is already imported, and ptsave has no engine for it, that is an
-ImportError at once.
+tenth of the time.  The first use of a public name imports the name's module and torch; `preload`
+imports all modules.  If torch is already imported, but ptsave has no engine for this torch, the
+import of ptsave raises ImportError.
 """
 
 import sys as _sys
@@ -17,7 +17,7 @@ except ModuleNotFoundError as _error:
         "ptsave is not built here: run `make build`, or `pip install --no-build-isolation .`"
     ) from _error
 
-# The modules of the public names, which __init__.pyi has for type checkers.
+# The modules of the public names; for type checkers, __init__.pyi imports the same names.
 _NAMES = {
     "appending.archive_writer": "ArchiveWriter",
     "background.async_save": "async_save release_staging_memory",
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> _Any:
     if name in _MODULES:
         from ptsave.support.calls import pausing_garbage_collection
 
-        with pausing_garbage_collection():  # its full pass over torch's objects takes 45 ms
+        with pausing_garbage_collection():  # the collector takes 45 ms for torch's objects
             value = getattr(_import_module(f"ptsave.{_MODULES[name]}"), name)
         globals()[name] = value
         return value
@@ -77,5 +77,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if hasattr(_sys.modules.get("torch"), "__version__"):  # not while torch is imported
+if hasattr(_sys.modules.get("torch"), "__version__"):  # not while torch is being imported
     _import_module("ptsave.engines.choice").require()

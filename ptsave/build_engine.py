@@ -15,24 +15,24 @@ from ptsave._built import VERSION
 from ptsave.engines import building, choice
 from ptsave.engines.choice import FILE_NAME, folder_name
 
-_HELP = """Compile an engine for the torch that is installed.
+_HELP = """Compile ptsave's engine, its C++ extension, for the installed torch.
 
-A wheel of ptsave has engines for the releases of torch that there were when it was made. A newer
-torch, one that was built differently, or a nightly one, needs one that is compiled here: with a C++
-compiler, Python's headers, cmake and ninja. Nothing is fetched, and torch stays as it is.
+A wheel of ptsave has engines for the releases of torch that existed when the wheel was made. For a
+newer torch, a nightly build or another build, this command compiles an engine. It needs a C++
+compiler, Python's headers, cmake and ninja. It downloads nothing, and does not change torch.
 """
 
 
 @click.command(help=_HELP)
-@click.option("--jobs", type=click.IntRange(min=1), help="Compilers at once.  [default: the cores]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Parallel compilers.  [default: cores]")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Put it in this folder, to carry it to where ptsave looks for it on another machine, "
-    f"{Path('share', 'ptsave', 'engines', VERSION)} below the environment.  [default: there]",
+    help="Write the engine to this folder, to copy it to another machine.  [default: the folder "
+    f"{Path('share', 'ptsave', 'engines', VERSION)} of the environment, where ptsave finds it]",
 )
 def main(jobs: int | None, folder: Path | None) -> None:
-    """Compile an engine and print its path; a failure is a SystemExit with the reason."""
+    """Compile an engine and print its path; if this fails, raise SystemExit with the reason."""
     building.check_platform()
     torch_version = building.installed_torch(f"{sys.prefix} has none: install torch first")
     target = _target(folder, torch_version)
@@ -58,12 +58,12 @@ def _target(folder: Path | None, torch_version: str) -> Path:
         if os.access(target.parent, os.W_OK):
             return target
         refusals.append(f"{target.parent} cannot be written to")
-    raise SystemExit(f"ptsave: no folder for the engine: {'; '.join(refusals)}")
+    raise SystemExit(f"ptsave: the engine cannot be written to any folder: {'; '.join(refusals)}")
 
 
 @contextmanager
 def _replacement(target: Path) -> Iterator[Path]:
-    """Yield a path for a new file that replaces `target`, which processes may be loading."""
+    """Yield a temporary path; at the end of the block, a rename lets its file replace `target`."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield temporary

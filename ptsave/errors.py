@@ -9,7 +9,7 @@ import struct
 import warnings
 from typing import Any
 
-RECOVERY_ADVICE = "ptsave.open with recover=True, or --recover of the commands, reads what is whole"
+RECOVERY_ADVICE = "ptsave.open(recover=True), or a command with --recover, reads the intact part"
 # torch's advice when miniz fails; people search for it.
 MINIZ_ADVICE = (
     ". This is an internal miniz error. If you are seeing this error, there is a high likelihood "
@@ -19,7 +19,7 @@ MINIZ_ADVICE = (
 
 
 class CorruptCheckpointError(RuntimeError):
-    r"""A checkpoint is damaged: it is no archive, is cut short, or differs from its checksums.
+    r"""A checkpoint is damaged: it is not an archive, is cut short, or differs from its checksums.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class CorruptCheckpointError(RuntimeError):
         The entries of the saved object that use the record, for example
         ``["model.layers.0.weight"]``; empty if they are unknown.
     rank : int or None
-        The rank that found the damage, if several ranks called together.
+        The rank that found the damage, if several ranks made the call together.
 
     Examples
     --------
@@ -45,10 +45,10 @@ class CorruptCheckpointError(RuntimeError):
     True
     """
 
-    # For ptsave's own modules; an unpickled error of an older release has these values.
-    lacks_end = False  # an archive has lost its end, or never got one
-    finding = ""  # what the engine has found, without the file and the place
-    advice = ""  # the part of the message that only helps callers in Python
+    # Only ptsave's modules read these.  An error that an older release pickled gets these values.
+    lacks_end = False  # True if the end of an archive is missing
+    finding = ""  # what the engine has found, without path and offset
+    advice = ""  # the part of the message that helps only in Python code
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class CorruptCheckpointError(RuntimeError):
 
     @property
     def brief(self) -> str:
-        """The message without the advice that only helps callers in Python."""
+        """The message without the advice that helps only in Python code."""
         return str(self).replace(self.advice, "")
 
 
@@ -105,7 +105,7 @@ class _NotCheckpointKeyError(NotCheckpointError, KeyError):
 
 
 def not_checkpoint(message: str, path: str, error: Exception | None = None) -> NotCheckpointError:
-    """Return the error for a file that is no checkpoint; it also has the type of `error`."""
+    """Return the error for a file that is not a checkpoint; of the type of `error` if possible."""
     kind = NotCheckpointError
     if isinstance(error, pickle.UnpicklingError):
         kind = _NotCheckpointPickleError
@@ -117,7 +117,7 @@ def not_checkpoint(message: str, path: str, error: Exception | None = None) -> N
 
 
 class EntryNotFoundError(KeyError):
-    """A saved object has no entry of that name, or several of them."""
+    """A saved object has no entry, or several entries, with the wanted name."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would quote it
@@ -140,9 +140,9 @@ def corrupt_archive(
     offset: int | None,
     lacks_end: bool,
 ) -> CorruptCheckpointError:
-    """Return the error for damage that the engine has found; the engine raises it.
+    """Return the error for damage that the engine has found; the engine calls this function.
 
-    `reason` is in the words of torch's reader where it finds the same damage.
+    If torch's reader finds the same damage, `reason` has the words of torch's message.
     """
     advice = MINIZ_ADVICE if reason.startswith("Pytorch") else ""
     message = f"{path}: {reason}{advice} ({detail})"
@@ -158,17 +158,17 @@ def corrupt_archive(
 
 
 def bare_message(error: BaseException, path: str) -> str:
-    """Return the message of an error without the file, the record and advice for Python."""
+    """Return an error's message without path, record name and advice that helps only in Python."""
     if not isinstance(error, CorruptCheckpointError):
         return str(error).removeprefix(f"{path}: ")
     return error.brief.removeprefix(f"{path}: ").removeprefix(f"record {error.record}: ")
 
 
 class MalformedPickleError(CorruptPickleError):
-    """The restricted unpickler failed `offset` bytes into ``data.pkl``.
+    """The restricted unpickler failed at byte `offset` of ``data.pkl``.
 
-    There is a subclass for each type that torch's unpickler raises unintentionally, so the error
-    also has that type.
+    torch's unpickler raises errors such as IndexError for a damaged pickle.  For each of these
+    types, a subclass of this class also has that type.
     """
 
     def __str__(self) -> str:
@@ -176,7 +176,7 @@ class MalformedPickleError(CorruptPickleError):
 
     @classmethod
     def from_error(cls, error: Exception, offset: int, path: str) -> MalformedPickleError | None:
-        """Return the error that replaces `error` at `offset`; None if `error` is to pass."""
+        """Return the error to raise instead of `error`; None if `error` itself is to be raised."""
         if not cls.stands_for(error):
             return None
         where = f"{path}: data.pkl, offset {offset}"
@@ -184,8 +184,8 @@ class MalformedPickleError(CorruptPickleError):
 
     @classmethod
     def of_file(cls, error: Exception, path: str) -> MalformedPickleError:
-        """Return the error for a file that is no archive, without an offset."""
-        return cls._in_place_of(error, f"{path}: a damaged file, or no checkpoint", path=path)
+        """Return the error to raise instead of `error` for a file that is not an archive."""
+        return cls._in_place_of(error, f"{path}: damaged, or not a checkpoint", path=path)
 
     @classmethod
     def stands_for(cls, error: Exception) -> bool:
@@ -204,7 +204,7 @@ class MalformedPickleError(CorruptPickleError):
 
 
 def _both(name: str, base: type[Any], kind: type[Exception]) -> Any:
-    """Return a type of errors that are errors of `base` and of `kind`."""
+    """Return a new exception type that inherits from `base` and from `kind`."""
     return type(name, (base, kind), {"__module__": __name__, "__qualname__": name})
 
 
@@ -222,14 +222,15 @@ _MALFORMED: dict[type[Exception], type[MalformedPickleError]] = {
 
 
 class SaveError(OSError, RuntimeError):
-    """A checkpoint could not be written; an older file is unchanged.
+    """A checkpoint could not be written; an existing file is usually unchanged.
 
-    Only a file that is overwritten in place may change, by necessity or with ``atomic=False``.
+    An existing file changes only if the save overwrites it in place: with ``atomic=False``, or if
+    a rename cannot replace it.
 
-    It is an :class:`OSError` with ``errno`` and ``filename``, and a :class:`RuntimeError` because
-    :func:`torch.save` raises one.  If Python has a type for the `errno`
-    (:class:`PermissionError`, :class:`FileNotFoundError`, :class:`IsADirectoryError`, ...), the
-    error also has that type.
+    The error is an :class:`OSError` with ``errno`` and ``filename``.  It is also a
+    :class:`RuntimeError`, like the errors of :func:`torch.save`.  If Python has a type for the
+    `errno` (:class:`PermissionError`, :class:`FileNotFoundError`, :class:`IsADirectoryError`,
+    ...), the error also has that type.
 
     Examples
     --------
@@ -269,10 +270,10 @@ globals().update({kind.__name__: kind for kind in (*_SAVE_ERRORS.values(), *_MAL
 
 
 class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
-    """The call does not serve URLs, or fsspec cannot serve this one; nothing was read or written.
+    """The call takes no URLs, or fsspec cannot open this URL; nothing was read or written.
 
-    It has the types that :func:`torch.save` and :func:`torch.load` raise for a URL, as for any
-    missing path.
+    It has the types of the errors that :func:`torch.save` and :func:`torch.load` raise for a URL,
+    because they take the URL for a path that does not exist.
 
     Examples
     --------
@@ -286,7 +287,7 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
 
     @classmethod
     def unreadable(cls, url: str, reason: str) -> UnsupportedUrlError:
-        """Return the error for a URL without a file system; `reason` is fsspec's."""
+        """Return the error for a URL that needs another package; `reason` is fsspec's message."""
         message = (
             f"this URL cannot be read ({reason}): install the package of its file system, or copy "
             "the file to a local path"
@@ -295,12 +296,12 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
 
     @classmethod
     def of(cls, url: str, reason: str = "") -> UnsupportedUrlError:
-        """Return the error for a call without URLs, or for a `reason` against this URL."""
+        """Return the error for a call that takes no URLs, or that refuses a URL for `reason`."""
         message = (
-            f"URLs are not served here, only local files and directories{reason and f' ({reason})'}"
-            ": copy it to or from a local path (given as a str, with both its slashes, a URL is "
-            "read and written by everything but ptsave bench), or begin the name of a local file "
-            "with ./"
+            "URLs are not accepted here, only local files and directories"
+            f"{reason and f' ({reason})'}: pass a URL as a str with two slashes (ptsave bench "
+            "takes no URLs), copy the file to or from a local path, or begin the name of a local "
+            "file with ./"
         )
         return cls(errno.ENOENT, message, url)
 
@@ -309,13 +310,13 @@ class UnsupportedUrlError(SaveError, FileNotFoundError, ValueError):
         """Return the error for a URL that cannot be written to."""
         message = (
             f"nothing can be written to this URL ({reason}): save to a local path and copy the "
-            "file, or begin the name of a local file with ./"
+            "file; if this is the name of a local file, begin the name with ./"
         )
         return cls(errno.ENOENT, message, url)
 
 
 class UnsupportedSourceError(ValueError):
-    """The operation does not apply to this source; the message names one that does.
+    """The operation does not apply to this source; the message names an operation that does.
 
     Examples
     --------
@@ -338,9 +339,9 @@ class StagingFullError(RuntimeError):
     nbytes : int
         Bytes that the copy needs.
     staged_nbytes : int
-        Bytes that unfinished saves and values waiting to be written hold.
+        Bytes that are held by unfinished saves and by values that wait to be written.
     max_staged_bytes : int
-        The limit for all copies together.
+        The largest size, in bytes, of all copies together.
 
     Examples
     --------
@@ -364,9 +365,9 @@ class StagingFullError(RuntimeError):
     def too_large(
         cls, nbytes: int, limit: int, option: str = "max_staged_bytes"
     ) -> StagingFullError:
-        """Return the error for a copy that exceeds the limit alone; `option` sets the limit."""
+        """Return the error for a single copy that exceeds the limit; `option` sets the limit."""
         message = (
-            f"a copy of the tensors takes {nbytes} bytes, and at most {limit} may be staged: "
+            f"a copy of the tensors takes {nbytes} bytes, but all copies may take at most {limit}: "
             f"raise {option} (or PTSAVE_MAX_STAGED_BYTES)"
         )
         if option == "max_staged_bytes":
@@ -380,14 +381,14 @@ class StagingFullError(RuntimeError):
         """Return the error for a copy that would have to wait for other saves."""
         message = (
             f"a copy of the tensors takes {nbytes} bytes, unfinished saves hold {staged_nbytes}, "
-            f"and at most {limit} may be staged: wait for one of them, use when_full='wait', or "
+            f"and all copies may take at most {limit}: wait for a save, use when_full='wait', or "
             f"raise {option} (or PTSAVE_MAX_STAGED_BYTES)"
         )
         return cls(message, nbytes=nbytes, staged_nbytes=staged_nbytes, max_staged_bytes=limit)
 
 
 class CheckpointWarning(UserWarning):
-    """The call succeeded, but the checkpoint's owner should know something about it."""
+    """The call succeeded, but the message tells something that the user should know."""
 
 
 def operation_of(error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""Replaces ``torch.save`` and ``torch.load`` by ptsave's, for code that you cannot edit."""
+"""Replaces ``torch.save`` and ``torch.load`` with ptsave's functions, also in libraries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ptsave.streaming import safetensors_functions
 from ptsave.support import torch_names as stock
 
 
-@dataclass(frozen=True, eq=False)  # equal calls are different ones
+@dataclass(frozen=True, eq=False)  # equal options of two calls stay two objects
 class _Options:
     """The arguments of :func:`install`; None means the default of ptsave's function."""
 
@@ -43,9 +43,9 @@ class _Options:
 _DISTRIBUTED = "ptsave.distributed.stock_names"
 
 _lock = threading.Lock()
-_calls: list[_Options] = []  # calls that are not undone
+_calls: list[_Options] = []  # of `install`, not undone yet
 _STOCK: dict[str, Callable[..., Any]] = {"save": stock.save, "load": stock.load}
-# The functions that have the names of torch's and safetensors' functions now.
+# The functions that torch's and safetensors' names refer to now.
 _current = dict(_STOCK)
 _current_safetensors: dict[str, Callable[..., Any]] = {}
 
@@ -59,42 +59,42 @@ def install(
     distributed: bool | None = None,
     weights_only_check: bool | None = None,
 ) -> None:
-    """Replace ``torch.save`` and ``torch.load`` by ptsave's functions.
+    """Replace ``torch.save`` and ``torch.load`` with ptsave's functions.
 
     Both ``torch`` and ``torch.serialization`` are changed, so code inside torch and in libraries
-    uses ptsave, too.  TorchScript still takes the functions for torch's operators, and scripted
-    code calls torch's own.  Calls nest: each needs its own :func:`uninstall`.  Any thread may call
-    it, and all threads see the change.
+    uses ptsave, too.  TorchScript can still compile code that calls these functions; the compiled
+    code calls torch's own functions.  Calls can be nested: each call needs its own
+    :func:`uninstall`.  Any thread may call `install`, and all threads see the change.
 
     Parameters
     ----------
     safetensors : bool, optional
         Whether ptsave also replaces ``save_file`` and ``load_file`` of ``safetensors.torch``, which
-        ``save_model`` and ``load_model`` call: the same bytes, checks and errors.  Modules that
-        have imported the functions by name get ptsave's, too.
+        the library's ``save_model`` and ``load_model`` call.  Bytes, checks and errors stay the
+        same.  Modules that have already imported the two functions by name get ptsave's, too.
     fsync, atomic, verify, weights_only_check : bool, optional
-        Defaults for callers that do not pass these arguments of :func:`ptsave.save` and
-        :func:`ptsave.load`: ``install(fsync=True)`` makes every ``torch.save`` to a path durable.
+        New defaults for these arguments of :func:`ptsave.save` and :func:`ptsave.load`.  For
+        example, ``install(fsync=True)`` makes every file of ``torch.save`` survive power loss.
     distributed : bool, optional
-        Whether ptsave's storage also replaces ``FileSystemWriter`` and ``FileSystemReader`` of
-        ``torch.distributed.checkpoint``, and serves the ``checkpoint_id`` of its functions
-        (:class:`ptsave.distributed.StorageWriter`).  This imports that module, in about a second.
+        Whether ptsave also replaces ``FileSystemWriter`` and ``FileSystemReader`` of
+        ``torch.distributed.checkpoint``, also for calls there with a ``checkpoint_id`` (see
+        :class:`ptsave.distributed.StorageWriter`).  Importing that module takes about a second.
 
     Raises
     ------
     ImportError
-        If ``safetensors=True`` and the library is not installed, or too old.
+        If ``safetensors=True`` and the safetensors library is missing or too old.
     TypeError
         If an option is not a bool or None.
 
     Notes
     -----
-    If calls are nested, the latest value of each option counts.
+    If calls are nested, the latest call that sets an option decides its value.
 
-    Code that already has torch's own functions keeps them: a name from an earlier ``from torch
-    import save``, a default argument, a `functools.partial`.  So install before such modules are
-    imported, or run the program with ``python -m ptsave run``.  Likewise a name that was bound to
-    ptsave's function keeps it after :func:`uninstall`.
+    Code that already refers to torch's own functions keeps them, for example after ``from torch
+    import save``, in a default argument or in a `functools.partial`.  So call `install` before such
+    modules are imported, or run the program with ``python -m ptsave run``.  Likewise, a name that
+    was bound to ptsave's function keeps this function after :func:`uninstall`.
 
     Examples
     --------
@@ -112,14 +112,14 @@ def install(
 
 
 def install_while_importing(options: Mapping[str, bool]) -> None:
-    """Install on this thread while it imports torch; another thread would wait for the import."""
+    """Install on the thread that is importing torch; another thread would wait for the import."""
     asked = _Options(**options)
     _import_for(asked)
     _begin(asked)
 
 
 def uninstall() -> None:
-    """Undo the latest :func:`install`; undoing the last one restores torch's own functions.
+    """Undo the latest :func:`install`; once all calls are undone, torch's own functions are back.
 
     Raises
     ------
@@ -138,7 +138,7 @@ def _end_latest() -> None:
 
 
 def _end(options: _Options) -> None:
-    """Undo one call, which need not be the latest; do nothing if it is already undone."""
+    """Undo one call of `install`, not always the latest; do nothing if it is already undone."""
     with _lock:
         if options in _calls:
             _calls.remove(options)
@@ -155,9 +155,9 @@ def installed(
     distributed: bool | None = None,
     weights_only_check: bool | None = None,
 ) -> Iterator[None]:
-    """Install for a ``with`` block, with the arguments of :func:`install`.
+    """Install ptsave for a ``with`` block; the arguments are as for :func:`install`.
 
-    The end of the block uninstalls ptsave, even after an exception of a signal handler.
+    The end of the block uninstalls ptsave, even if a signal handler raises an exception.
 
     Examples
     --------
@@ -175,9 +175,9 @@ def installed(
 
 
 def _to_the_end(step: Callable[..., None], *args: object) -> None:
-    """Run a step outside the main thread, so that no signal handler interrupts it.
+    """Run `step` outside the main thread, so that signal handlers cannot interrupt the step.
 
-    An exception of a handler is raised when the step is done.
+    If a handler raises an exception, this function raises the exception after the step.
     """
     if threading.current_thread() is not threading.main_thread():
         step(*args)
@@ -205,9 +205,9 @@ def _to_the_end(step: Callable[..., None], *args: object) -> None:
 
 
 class _Watch:
-    """Ends a job if its thread died for lack of memory before it did the job.
+    """Marks a job as failed if its thread ends, for lack of memory, before the job is done.
 
-    Only the thread holds this object, which is deleted when the thread ends.
+    Only the thread refers to this object, so the object is deleted when the thread ends.
     """
 
     def __init__(self, job: Future[None]) -> None:
@@ -248,9 +248,9 @@ def _begin(options: _Options) -> None:
 
 
 def _apply() -> None:
-    """Set the functions that the calls in force ask for."""
+    """Put in place the functions that the active calls of `install` ask for."""
     said = (pair for call in _calls for pair in vars(call).items() if pair[1] is not None)
-    options = _Options(**dict(said))  # of each option the latest value
+    options = _Options(**dict(said))  # the latest value of each option
     wanted = _STOCK
     if _calls:
         wanted = {
@@ -271,7 +271,7 @@ def _apply() -> None:
 
 @functools.cache
 def _with_defaults(function: Callable[..., Any], **defaults: Any) -> Callable[..., Any]:
-    """Return `function` with other defaults, or itself without any; equal calls share a result."""
+    """Return `function` with other default arguments; equal calls return the same object."""
     said = {name: value for name, value in defaults.items() if value is not None}
     if not said:
         return function
@@ -284,7 +284,7 @@ def _with_defaults(function: Callable[..., Any], **defaults: Any) -> Callable[..
 
 
 def _exchange(name: str, new: Callable[..., Any]) -> None:
-    """Replace one of torch's functions, and tell TorchScript that it is the same operator."""
+    """Set ``torch.save`` or ``torch.load`` to `new`, which is the same operator for TorchScript."""
     old = _current[name]
     if new is old:
         return
@@ -292,7 +292,7 @@ def _exchange(name: str, new: Callable[..., Any]) -> None:
         stock.register_builtin(new, stock.find_builtin(_STOCK[name]))
     modules: list[ModuleType] = [torch, torch.serialization]
     for module in modules:
-        # Another patch that came later stays.
+        # A function that other code has put there since stays.
         if getattr(module, name) is old:
             setattr(module, name, new)
     if old is not _STOCK[name]:

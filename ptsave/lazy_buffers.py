@@ -1,4 +1,4 @@
-"""The path of a lazy buffer's hook that existing files name."""
+"""Keeps the module path under which existing files refer to `LazyBufferHook`."""
 
 from ptsave.state.lazy_buffers import LazyBufferHook
 

@@ -1,4 +1,4 @@
-"""Imports all of ptsave ahead, for programs that cannot read ptsave's files later."""
+"""Imports all of ptsave in advance, for programs that cannot read ptsave's files later."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _OPTIONAL = ("fsspec.core", "numpy.lib.format", "safetensors.torch", "tqdm")
 
 
 def preload() -> None:
-    """Import all modules of ptsave now, and the libraries that they use, if they are installed.
+    """Import all modules of ptsave now, and the installed libraries that they use.
 
-    Otherwise each module is imported at its first use, once in every forked process. That import
-    fails if the program can no longer read ptsave's files, because it has given up rights
+    Otherwise each module is imported at its first use, and again in every forked process. Such an
+    import fails if the program can no longer read ptsave's files, because it has given up rights
     (``os.setuid``), changed its root (``os.chroot``) or entered another mount namespace.
-    `preload` does not import `ptsave.integrations` and fsspec's file systems. A new root needs
-    ``/proc`` for safetensors files.
+    `preload` imports neither `ptsave.integrations` nor fsspec's file systems. For safetensors
+    files, ptsave also needs ``/proc`` in the new root.
 
     Raises
     ------

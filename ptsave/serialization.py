@@ -44,8 +44,8 @@ def save(
 ) -> None:
     """Save an object to a file as :func:`torch.save` does: the same bytes, but faster and safer.
 
-    Several threads checksum and write the data, and read it from memory once.  They need at most
-    64 MiB besides the object, and release the GIL.
+    Several threads compute checksums and write the data; they read each byte only once.  The
+    threads need at most 64 MiB of memory besides the object, and release the GIL.
 
     Parameters
     ----------
@@ -53,53 +53,55 @@ def save(
         The object to save.
     f : str, os.PathLike or file-like
         A path, a URL for fsspec (``"s3://bucket/model.pt"``, as a str), or an object with ``write``
-        and ``flush``.  A real file is written through its descriptor, at its current position.
+        and ``flush``.  A file of :func:`open` is written through its descriptor, at its current
+        position.
     pickle_module : module, default pickle
         As for :func:`torch.save`.
     pickle_protocol : int, default 2
         As for :func:`torch.save`.
     fsync : bool, default False
-        Whether the data survives power loss once `save` has returned: file and directory are
-        synced.
+        Whether to sync the file and its directory, so that the data survives power loss after
+        `save` returns.
     atomic : bool, default True
-        Whether a path gets its new contents by rename.  A reader then always sees the complete old
-        file or the complete new one, even if several processes save to it.  If the file is
-        writable but its directory is not, one save at a time overwrites the file in place.
-        Ignored for file-like objects, and for URLs, whose files are always replaced as a whole.
+        Whether to write a temporary file and rename it to the path.  A reader then always sees the
+        complete old file or the complete new file, even if several processes save to the path.
+        If the file is writable but its directory is not, one save at a time overwrites the file
+        in place.  Ignored for file-like objects, and for URLs, where saves are always atomic.
     progress : bool, default False
         Whether to show a progress bar.
     storage_options : mapping, optional
-        For the file system of a URL: ``{"endpoint_url": "http://localhost:9000"}``.
+        Options of a URL's file system, such as ``{"endpoint_url": "http://localhost:9000"}``.
     weights_only_check : bool, default False
-        Whether to warn of objects that ``weights_only=True`` will refuse to load.  The restricted
-        unpickler runs the pickle, and if it refuses, the pickle is searched for places to name.
+        Whether to warn of objects that ``weights_only=True`` will refuse to load.  `save` tries the
+        pickle with the restricted unpickler; if this fails, it looks for the refused parts.
 
     Raises
     ------
     SaveError
-        An :class:`OSError` (with ``errno`` and ``filename``) that is also a :class:`RuntimeError`:
-        disk full, no permission, missing directory, unreachable server, ...  The old file is
-        unchanged and nothing is left beside it.  For a URL that fsspec cannot write to (or whose
-        package is not installed) it is an :class:`UnsupportedUrlError`.
+        If the file cannot be written, for example because the disk is full.  The error is an
+        :class:`OSError` (with ``errno`` and ``filename``) and a :class:`RuntimeError`.  An existing
+        file is unchanged unless it was overwritten in place; no temporary file is left.  If fsspec
+        cannot write to a URL, the error is an :class:`UnsupportedUrlError`.
     ValueError
         If the name ends with ``.safetensors``: :func:`ptsave.save_model` writes such files.
-        After :func:`ptsave.install`, ``torch.save`` writes any name.
+        After :func:`ptsave.install`, ``torch.save`` accepts any name.
 
     Warns
     -----
     CheckpointWarning
-        With `weights_only_check`: names the parts that will be refused, with their types.
+        With `weights_only_check`, if ``weights_only=True`` will refuse parts of the object.  The
+        warning names these parts and their types.
 
     Notes
     -----
-    At a URL the new contents appear all at once, when the call returns.  Object stores
-    (``s3://``, ``gs://``, ``abfs://``) get up to 16 MiB in one request, and more in parts of that
-    size.  One part is in memory at a time, and a failed upload is discarded.  If the process is
-    killed, its parts stay invisible in the store, until a rule for incomplete uploads removes them.
-    ``memory://`` gets its contents at once, and ``file://`` is the local path.  Other file systems
-    get a file under a temporary name, which is then moved (for some: copied and removed).
+    At a URL, the complete new contents appear when the call returns.  Object stores (``s3://``,
+    ``gs://``, ``abfs://``) get up to 16 MiB in one request, and larger contents in parts of 16 MiB.
+    One part is in memory at a time, and a failed upload is discarded.  If the process is killed,
+    the sent parts stay invisible in the store until a rule for incomplete uploads removes them.
+    A ``memory://`` file is replaced in one step, and a ``file://`` URL is a local path.  On other
+    file systems, a temporary file is written and then moved (on some, copied and removed).
 
-    torch itself writes the format before 1.6 (``_use_new_zipfile_serialization=False``).
+    With ``_use_new_zipfile_serialization=False``, torch's own code writes the format before 1.6.
 
     Examples
     --------
@@ -132,7 +134,7 @@ def save_with(obj: object, f: Any, options: SaveOptions) -> None:
     no_byte_order = options._disable_byteorder_record
     if options.weights_only_check:
         from ptsave.writing.weights_only_check import warn_of_refusals
-    if torch.save is stock.save:  # code that has ptsave installed writes any name, as torch does
+    if torch.save is stock.save:  # after ptsave.install(), any name is allowed, as with torch
         refuse_safetensors_name(f)
     check_dill_version(options.pickle_module)
     if not is_url_file(f):  # a UrlLocation comes from a checkpoint directory at a URL

@@ -28,7 +28,7 @@ py::object wrap_tensor(at::Tensor tensor);
 // TypeError for any other object.
 const at::Tensor& unpack_bytes_of(const py::handle& tensor);
 
-// For at most this many bytes, keep the GIL: taking it back can take longer than reading them.
+// Reads of at most this many bytes keep the GIL: taking it back can take longer than the read.
 inline constexpr std::size_t kNbytesWithGil = std::size_t{64} << 10;
 
 // Returns a contiguous tensor in CPU memory.  Throws TypeError for any other object, and

@@ -1,6 +1,6 @@
 // ptsave._C's functions over columns of Python objects: kinds of tensors and facts about them,
-// copies of small ones, instances of a class, rows of bytes, attributes.  One Python step for each
-// of a state dict's 100,000 tensors takes a second.
+// copies of small ones, instances of a class, rows of bytes, attributes.  In Python, a step for
+// each of a state dict's 100,000 tensors would take a second.
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
@@ -82,9 +82,9 @@ py::list tensor_kinds(const py::list& values, const py::tuple& types, bool pinne
   return result;
 }
 
-// Whether a tensor has strided numbers on a real device.  Other kinds have another dispatch key:
-// sparse, quantized, nested and meta tensors, lazy conjugates, wrappers.  An inference tensor lacks
-// keys.
+// Whether a tensor has strided numbers on a real device.  Other kinds of tensors have other
+// dispatch keys: sparse, quantized, nested and meta tensors, lazy conjugates, wrappers.  An
+// inference tensor lacks autograd's keys.
 bool is_memory(const at::Tensor& tensor, bool is_inference) {
   using c10::DispatchKey;
   constexpr std::array kDevices = {
@@ -178,7 +178,7 @@ bool has_elements_in_memory(const at::Tensor& tensor) {
 // Uninitialized contiguous tensors in CPU memory.
 py::list empty_tensors(const std::vector<std::vector<std::int64_t>>& shapes,
                        const py::list& dtypes) {
-  if (shapes.size() != dtypes.size()) throw py::value_error("expected lists of one length");
+  if (shapes.size() != dtypes.size()) throw py::value_error("expected lists of equal size");
   py::list result(shapes.size());
   for (std::size_t i = 0; i < shapes.size(); ++i) {
     result[i] = wrap_tensor(at::detail::empty_cpu(shapes[i], unpack_dtype(item_of(dtypes, i))));
@@ -202,9 +202,10 @@ py::list addresses(const py::list& tensors) {
   return result;
 }
 
-// For each tensor, whether the contiguous bytes of its dtype can be read into it from a file.
+// For each tensor and dtype, whether contiguous elements of the dtype in a file can be read
+// straight into the tensor.
 std::vector<bool> take_bytes(const py::list& tensors, const py::list& dtypes) {
-  if (tensors.size() != dtypes.size()) throw py::value_error("expected lists of one length");
+  if (tensors.size() != dtypes.size()) throw py::value_error("expected lists of equal size");
   std::vector<bool> result(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = unpack_tensor(item_of(tensors, i));
@@ -241,8 +242,8 @@ bool are_apart(const py::list& tensors) {
          }) == extents.end();
 }
 
-// The values of an attribute or a column.  A list has a value for each row; another object is the
-// value of all.
+// The values of an attribute or a column.  A list has a value for each row; any other object is the
+// value of every row.
 class Column {
  public:
   explicit Column(py::handle values) : values_(values), is_list_(PyList_CheckExact(values.ptr())) {}
@@ -262,7 +263,7 @@ std::size_t common_size(const std::vector<Column>& columns) {
   std::optional<std::size_t> size;
   for (const Column& column : columns) {
     if (!column.is_list()) continue;
-    if (size && *size != column.size()) throw py::value_error("expected lists of one length");
+    if (size && *size != column.size()) throw py::value_error("expected lists of equal size");
     size = column.size();
   }
   if (!size) throw py::value_error("expected a list");
@@ -364,7 +365,7 @@ std::int64_t nbytes_of(const at::Tensor& tensor) {
 }
 
 // (dtype, shape, stride, offset in its storage, its size, the storage's size) of each tensor, the
-// last three in bytes; None for a tensor that is not strided, or nested.
+// last three in bytes; None for a tensor that is nested or not strided.
 py::list tensor_facts(const py::list& tensors) {
   py::list result(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -400,9 +401,8 @@ std::vector<Found> find_values(const std::vector<py::dict>& dicts,
   return result;
 }
 
-// The pairs (name, object) whose object's own __dict__ has a true value for the attribute.  From
-// Python, the attributes of a torch.nn.Module take three times as long, because of its
-// `__getattr__`.
+// The pairs (name, object) whose object's own __dict__ has a true value for the attribute.  In
+// Python, this takes three times as long for a torch.nn.Module, because of its `__getattr__`.
 py::list having(const py::list& pairs, const py::str& attribute) {
   py::list result;
   for (const py::handle pair : pairs) {

@@ -55,7 +55,8 @@ void set_corrupt(const FormatError& error) {
 }  // namespace
 
 void register_errors(py::module_& module) {
-  // Register them locally: pybind11 would otherwise ask every module about the exceptions of all.
+  // Registered locally: pybind11 would otherwise ask every module to translate all modules'
+  // exceptions.
   py::register_local_exception<LayoutMismatch>(module, "LayoutMismatchError", PyExc_RuntimeError);
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
@@ -63,7 +64,7 @@ void register_errors(py::module_& module) {
     } catch (const IoError& error) {
       if (error.errnum() != 0) return set_os_error(error);
       set_corrupt(FormatError("unexpected end of file",
-                              error.path() + " ends before what was to be read", {},
+                              error.path() + " ends before the bytes to be read", {},
                               FormatError::kNoOffset, error.path()));
     } catch (const FormatError& error) {
       set_corrupt(error);

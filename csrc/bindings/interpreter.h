@@ -52,8 +52,8 @@ auto without_gil(const Call& call) -> decltype(call()) {
 }
 
 // Runs `call` with the GIL, on a thread inside without_gil().  If the interpreter exits meanwhile,
-// it ends this thread by unwinding, which stops here.  During unwinding no object that needs the
-// GIL may be destroyed, so `call` uses the C API without guards.
+// it ends this thread by unwinding its stack, and the unwinding stops here.  During unwinding no
+// object that needs the GIL may be destroyed, so `call` uses the C API without guards.
 template <typename Call>
 void with_gil(const Call& call) {
   take_gil(PyGILState_GetThisThreadState());

@@ -105,13 +105,14 @@ class Reader final : public StorageSource {
     return read_record(*reader_, i, verify);
   }
   py::bytes read_at(std::uint64_t offset, std::uint64_t nbytes) const {
-    if (nbytes > this->nbytes()) throw py::value_error("more than the archive holds");
+    if (nbytes > this->nbytes()) throw py::value_error("more bytes than the archive has");
     std::string bytes(nbytes, '\0');
     without_gil([&] { reader_->source().read_at(offset, bytes.data(), bytes.size()); });
     return {bytes};
   }
 
-  // Reads records[k], each once, into the bytes of targets[k]; without targets, only checks.
+  // Reads records[k], each once, into the bytes of targets[k]; without targets, only checks the
+  // records.
   std::vector<DamagedRecord> read_records(const std::vector<std::size_t>& records,
                                           const std::vector<py::object>& targets,
                                           std::size_t n_threads, bool verify,
@@ -137,7 +138,7 @@ class Reader final : public StorageSource {
     without_gil([&] { ptsave::read_ranges(*reader_, ranges, n_threads, max_pinned_nbytes, poll); });
   }
   // (number, name, payload offset, location) of each record.  The location is the one saved for the
-  // record's storage.  None if the unpickler has not taken the storage, or if Python made it.
+  // record's storage, or None if the unpickler has not taken the storage or Python made it.
   py::list places() const {
     py::list result(index().records().size());
     std::unordered_map<const std::string*, py::object> locations{{nullptr, py::none()}};

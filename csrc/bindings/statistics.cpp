@@ -76,7 +76,7 @@ py::object tensor_difference(const py::handle& object_a, const py::handle& objec
                              double atol, std::size_t n_threads) {
   const at::Tensor a = unpack_measurable(object_a);
   const at::Tensor b = unpack_measurable(object_b);
-  if (a.sizes() != b.sizes()) throw py::value_error("the tensors have two shapes");
+  if (a.sizes() != b.sizes()) throw py::value_error("the tensors have different shapes");
   const auto of_a = element_of(a.scalar_type());
   const auto of_b = element_of(b.scalar_type());
   if (!of_a.has_value() || !of_b.has_value()) return py::none();

@@ -34,8 +34,8 @@ struct PayloadSources {
   SharedSources sources;
 };
 
-// A descriptor and a name, or the address, size and name of memory.  The descriptor stays the
-// caller's; the memory must outlive the sources.
+// A descriptor and a name, or the address, size and name of memory.  The caller keeps the
+// descriptor; the memory must outlive the sources.
 using SourceOfPython = std::variant<std::tuple<int, std::string>,
                                     std::tuple<std::uintptr_t, std::uint64_t, std::string>>;
 
@@ -63,7 +63,7 @@ std::vector<SourcePart> parts_of(const PartsOfPython& parts) {
   result.reserve(parts.size());
   for (const auto& [begin, source, offset] : parts) {
     const bool is_in_order = result.empty() ? begin == 0 : begin > result.back().begin;
-    if (!is_in_order) throw std::invalid_argument("parts of a payload are not in its order");
+    if (!is_in_order) throw std::invalid_argument("parts of a payload are not in order");
     result.push_back({begin, source, offset});
   }
   return result;
@@ -76,8 +76,9 @@ void run_write(const FilePlan& plan, const py::object& callback, const Write& wr
   without_gil([&] { write(poll); });
 }
 
-// Calls `poll`, and then, with the GIL, write(memoryview) for data or skip(nbytes) for a hole.
-// Runs on a thread inside without_gil().  All three must outlive the sink.
+// Makes a sink that calls `poll`, and then, with the GIL, write(memoryview) for data or
+// skip(nbytes) for a hole.  The sink runs on a thread inside without_gil().  The three arguments
+// must outlive it.
 StreamSink make_stream_sink(const py::function& write, const py::function& skip, const Poll& poll) {
   return [&write, &skip, &poll](const std::byte* data, std::uint64_t nbytes) {
     poll();
@@ -155,7 +156,7 @@ const std::byte* call_maker(const py::function& make) {
   return address;
 }
 
-// Adds Python's records to the planned ones, which keep their payloads alive.
+// Adds Python's records to the planned records, which then keep the payloads alive.
 class RecordAdder {
  public:
   explicit RecordAdder(PlannedRecords& records) : records_(records) { records.keep(bytes_); }

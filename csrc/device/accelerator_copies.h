@@ -36,7 +36,7 @@
 
 namespace ptsave {
 
-// The last device whose driver has locked memory, and the process that asked for it.
+// The last device for which host memory was locked, and the process that locked it.
 struct LastPinned {
   std::mutex mutex;
   std::optional<std::pair<c10::Device, pid_t>> use;
@@ -68,7 +68,7 @@ inline void release_pinned_memory() {
   }
   if (!device) return;
   const c10::DeviceGuard guard(*device);  // it has a context
-  SideStreams::wait_for_idle_streams();   // else the allocator believes they use freed memory
+  SideStreams::wait_for_idle_streams();   // else the allocator keeps memory that they used
   at::getHostAllocator(device->type())->empty_cache();
 }
 
@@ -170,7 +170,7 @@ class PinnedPieces final : public StagedPieces {
   PinnedPool::Buffer buffer_;
 };
 
-// The parts of SideStreams, with scratch memory for gathering small pieces: at most a chunk.
+// The parts of SideStreams, with scratch memory for gathering small pieces: at most a chunk's size.
 inline std::vector<SideStreams::Part> gathering_parts(const AcceleratorSources& sources,
                                                       std::size_t max_nbytes) {
   std::map<c10::DeviceIndex, std::size_t> small_nbytes;
@@ -214,8 +214,8 @@ class AcceleratorStager final : public Stager {
     std::size_t max_count = 0;
   };
 
-  // Copies the values that the bytes have after the work now on this thread's current streams.
-  // Without `buffers`, host memory is not bounded: each chunk allocates its own.
+  // Copies the values that the bytes have after the work that is now queued on this thread's
+  // current streams.  Without `buffers`, host memory is not bounded: each chunk allocates its own.
   AcceleratorStager(AcceleratorSources sources, std::optional<Buffers> buffers)
       : sources_(std::move(sources)),
         streams_(gathering_parts(sources_, buffers ? buffers->max_nbytes : kMaxScratchNbytes)) {
@@ -337,7 +337,7 @@ class AcceleratorPayloads final : public PayloadStaging {
 // The largest gap between two pieces that cross the bus together.
 inline constexpr std::size_t kMaxGapNbytes = std::size_t{16} << 10;
 
-// The parts of SideStreams, with scratch memory for joined pieces: at most a lease.
+// The parts of SideStreams, with scratch memory for joined pieces: at most a lease's size.
 inline std::vector<SideStreams::Part> scattering_parts(const std::vector<at::Tensor>& targets,
                                                        std::size_t lease_nbytes) {
   struct Total {
@@ -381,8 +381,8 @@ class PinnedLease final : public Lease {
 class AcceleratorUnstager final : public Unstager {
  public:
   // `targets` are contiguous bytes on accelerators; this object keeps them alive.  Copies wait for
-  // the work now on this thread's current streams, because that work may still use a target's
-  // memory.  Leases hold `lease_nbytes`.
+  // the work that is now queued on this thread's current streams, because that work may still use a
+  // target's memory.  Leases hold `lease_nbytes`.
   AcceleratorUnstager(std::vector<at::Tensor> targets, std::size_t lease_nbytes,
                       std::size_t max_leases)
       : targets_(std::move(targets)),

@@ -5,9 +5,9 @@
 // of each device, which other code uses, too.  A wait polls and sleeps, because waiting for CUDA's
 // streams and events (as c10 makes them) keeps a core busy in each thread.
 //
-// A thread begins on device 0, and the events of c10 would make a context there, which takes
-// hundreds of MiB of that GPU: CUDAGuardImpl::block(), record() and destroyEvent() switch to the
-// event's device and back.  So all work here runs with its own device as the current one.
+// A new thread's current device is device 0.  The events of c10 would make a context there, which
+// takes hundreds of MiB of that GPU: CUDAGuardImpl::block(), record() and destroyEvent() switch to
+// the event's device and back.  So all work here runs with its own device as the current one.
 #pragma once
 
 #include <ATen/DeviceAccelerator.h>
@@ -91,7 +91,7 @@ inline void wait_until_done(const c10::Event& event) {
   }
 }
 
-// Always false before torch 2.13, whose backends are the first that can tell.
+// Always false before torch 2.13, because earlier backends cannot tell.
 template <class Guard>
 bool is_capturing(const Guard& impl, const c10::Stream& stream) {
   if constexpr (requires { impl.isStreamCapturing(stream); }) {
@@ -169,8 +169,8 @@ class SideStreams {
   class Copies;
 
   // Parts of the same device are merged.  The current streams are the calling thread's.  Scratch
-  // memory is allocated on them, so they can reuse it afterwards.  Throws as refuse_capture() does
-  // for each device.
+  // memory is allocated on the current streams, so they can reuse it afterwards.  Throws as
+  // refuse_capture() does for each device.
   explicit SideStreams(std::span<const Part> parts) {
     for (const Part& part : parts) {
       const auto known = std::ranges::find(sides_, part.device, &Side::device);
@@ -193,20 +193,20 @@ class SideStreams {
     for (std::size_t side = 0; side < sides_.size(); ++side) end(side);
   }
 
-  // One of the devices, for a thread that works for this transfer to make current.
+  // One of the devices.  A thread that works for this transfer makes it the current device.
   c10::Device device() const { return sides_.front().device; }
 
   // Throws std::runtime_error if this thread's current stream captures a graph, because copies that
-  // wait for it would be captured instead of made.  Before torch 2.13 ptsave cannot see this; the
-  // driver's own error then comes during the wait.
+  // wait for it would be captured instead of made.  Before torch 2.13 ptsave cannot detect this;
+  // the driver's own error then comes during the wait.
   static void refuse_capture(c10::Device device) {
     const c10::DeviceGuard guard(device);
     const c10::impl::VirtualGuardImpl impl(device.type());
     if (!is_capturing(impl, impl.getStream(device))) return;
     throw std::runtime_error(
         "tensors on " + device.str() +
-        " cannot be saved or loaded while its current stream captures a graph: "
-        "do it before the capture begins or after it has ended");
+        " cannot be saved or loaded while the device's current stream captures a graph: "
+        "save or load them before the capture begins or after it has ended");
   }
 
   // Waits until all unused streams have finished their work.
@@ -222,7 +222,7 @@ class SideStreams {
 
   // Whether a device has streams and pinned host memory, which side copies need.
   static bool are_supported(c10::Device device) {
-    static std::atomic<c10::DeviceType> supported{c10::DeviceType::CPU};  // there is only one
+    static std::atomic<c10::DeviceType> supported{c10::DeviceType::CPU};  // a process has one type
     if (supported.load(std::memory_order_relaxed) == device.type()) return !device.is_cpu();
     if (!at::accelerator::isAccelerator(device.type())) return false;
     try {

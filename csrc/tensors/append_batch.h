@@ -141,7 +141,7 @@ class NumberedStorages {
 };
 
 // A pickle of a dict begins with this, in protocol 2: an empty dict, stored in the memo.  Parts
-// that add entries follow, and then the full stop.
+// that add entries follow, and then the STOP opcode.
 inline constexpr std::string_view kDictHead{"\x80\x02}q\x00", 5};
 inline constexpr char kStop = '.';
 
@@ -349,7 +349,7 @@ class AppendBatch {
     payloads_.clear();
     groups_.clear();
   }
-  // Replaces release() in a forked child, which must not touch accelerators' memory.
+  // A forked child calls this instead of release(): it must not touch accelerators' memory.
   void abandon() {
     keep_for_ever(std::exchange(stagers_, {}));
     keep_for_ever(std::exchange(kept_, {}));
@@ -380,7 +380,8 @@ class AppendBatch {
     return slabs_.back().data + at;
   }
 
-  // Populates a place in the last slab if it is new: faults of the copy take twice as long.
+  // Populates a place in the last slab if the slab is new: page faults during the copy take twice
+  // as long.
   void make_present(std::size_t at, std::size_t nbytes) const {
     const StagingBlock& slab = slabs_.back();
     if (!slab.is_new || nbytes < kMinInBlocksNbytes) return;

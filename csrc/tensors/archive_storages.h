@@ -133,7 +133,7 @@ inline bool are_same(const Destination& a, const Destination& b) {
 }
 
 // Finds the copies whose order matters: their targets overlap another copy's target, or a source
-// that is no record (a hook may pass on a tensor of the model).  The order of copies of the same
+// that is not a record (a hook may pass on a tensor of the model).  The order of copies of the same
 // bytes to the same place (tied parameters) does not matter.
 inline std::vector<bool> find_ordered(const std::vector<TensorCopy>& copies,
                                       const std::vector<bool>& are_bytes) {
@@ -303,7 +303,7 @@ class Restore {
   // The reserved storage of a record.
   using StorageOf = std::function<c10::Storage(std::size_t record)>;
 
-  // `reader` must outlive this object, and all that `storage_of` refers to.
+  // `reader`, and everything that `storage_of` refers to, must outlive this object.
   Restore(ArchiveReader& reader, StorageOf storage_of)
       : reader_(reader),
         storage_of_(std::move(storage_of)),
@@ -319,8 +319,8 @@ class Restore {
     const at::Tensor bytes = bytes_of(target, 0, target.nbytes());
     copies_.emplace_back(bytes, bytes, record);
   }
-  // Makes the planned copies, and fills the storages of `records`, which stay filled.  Stops at
-  // damaged records and returns them.  Throws IoError, and at::Error from a copy.
+  // Makes the copies that add() has planned, and fills the storages of `records`, which stay
+  // filled.  Stops at damaged records and returns them.  Throws IoError, and at::Error from a copy.
   std::vector<DamagedRecord> run(std::span<const std::size_t> records,
                                  const RestoreOptions& options, const Poll& poll) {
     std::vector<bool> is_whole = is_filled_;
@@ -365,7 +365,8 @@ class Restore {
     return damaged;
   }
 
-  // An unstager for the destinations on accelerators, which it numbers again; null without any.
+  // An unstager for the destinations on accelerators, whose targets get new numbers; null if there
+  // are none.
   std::unique_ptr<Unstager> unstager_for(std::vector<Destination>& destinations,
                                          std::size_t max_leases) const {
     std::vector<at::Tensor> targets;
@@ -387,7 +388,8 @@ class Restore {
     }
     const auto note_changes = [&] {
       for (const std::size_t record : reader_.begun()) {
-        // has_changed_ of an earlier run stays when the record's own storage is read.
+        // Reading a record into its own storage changes no target: has_changed_ keeps its earlier
+        // value.
         if (!is_whole[record]) has_changed_[record] = true;
       }
       for (const std::size_t i : steps.direct)
@@ -484,7 +486,8 @@ class Restore {
 };
 
 // The storages of a load.  Either start() reads in the background, or reserve() gives storages
-// places and fill() reads.  Both forget earlier storages.  Not safe for concurrent use.
+// places and fill() reads.  Both start() and reserve() forget earlier storages.  Not safe for
+// concurrent use.
 class ArchiveStorages {
  public:
   // Waits for the payload of a record that is being read.
@@ -513,8 +516,8 @@ class ArchiveStorages {
     restore_.emplace(reader_, [this](std::size_t record) { return storage(record); });
   }
 
-  // Loads storages saved at `location` to the CPU or, after reserve(), to an accelerator.  The
-  // unpickler only gets storages of such locations.
+  // From now on, loads storages saved at `location` to the CPU or, after reserve(), to an
+  // accelerator.  The unpickler gets no storages of other locations.
   void place(const std::string& location, c10::Device device) {
     const auto place = std::ranges::find(places_, location, &Place::location);
     if (place == places_.end()) {
@@ -580,8 +583,8 @@ class ArchiveStorages {
     return found == record_by_storage_.end() ? std::nullopt : std::optional(found->second);
   }
   // The records whose storages have references outside this object.  Frees all other storages.
-  // Releases each storage and tries to lock it again.  Counting references would not help: a
-  // storage keeps its Python object, which keeps the storage.
+  // Releases each storage, and tries to get it back by a weak reference.  Counting references would
+  // not help: a storage keeps its Python object, which keeps the storage.
   std::vector<std::size_t> referenced() {
     std::vector<std::size_t> records;
     for (std::size_t i = 0; i < storages_.size(); ++i) {

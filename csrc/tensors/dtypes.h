@@ -23,7 +23,7 @@ inline int elements_per_byte(c10::ScalarType dtype) {
   }
 }
 
-// Returns nothing for a dtype whose elements are no numbers (quantized, bits).  Elements smaller
+// Returns nothing for a dtype whose elements are not numbers (quantized, bits).  Elements smaller
 // than a byte (uint1 ... int7) count as bytes.
 inline std::optional<Element> element_of(c10::ScalarType type) {
   using enum c10::ScalarType;

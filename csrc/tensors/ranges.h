@@ -93,7 +93,7 @@ struct TensorBox {
 inline void add_ranges(const TensorBox& box, std::vector<FileRange>& ranges) {
   const at::Tensor& target = box.target;
   const auto sizes = target.sizes();
-  if (box.strides.size() != sizes.size()) throw std::invalid_argument("one stride a dimension");
+  if (box.strides.size() != sizes.size()) throw std::invalid_argument("not one stride per axis");
   if (target.numel() == 0) return;
   const auto itemsize = static_cast<std::uint64_t>(target.element_size());
   const auto place_stride = [&](std::size_t d) {
@@ -144,8 +144,8 @@ class RangeTargets {
       : read_(std::move(files), file_ranges(ranges), max_gap) {}
 
   // Returns when all bytes are in their tensors.  Bytes for accelerators go through at most
-  // `max_pinned_nbytes` of page-locked memory, and arrive after the present work of this thread's
-  // current streams.  Throws IoError, at::Error.
+  // `max_pinned_nbytes` of page-locked memory, and arrive after the work that is now queued on this
+  // thread's current streams.  Throws IoError, at::Error.
   void run(std::size_t n_threads, std::size_t max_pinned_nbytes, const Poll& poll) {
     if (targets_.empty()) return read_.run(n_threads, poll);
     const std::size_t n_leases =
@@ -236,8 +236,9 @@ inline std::vector<at::Tensor> accelerator_targets(std::vector<Destination>& des
 // Reads records[k] into targets[k], which is contiguous and in CPU memory or on a device that
 // SideStreams supports.  No record may occur twice.  Without targets, only checks the records.
 // Returns damaged records in file order.  Bytes for accelerators go through at most
-// `max_pinned_nbytes` of page-locked memory, and arrive after the present work of this thread's
-// current streams.  Throws std::invalid_argument if sizes differ; IoError, FormatError, at::Error.
+// `max_pinned_nbytes` of page-locked memory, and arrive after the work that is now queued on this
+// thread's current streams.  Throws std::invalid_argument if sizes differ; IoError, FormatError,
+// at::Error.
 inline std::vector<DamagedRecord> read_records(const ArchiveReader& reader,
                                                const std::vector<std::size_t>& records,
                                                std::span<const at::Tensor> targets,
@@ -262,7 +263,7 @@ inline std::vector<DamagedRecord> read_records(const ArchiveReader& reader,
 }
 
 // Reads parts of an archive, which is file 0, unchecked.  Parts for accelerators must not overlap.
-// IoError, at::Error.
+// Throws IoError, at::Error.
 inline void read_ranges(const ArchiveReader& reader, const std::vector<TensorRange>& ranges,
                         std::size_t n_threads, std::size_t max_pinned_nbytes, const Poll& poll) {
   std::vector<TensorRange> on_accelerators;

@@ -86,7 +86,7 @@ class Snapshot {
   // Reserves memory for the copies.  An accelerator's storage stands for its own copy, which a
   // Stager makes.  Empty storages, and CPU storages without memory (holes of the file), get
   // storages without memory of the same size.  With `without_bytes`, for saves that write only
-  // sizes, all storages get these.
+  // sizes, all storages get such storages.
   Snapshot(const StorageList& sources, bool without_bytes)
       : copying_(std::make_unique<StagingCopy>([this](std::size_t i) { return source(i); })) {
     std::vector<Group> groups;
@@ -122,8 +122,8 @@ class Snapshot {
     release_sources();
     copies_.storages.clear();
   }
-  // Replaces release() in a forked child, and leaks the memory.  Freeing memory of accelerators
-  // would call the parent's driver.
+  // A forked child calls this instead of release().  Leaks the memory, because freeing memory of
+  // accelerators would call the parent's driver.
   void abandon() {
     keep_for_ever(std::exchange(sources_, {}));
     keep_for_ever(std::move(copying_));  // threads of the parent may wait in it

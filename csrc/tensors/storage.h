@@ -34,7 +34,7 @@ namespace ptsave {
 inline constexpr std::uintptr_t kTorchAlignment = 64;  // of c10::GetCPUAllocator()'s memory
 
 // Reserves addresses that nothing else in this process uses.  A mapping without write permission
-// takes no memory, and no system's accounting counts it.
+// takes no memory, and every system's accounting ignores it.
 class ReservedAddresses final : public Owner {
  public:
   explicit ReservedAddresses(std::size_t nbytes)
@@ -128,11 +128,11 @@ inline std::vector<c10::Storage> unfilled_storages(std::span<const std::uint64_t
   return storages;
 }
 
-// Calls `work` for 0 .. n - 1 in up to `n_threads` runs of neighbours, on the threads of torch's
-// operators.  During training these threads are awake: they wait for the next operator in a busy
-// loop for some milliseconds.  So they begin at once, while new threads would have to share their
-// cores.  The runs are parallel unless torch has one thread (torch.set_num_threads) or this is one
-// of torch's threads.  Rethrows an exception.
+// Calls `work` for 0 .. n - 1, split into up to `n_threads` runs of neighbours, on the threads of
+// torch's operators.  During training these threads are awake: they wait for the next operator in a
+// busy loop for some milliseconds.  So they begin at once, while new threads would have to share
+// their cores.  The runs are parallel unless torch has one thread (torch.set_num_threads) or this
+// is one of torch's threads.  Rethrows an exception.
 //
 // Uses a TensorIterator, which calls at::parallel_for inside torch, because that template would
 // have to be compiled with torch's OpenMP.  The iterated tensor has one dummy byte for each run.

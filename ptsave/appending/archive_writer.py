@@ -1,8 +1,8 @@
 """`ArchiveWriter` adds entries to an archive while the program goes on.
 
-Each call pickles a group of entries and copies the group's storages.  A thread writes them in
-batches.  Each batch ends with a journal, the record `.journal/<i>` with the batch's pickles, so
-that the file of a killed process can be read.  `data.pkl` joins the pickles of all journals.
+Each call pickles a group of entries and copies the group's storages.  A thread writes the groups in
+batches.  Each batch ends with a journal: the record `.journal/<i>`, which has the batch's pickles.
+So the file of a killed process can be read.  `close` joins all pickles in the record `data.pkl`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ WhenFull: TypeAlias = Literal["wait", "drop", "raise"]
 _WHEN_FULL = get_args(WhenFull)
 
 _SLACK_NBYTES = 64 << 10  # extra bytes of a staged chunk: see _STAGING_SLACK in writing/targets.py
-# The size of a reservation, at most a quarter of the budget.  It is large because a reservation
-# looks at the system's memory, which takes longer than copying an entry.
+# The writer reserves memory in parts of this size, or of a quarter of the budget if that is less.
+# A part is large because a reservation checks the free memory, which takes longer than a copy.
 _ROOM_NBYTES = 128 << 20
-_BUFFERS_PART = 8  # the buffers take another 1/8 of the budget
+_BUFFERS_PART = 8  # the buffers for writing take another 1/8 of the budget
 _MIN_CHUNK_NBYTES = 256 << 10
 _FORKED = (
     "this process was forked while the archive was being written: only the parent process can add "
@@ -61,26 +61,28 @@ _open_writers: set[ArchiveWriter] = set()
 class ArchiveWriter:
     """Writes an archive entry by entry; any thread may add entries.
 
-    The file is like a dict saved by :func:`torch.save`: :func:`torch.load` returns the entries by
-    name, in the order in which they were added.  A call copies the values, and a thread writes them
-    while the program goes on.  Until :meth:`close`, a temporary file beside `path` has them.
+    The file is like the file of a dict: :func:`torch.load` returns a dict of the entries, in the
+    order in which they were added.  :meth:`add` copies the values, and a thread writes the copies
+    while the program goes on.  Until :meth:`close`, the entries are in a temporary file beside
+    `path`.
 
     Parameters
     ----------
     path : str or os.PathLike
-        The file.  :meth:`close` replaces it as a whole.
+        The file, which :meth:`close` creates or replaces.
     fsync : bool, default False
         Whether :meth:`flush` and :meth:`close` wait until all entries would survive a power loss.
     max_memory_bytes : int or str, optional
         The most bytes of values that may wait to be written, for example ``"8GB"``.  Unfinished
-        background saves count, too.  :func:`ptsave.async_save` has the same default.
+        background saves count, too.  The default is the same as in :func:`ptsave.async_save`.
     when_full : {"wait", "drop", "raise"}
-        If an entry finds no room: wait until others are written, leave the entry out, or raise.
+        What to do if there is no room for an entry: "wait" until other entries are written, "drop"
+        the new entry, or "raise" StagingFullError.
 
     Raises
     ------
     SaveError
-        If the file cannot be created: its directory does not exist, no permission, ...
+        If the file cannot be created, for example because its directory does not exist.
     UnsupportedUrlError
         If `path` is a URL.
     ValueError
@@ -88,15 +90,15 @@ class ArchiveWriter:
 
     Notes
     -----
-    A storage that several entries share, also in different calls, is written once, as long as the
-    storage is alive and torch counts no change of it (`Tensor._version`).  torch does not count
-    changes through ``tensor.data`` or a NumPy array: after such a change, call
-    :meth:`forget_storages` to write all storages anew.
+    If entries of the same call or of different calls share a storage, the storage is written once.
+    It is written again if `Tensor._version` shows a change.  torch does not count changes through
+    ``tensor.data`` or a NumPy array: after such a change, call :meth:`forget_storages`, so that
+    later entries write their storages again.
 
-    A killed process leaves ``.<name>.<16 hex digits>.ptsave`` in the directory.
-    ``ptsave.open(leftover, recover=True)`` reads the entries that were written.  Entries that were
-    still in memory, at least the entries of the last 50 ms, are lost.  The next writer of the same
-    path, or the next save to it, removes the leftover when its own file is complete.
+    A killed process leaves the file ``.<name>.<16 hex digits>.ptsave`` in the directory.
+    ``ptsave.open(this_file, recover=True)`` reads the entries that were written.  Entries that were
+    still in memory are lost, such as the entries of the last 50 ms.  When the next writer or save
+    has completed a new file at the same path, it removes the old temporary file.
 
     When the interpreter exits, it closes open writers.  After a fork, only the parent process can
     use the writer; in the child each method raises RuntimeError.
@@ -165,8 +167,8 @@ class ArchiveWriter:
         value : object
             A tensor, or any object that :func:`torch.save` takes.
         copy : bool, default True
-            Whether to copy the values.  With False, the writer only keeps the tensors, and the
-            caller must not change their values until they are written.
+            Whether to copy the values.  With False, the writer keeps the tensors themselves, and
+            you must not change their values until they are written.
         when_full : {"wait", "drop", "raise"} or None
             Replaces the writer's `when_full` for this entry; None keeps it.
 
@@ -180,18 +182,19 @@ class ArchiveWriter:
         ValueError
             If there is already an entry with that name, or the writer is closed.
         StagingFullError
-            If there is no room with ``when_full="raise"``, or if there can never be with "wait".
+            If there is no room and `when_full` is "raise", or if the entry is too large to ever
+            have room and `when_full` is "wait".
         SaveError
-            If the thread could not write the file.  Each later call raises the same error.
+            If the file could not be written.  Each later call raises the same error.
         Exception
-            Any error of pickling the value.  Nothing was added.
+            Any error from pickling the value.  Then nothing was added.
         """
         return self._add({name: value}, copy, when_full)
 
     def add_group(
         self, entries: Mapping[str, object], *, copy: bool = True, when_full: WhenFull | None = None
     ) -> bool:
-        """Add several entries, or none of them if there is no room.
+        """Add several entries; if there is not enough room for all of them, add none.
 
         Parameters
         ----------
@@ -296,7 +299,7 @@ class ArchiveWriter:
             raise
 
     def _write_beginning(self, batch: Batch) -> None:
-        """Write the first entries, as many as still fit on a full disk."""
+        """Write the first entries of a batch, as many as still fit on the disk."""
         n_groups = batch.engine.n_groups // 2
         with suppress(OSError):
             disk = os.statvfs(os.path.dirname(self._target))
@@ -305,7 +308,7 @@ class ArchiveWriter:
             with suppress(OSError):
                 self._write_groups(batch, n_groups)
                 return
-            n_groups //= 2  # statvfs knows no quota and no limit of a file's size
+            n_groups //= 2  # statvfs does not count quotas or the limit of a file's size
 
     def _write_groups(self, batch: Batch, n_groups: int) -> None:
         if not n_groups:  # the batch's only entry could not be copied
@@ -337,7 +340,7 @@ class ArchiveWriter:
         self._journals.append(journal)
 
     def flush(self) -> None:
-        """Wait until all added entries are in the file, and with `fsync` on the disk.
+        """Wait until all added entries are in the temporary file; with `fsync`, sync the file, too.
 
         Raises
         ------
@@ -361,8 +364,8 @@ class ArchiveWriter:
         Raises
         ------
         SaveError
-            If any entry could not be written.  If the temporary file has entries, it stays, and
-            the message names it.  After a full disk, it has the first entries, as many as fit.
+            If any entry could not be written.  If the temporary file has entries, it stays, and the
+            message names it.  If the disk was full, it has as many of the first entries as fit.
         """
         self._refuse_forked()
         with self._adding:
@@ -384,7 +387,7 @@ class ArchiveWriter:
             _C.remove_leftovers(os.fsencode(self._target))
 
     def abort(self) -> None:
-        """Remove the temporary file; `path` stays as it was."""
+        """Remove the temporary file; a file at `path` stays as it was."""
         self._refuse_forked()
         with self._adding:
             if not self._closed:
@@ -406,7 +409,7 @@ class ArchiveWriter:
         _open_writers.discard(self)
 
     def forget_storages(self) -> None:
-        """Write the storages of all later entries anew, even if the file has them already."""
+        """Write the storages of later entries again, even if the file already has them."""
         self._refuse_forked()
         with self._adding:
             self._storages.forget()
@@ -420,7 +423,7 @@ class ArchiveWriter:
 
     @property
     def temporary_path(self) -> str:
-        """Path of the temporary file that has the entries; "" if there is none."""
+        """Path of the temporary file with the entries; "" if there is no such file."""
         name = os.fsdecode(self._archive.temporary_name)
         return os.path.join(os.path.dirname(self._target), name) if name else ""
 
@@ -465,15 +468,15 @@ class ArchiveWriter:
             raise self._failure
 
     def _fail(self, error: BaseException) -> BaseException:
-        """Return the error to raise, which says where the written entries are."""
+        """Return the error to raise for `error`; a SaveError says where the written entries are."""
         if isinstance(error, OSError):
             failure = SaveError.from_os_error(error, self._path)
             leftover = self.temporary_path
             kept = "none of the entries could be kept"
             if self._journals and leftover:
                 kept = (
-                    f"the entries written before are in {leftover}, for ptsave.open with "
-                    "recover=True"
+                    f"the entries written before are in {leftover}: read this file with "
+                    "ptsave.open(..., recover=True)"
                 )
             error = SaveError(failure.errno or 0, f"{failure.strerror}; {kept}", self._path)
         self._failure = error
@@ -485,7 +488,7 @@ class ArchiveWriter:
 
 
 class MeasuringWriter(ArchiveWriter):
-    """The `ArchiveWriter` of a capture, with methods that are not public."""
+    """The `ArchiveWriter` that :func:`ptsave.capture` uses, with methods that are not public."""
 
     def add_of_any_size(self, name: str, value: object, *, when_full: WhenFull) -> bool:
         """Add an entry as :meth:`add` does, even one that is larger than `max_memory_bytes`.
@@ -497,8 +500,8 @@ class MeasuringWriter(ArchiveWriter):
     def add_measured(self, name: str, tensor: Tensor) -> tuple[bool, tuple[Any, ...] | None]:
         """Add a copy of a tensor, and compute its statistics while copying.
 
-        The statistics are the fields of `ptsave.capturing.schema.Statistics`.  They are None if
-        the tensor is only a part of its storage, or if the file has the storage already.
+        Returns whether it was added, and the fields of `ptsave.capturing.schema.Statistics`, or
+        None if the tensor does not fill its storage or the file has the storage already.
         """
         found: list[tuple[Any, ...] | None] = []
         added = self._add({name: tensor}, True, None, measured=tensor, found=found)
@@ -508,16 +511,16 @@ class MeasuringWriter(ArchiveWriter):
 def _checked_path(path: Any) -> str:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
-        raise TypeError(f"path must be a str or os.PathLike of one, not {type(text).__name__}")
+        raise TypeError(f"path must be a str or an os.PathLike of str, not {type(text).__name__}")
     if "\0" in text:
-        raise ValueError(f"path must not have a NUL character, as {text!r} has")
+        raise ValueError(f"path must not have a NUL character: {text!r}")
     if not os.path.basename(text) and "://" not in text:
         reason = "the path names a directory: give the name of a file in it"
         raise SaveError(errno.EISDIR, reason, text)
     refuse_safetensors_name(text)
     target = resolve_target(path)
     if not isinstance(target, str):
-        reason = "an archive that grows is a file of this machine"
+        reason = "ArchiveWriter writes only local files"
         raise UnsupportedUrlError.of_target(name_of(target), reason)
     return target
 
@@ -533,7 +536,7 @@ def _close_all() -> None:
         try:
             writer.close()
         except Exception:
-            _log.exception("closing %r at exit", writer)
+            _log.exception("could not close %r at exit", writer)
 
 
 def _begin_child() -> None:

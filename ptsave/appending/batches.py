@@ -1,8 +1,8 @@
 """Pickles entries, collects them in batches, and writes the batches on a thread.
 
 A batch collects entries while the batch before it is written, so that many small entries become one
-large write.  The thread writes a batch when it is large, or a moment after it began.  After a
-moment without work, the thread ends.
+large write.  The thread writes a batch when the batch is large, or a moment after the batch began.
+After a moment without work, the thread ends.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ptsave.support.threads import PAUSE, Thread
 from ptsave.support.torch_names import storage_id
 from ptsave.writing.planning import StorageTable, dump
 
-# A batch of this size, or of half the budget, is written at once, and another batch begins.  While
-# fewer entries arrive, as in one training step, they are only copied: a write at the same time
-# would take cores from the copying.  Batches are large because the disk idles between two of them.
+# A batch that reaches this size, or half of the budget, is written at once, and a new batch begins.
+# A smaller batch waits until `_MAX_AGE`, because a write would take cores from the copying of the
+# entries of a training step.  Batches are large because the disk idles between two batches.
 _MAX_NBYTES = 256 << 20
 _MAX_AGE = 0.05  # seconds that a small batch waits for more entries
 _LINGER = 0.2  # seconds without work after which the thread ends
@@ -36,7 +36,7 @@ _PROTOCOL = 2
 
 
 class Batch:
-    """Entries that are written together, and the part of the budget that they hold."""
+    """Entries that are written together, and reservations of the memory that their copies need."""
 
     def __init__(self, slab_nbytes: int) -> None:
         self.engine = _C.AppendBatch(slab_nbytes=slab_nbytes)
@@ -47,12 +47,12 @@ class Batch:
         self._reservations: list[Reservation] = []
 
     def hold(self, reservation: Reservation, nbytes: int) -> None:
-        """Keep a reservation of the budget until the batch is released."""
+        """Keep a reservation of `nbytes` until the batch is released."""
         self._reservations.append(reservation)
         self.room_nbytes += nbytes
 
     def use(self, nbytes: int, reserved_nbytes: int, n_entries: int) -> None:
-        """Count added entries and their bytes, and the reserved room that they use."""
+        """Count added entries, their bytes, and how many reserved bytes they use."""
         self.nbytes += nbytes
         self.room_nbytes -= reserved_nbytes
         self.n_entries += n_entries
@@ -68,8 +68,8 @@ class BatchQueue:
     """A queue of batches, in the order in which they are written.
 
     `write` writes one batch, on the queue's thread.  `failure` is the first error of `write`; after
-    it, no batch is written.  `max_nbytes` is the budget of all batches together; a batch allocates
-    memory in small parts of the budget.
+    an error, no batch is written.  `max_nbytes` is the budget of all batches together; a batch
+    allocates memory in small parts of the budget.
     """
 
     def __init__(self, write: Callable[[Batch], None], max_nbytes: int | None) -> None:
@@ -90,7 +90,7 @@ class BatchQueue:
     # --------------------------------------------------------- for adding: one thread at a time
 
     def begin(self, nbytes: int) -> Batch | None:
-        """Return the last batch if it has room for `nbytes`; after adding, call `end`."""
+        """Return the last batch; None if it has no room for `nbytes`.  After adding, call `end`."""
         with self._changed:
             if not self._batches:
                 return None
@@ -101,7 +101,7 @@ class BatchQueue:
             return batch
 
     def begin_with(self, reservation: Reservation, nbytes: int) -> Batch:
-        """Return a batch that holds the reservation; after adding, call `end`."""
+        """Return a batch that now has this reservation; after adding entries, call `end`."""
         with self._changed:
             if not self._batches or self._batches[-1].nbytes > self._full_nbytes:
                 self._batches.append(Batch(self._slab_nbytes))
@@ -112,7 +112,7 @@ class BatchQueue:
             return batch
 
     def end(self) -> None:
-        """Let the thread write the batch, and start the thread if there is none."""
+        """Let the thread write the batch when it is due; start the thread if there is none."""
         with self._changed:
             self._is_filling = False
             batch = self._batches[-1]
@@ -131,13 +131,13 @@ class BatchQueue:
             raise
 
     def hurry(self) -> None:
-        """Have all batches written now, because a caller waits for room."""
+        """Let the thread write all batches now, because a caller waits for room."""
         with self._changed:
             self._is_urgent = True
             self._changed.notify_all()
             if self._thread is not None:
                 return
-        while True:  # no thread could be started: the caller's writes
+        while True:  # no thread could be started, so this thread writes
             with self._changed:
                 if not self._batches or self._is_filling:
                     return
@@ -153,7 +153,7 @@ class BatchQueue:
             self._is_urgent = False
 
     def drop(self) -> None:
-        """Forget batches that are not written yet, and wait for a write that has begun."""
+        """Discard all batches whose write has not begun, and wait for a write that has begun."""
         with self._changed:
             dropped = list(self._batches)
             self._batches.clear()
@@ -162,7 +162,7 @@ class BatchQueue:
         self.drain()
 
     def abandon(self) -> None:
-        """Forget all batches in a forked child; the parent process writes them."""
+        """Discard all batches in a forked child; the parent process writes them."""
         for batch in self._batches:
             batch.engine.abandon()
         self._batches.clear()
@@ -188,7 +188,7 @@ class BatchQueue:
                 time.sleep(PAUSE)
 
     def _take(self) -> Batch | None:
-        """Wait for a batch to write; return None, to end the thread, if none comes for a while."""
+        """Wait for a batch to write; if none comes for a while, return None to end the thread."""
         idle_until = time.monotonic() + _LINGER
         with self._changed:
             while True:
@@ -203,7 +203,7 @@ class BatchQueue:
             return self._batches.popleft()
 
     def _pause(self, idle_until: float) -> float:
-        """Return the seconds until the first batch is due, or until the thread should end."""
+        """Return the seconds until the first batch is due; without batches, until `idle_until`."""
         if not self._batches:
             return idle_until - time.monotonic()
         batch = self._batches[0]
@@ -233,12 +233,12 @@ class BatchQueue:
 
 
 class _SharedStorages(StorageTable):
-    """Numbers storages as the archive does, so that each storage is written once."""
+    """Gives storages the numbers that they have in the archive, so that each is written once."""
 
     def __init__(self, numbers: _C.NumberedStorages) -> None:
         super().__init__({})
         self._numbers = numbers
-        self._tensors: dict[int, torch.Tensor] = {}  # by storage
+        self._tensors: dict[int, torch.Tensor] = {}  # by the `storage_id` of their storages
 
     def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
         if isinstance(obj, torch.Tensor) and obj.layout == torch.strided:
@@ -251,9 +251,10 @@ class _SharedStorages(StorageTable):
 
 
 def pickle_group(entries: dict[str, object], numbers: _C.NumberedStorages) -> bytes:
-    """Return the part of a dict's pickle that adds these entries.
+    """Return the part of the archive's pickle that adds these entries to the archive's dict.
 
-    The memo of each group starts at 1 again.  The caller commits `numbers`, or rolls them back.
+    In each part, the indexes of the pickle's memo start at 1.  Afterwards, the caller must call
+    ``numbers.commit()`` or ``numbers.rollback()``.
     """
     data = numbers.pickle(entries)
     if data is None:

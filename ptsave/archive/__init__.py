@@ -1,1 +1,1 @@
-"""One torch archive, read: records, storages, checks, unpickling."""
+"""Opens, checks, unpickles and repairs torch archives."""

@@ -1,4 +1,4 @@
-"""Finds the damage of an archive, names the entries it reaches, and inflates compressed members."""
+"""Finds damaged records of archives and the tensors that use them; reads compressed records."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NOWHERE: Any = "meta" if META_LOADS_KEEP_OFFSETS else lambda storage, location:
 
 
 class RecordDamage(NamedTuple):
-    """A record that does not match its checksum, with the fields of ``_C.DamagedRecord``."""
+    """A record with a wrong checksum; the class has the same fields as ``_C.DamagedRecord``."""
 
     name: str
     payload_offset: int
@@ -63,11 +63,11 @@ class FindDamage(Protocol):
 def damage_of(
     reader: RecordReader, damaged: Sequence[_C.DamagedRecord | RecordDamage]
 ) -> CorruptCheckpointError:
-    """Return the error for records that do not match their checksums."""
+    """Return the error to raise for records that do not match their checksums."""
     first = damaged[0]
     entries = entries_using(reader, {record.name for record in damaged})
-    others = f"; {len(damaged) - 1} more damaged records" if len(damaged) > 1 else ""
-    used_by = f"; used by {', '.join(entries[:8])}" if entries else ""
+    others = f"; the file has {len(damaged) - 1} more damaged records" if len(damaged) > 1 else ""
+    used_by = f"; the damaged data is used by {', '.join(entries[:8])}" if entries else ""
     more = ", ..." if len(entries) > 8 else ""
     advice = ", or pass verify=False to load it as it is"
     return CorruptCheckpointError(
@@ -85,7 +85,7 @@ def damage_of(
 def entries_using(
     reader: RecordReader, records: set[str], pickle_module: Any = restricted_unpickler
 ) -> list[str]:
-    """Return the dotted paths of the tensors in `records`; empty if the pickle cannot be read."""
+    """Return the dotted paths of tensors stored in `records`; empty if the pickle is unreadable."""
     return [
         *dict.fromkeys(name for name, _ in entries_with_records(reader, records, pickle_module))
     ]
@@ -94,7 +94,7 @@ def entries_using(
 def entries_with_records(
     reader: RecordReader, records: Set[str], pickle_module: Any = restricted_unpickler
 ) -> list[tuple[str, str]]:
-    """Return (entry, record) for each tensor of `entries_using` and each record that stores it."""
+    """Return (dotted path, record) for each tensor and each of `records` that stores the tensor."""
     location = options.map_location
     try:
         names: dict[int | None, str] = {
@@ -103,7 +103,7 @@ def entries_with_records(
         plain = _PlainView(reader, [*filter(".format_version".__ne__, LOADERS_RECORDS)])
         obj = load_archive(plain, _NOWHERE, pickle_module)
         found = _collect(obj, names.keys(), _offset)
-    except Exception:  # an error without entries is better than none
+    except Exception:  # the caller then reports the damage without the entries
         return []
     finally:
         options.map_location = location  # torch does not reset it if unpickling fails
@@ -111,12 +111,12 @@ def entries_with_records(
 
 
 def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
-    """Return the dotted paths of an object's tensors in `storages`, ids as from `storage_id_of`."""
+    """Return the dotted paths of tensors in `obj` whose `storage_id_of` is in `storages`."""
     return [*dict.fromkeys(name for name, _ in _collect(obj, storages, storage_id_of))]
 
 
 class _PlainView(UnfilledView):
-    """Hides the format version, with which torch computes offsets instead of asking for them."""
+    """Hides the format version from torch, so that torch asks for each storage's offset."""
 
     def get_record_offset(self, name: str) -> int:
         return int(self._reader.get_record_header_offset(name))
@@ -125,7 +125,7 @@ class _PlainView(UnfilledView):
 def _collect(
     obj: Any, places: Set[int | None], place_of: Callable[[torch.Tensor], int | None]
 ) -> list[tuple[str, int | None]]:
-    """Return (name, place) of the tensors at `places`; shared containers count once."""
+    """Return (tensor's name, place) for each part of a tensor if its `place_of` is in `places`."""
     found: list[tuple[str, int | None]] = []
     for name, tensor in EntryTree(obj).named_tensors():
         for part in _parts_of(tensor):
@@ -136,7 +136,7 @@ def _collect(
 
 
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the indices and values of a sparse tensor, or any other tensor itself."""
+    """Return the index and value tensors of a sparse tensor, or a list of a dense tensor itself."""
     if is_lazy(tensor):
         return []  # it has no values until it is initialized
     if tensor.layout is torch.sparse_coo:
@@ -158,7 +158,7 @@ def _offset(tensor: torch.Tensor) -> int | None:
 def find_damage(
     reader: RecordReader, find_in: FindDamage, progress: ProgressCallback | None
 ) -> list[Damage]:
-    """Return an archive's damaged records, in order; `progress` gets the offset reached."""
+    """Return an archive's damaged records, sorted by offset; `progress` gets the offset reached."""
     engine = reader.engine
     others = set(engine.other_names())
     damage = []
@@ -184,7 +184,7 @@ def find_damage(
 
 
 def damage_at(reader: RecordReader, number: int, error: Exception) -> Damage:
-    """Return the damage of a record that could not be read because of an error."""
+    """Return the `Damage` of a record that could not be read because of `error`."""
     record = reader.engine.record(number)
     at = record.header_offset
     if isinstance(error, CorruptCheckpointError) and error.finding:
@@ -209,33 +209,31 @@ def _batches(reader: RecordReader) -> Iterator[list[int]]:
 def torchscript_error(path: str) -> NotCheckpointError:
     """Return the error for a TorchScript archive where a state dict is expected."""
     return NotCheckpointError(
-        f"{path} is a TorchScript archive, a program and no state dict: load it with "
-        "torch.jit.load, whose result has a state_dict()",
+        f"{path} is a TorchScript archive, which is a program, not a state dict: load "
+        "it with torch.jit.load, and call state_dict() of the result",
         path=path,
     )
 
 
 def check_compressed_members(reader: RecordReader) -> None:
-    """Verify every member of an archive with compressed members, before torch's loader reads it.
+    """Verify all records of a compressed archive before torch's loader reads the archive.
 
-    torch's loader compares no checksum, returns uninitialised memory where a member does not
-    inflate as promised, and allocates whatever size a member claims.
+    torch's loader compares no checksums, and allocates any size that a record's header states.  If
+    a record does not inflate to this size, torch's loader returns uninitialised memory.
     """
     for index in range(len(reader.engine.records())):
         deque(member_pieces(reader, index), 0)
 
 
 def member_pieces(reader: RecordReader, index: int) -> Iterator[bytes]:
-    """Yield a member's contents, inflated, in pieces of at most 1 MiB, and verify them."""
+    """Yield a record's inflated contents in pieces of at most 1 MiB; then check size and CRC-32."""
     record = reader.engine.record(index)
     reader.require_small(index)
     if record.directory:
-        reader.fail(
-            "it is marked as a directory, and nothing is read from a directory", record.name
-        )
+        reader.fail("the record is marked as a directory, which has no contents", record.name)
     offset = reader.get_record_offset(record.name)  # refuses other methods and encryption
     if record.nbytes > _MAX_INFLATION * record.stored_nbytes + 64:
-        reader.fail(f"it cannot inflate to {record.nbytes} bytes", record.name)
+        reader.fail(f"the record cannot inflate to {record.nbytes} bytes", record.name)
     nbytes = crc = 0
     for piece in _inflated(reader, index, offset):
         nbytes += len(piece)
@@ -245,7 +243,7 @@ def member_pieces(reader: RecordReader, index: int) -> Iterator[bytes]:
         yield piece
     is_verified = reader.verify and reader.engine.has_crcs
     if nbytes != record.nbytes or (is_verified and crc != record.crc):
-        reader.fail("it does not inflate to what its checksum promises", record.name)
+        reader.fail("the inflated contents do not match the stated size or checksum", record.name)
 
 
 def _inflated(reader: RecordReader, index: int, offset: int) -> Iterator[bytes]:
@@ -258,7 +256,7 @@ def _inflated(reader: RecordReader, index: int, offset: int) -> Iterator[bytes]:
                 try:
                     piece = inflater.decompress(stored, _PIECE_NBYTES)
                 except zlib.error as error:
-                    reader.fail(f"it does not inflate ({error})", record.name)
+                    reader.fail(f"the record does not inflate ({error})", record.name)
                 stored = inflater.unconsumed_tail
             else:
                 piece, stored = stored, b""

@@ -1,6 +1,6 @@
-"""Fills the storages of an archive, in CPU memory or on their devices.
+"""Fills the storages of an archive with bytes, in CPU memory or on accelerators.
 
-torch's rules choose the devices, once for each location, before any bytes are read.
+Before bytes are read, torch's rules choose a device for each saved location such as "cuda:0".
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from ptsave.support import config
 from ptsave.support.calls import ProgressCallback, warn_user
 from ptsave.support.torch_names import location_rules, restore_location
 
-_ID_N_DIGITS = 20  # of the hash of names, which the hash of checksums follows
+_ID_N_DIGITS = 20  # of the hash of names in the id; a hash of checksums follows
 _CPU = torch.device("cpu")
 
 
 def verifies_storages(reader: RecordReader) -> bool:
-    """Whether to compare storages with checksums; warns if checksums are missing."""
+    """Whether to compare the storages with their checksums; warn if the checksums are missing."""
     if not reader.verify or reader.engine.storages_have_crcs:
         return reader.verify
     if storages_were_left_out(reader):
         return False
     warn_user(
         f"{reader.path} was written without checksums of its storages "
-        "(set_crc32_options(False)): they are loaded unverified",
+        "(set_crc32_options(False)): the storages are loaded unverified",
         CheckpointWarning,
     )
     return False
 
 
 def storages_were_left_out(reader: RecordReader) -> bool:
-    """Whether the file was written under ``skip_data``, so that its storages are not filled yet."""
-    # In such a file only storages lack checksums, and the serialization id is the hash of the
-    # checksums in the file.  An ordinary file that has lost its checksums has another id.
+    """Whether the file was written under torch's ``skip_data``, without the storages' bytes."""
+    # In such a file, storages lack checksums but other records have them, and the serialization id
+    # ends with the hash of their checksums.  An ordinary file that lost checksums has another id.
     if reader.engine.storages_have_crcs or not reader.engine.has_crcs:
         return False
     records = [record for record in reader.engine.records() if record.name != ID_RECORD]
@@ -52,14 +52,14 @@ def storages_were_left_out(reader: RecordReader) -> bool:
 
 
 def resources(limits: config.Config) -> dict[str, int]:
-    """Return the threads and the memory that the engine may use for reading."""
+    """Return the limits of threads and memory for the engine's reads, as keyword arguments."""
     return {"n_threads": limits.n_readers, "max_pinned_nbytes": limits.max_pinned_nbytes}
 
 
 def fill(
     reader: RecordReader, records: Iterable[int], *, verify: bool, progress: ProgressCallback | None
 ) -> None:
-    """Make the planned copies, and read `records` into their storages."""
+    """Make the copies that the engine has noted, and read `records` into their storages."""
     damaged = reader.engine.fill(
         list(records), verify=verify, progress=progress, **resources(reader.limits)
     )
@@ -73,7 +73,7 @@ def fill(
 
 
 def accelerator_of(map_location: Any) -> torch.device | None:
-    """Return the accelerator that all storages certainly go to, if it can be filled directly."""
+    """Return the accelerator that gets all storages; None if uncertain, or if not fillable."""
     if type(map_location) not in (str, torch.device) or not _follows_torchs_rules():
         return None
     device = restore_location(map_location)(torch.UntypedStorage(0), "cpu").device
@@ -81,13 +81,13 @@ def accelerator_of(map_location: Any) -> torch.device | None:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return ``tensor.to(device)``, as `to_devices` does."""
+    """Return ``tensor.to(device)``, but copy as `to_devices` does."""
     (result,) = to_devices([tensor], [torch.device(device)])
     return result
 
 
 def to_devices(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-    """Return each tensor on its device; large copies go together, through page-locked memory."""
+    """Return each tensor on its device; large amounts are copied through page-locked memory."""
     results: list[Tensor | None] = [None] * len(tensors)
     if sum(tensor.nbytes for tensor in tensors if _is_bytes(tensor)) >= _C.MIN_PINNED_NBYTES:
         results = [memory_for(*pair) for pair in zip(tensors, devices, strict=True)]
@@ -101,7 +101,7 @@ def to_devices(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> li
 
 
 def memory_for(tensor: Tensor, device: torch.device) -> Tensor | None:
-    """Return accelerator memory for a plain CPU tensor; None if ``tensor.to`` has to copy it."""
+    """Return an uninitialised tensor to copy `tensor` into; None if it needs ``tensor.to``."""
     if not _is_bytes(tensor):
         return None
     target = torch.empty(0, device=device).device
@@ -137,20 +137,20 @@ def may_reach_accelerator(reader: RecordReader, map_location: Any) -> bool:
 
 
 def goes_by_torchs_rules(map_location: Any) -> bool:
-    """Whether torch alone chooses devices, only by the names of locations."""
+    """Whether only torch's own rules choose the devices of storages, without user code."""
     known = map_location is None or type(map_location) in (str, torch.device, dict)
     return known and _follows_torchs_rules()
 
 
 def _follows_torchs_rules() -> bool:
-    """Whether all rules that bring storages to devices are torch's own."""
+    """Whether all registered rules that move storages to devices are torch's own."""
     rules = (rule for _, _, rule in location_rules)
     functions = (rule.func if isinstance(rule, functools.partial) else rule for rule in rules)
     return all(function.__module__ == "torch.serialization" for function in functions)
 
 
 class _Placement:
-    """A `map_location` callable for torch's loader, for reserved storages that are not read yet."""
+    """A `map_location` function for storages that have memory, but no bytes from the file yet."""
 
     def __init__(self, reader: RecordReader, map_location: Any) -> None:
         self._reader = reader
@@ -158,7 +158,7 @@ class _Placement:
         self._devices: dict[str, torch.device] = {}
 
     def _fills(self, device: torch.device) -> bool:
-        """Whether storages on a device keep their places, to be filled later."""
+        """Whether the engine makes the storages for `device`; their bytes are read later."""
         return device == _CPU
 
     def _device_of(self, location: str) -> torch.device:
@@ -174,7 +174,7 @@ class _Placement:
 
 
 class Placement(_Placement):
-    """Makes accelerators' storages on their device at once; ``engine.fill()`` fills them later."""
+    """Makes storages directly on accelerators; ``engine.fill()`` reads their bytes later."""
 
     def __init__(self, reader: RecordReader, map_location: Any, *, verify: bool) -> None:
         super().__init__(reader, map_location)
@@ -195,7 +195,7 @@ class Placement(_Placement):
         return self._restore(storage, location)
 
     def finish(self) -> None:
-        """Read the bytes of all storages that are still referenced."""
+        """Read the bytes of all storages that are still in use."""
         self._fill(self._reader.engine.referenced())
 
     def _fill(self, records: list[int]) -> None:
@@ -206,7 +206,7 @@ class Placement(_Placement):
 
 
 class ReceivedPlacement(_Placement):
-    """Places storages whose bytes another rank sends; `placed` has storages on other devices."""
+    """A `_Placement` for bytes of another rank; `placed` has storages that are not on the CPU."""
 
     def __init__(self, reader: RecordReader, map_location: Any) -> None:
         super().__init__(reader, map_location)

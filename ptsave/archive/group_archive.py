@@ -1,9 +1,10 @@
 """An archive that one rank of a process group reads for all ranks.
 
-The reading rank sends the directory and all records except storages.  Each rank opens them with the
-engine as a sparse file in memory, and unpickles without the storages' bytes.  Then the ranks ask
-for the storages that they want: see `GroupRecords`.  The records that any rank wants are sent in
-file order, in chunks.  While chunk 3 is read, chunk 2 is sent and the ranks use chunk 1.
+The reading rank sends the ZIP directory and all records except storages.  Each rank writes
+these bytes to a sparse file in memory, opens the file with the engine, and unpickles the object
+without the storages' bytes.  Then each rank asks for the storages that it needs: see
+`GroupRecords`.  A storage that any rank needs is sent to all ranks, in file order, in chunks.
+For example, while chunk 3 is read, chunk 2 is sent, and the ranks use chunk 1.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ PART_ALIGNMENT = 64  # in bytes: a multiple of every element's size
 
 
 def is_viewable(tensor: Tensor) -> bool:
-    """Whether a tensor's values are only its bytes and its dtype; a quantized tensor's are not."""
+    """Whether a tensor's values follow from its bytes and dtype; a quantized one needs more."""
     return not tensor.is_quantized and _can_view(tensor.dtype)
 
 
@@ -57,7 +58,7 @@ def _can_view(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class StorageView:
-    """The layout of a tensor in a storage, without the storage, counted in elements."""
+    """Where the elements of a tensor are in its storage; the storage itself is not kept."""
 
     dtype: torch.dtype
     offset: int
@@ -68,16 +69,16 @@ class StorageView:
 
     @classmethod
     def of(cls, tensor: Tensor) -> StorageView:
-        """Return the view of a tensor that `is_viewable`."""
+        """Return the view of `tensor`; ``is_viewable(tensor)`` must be true."""
         offset = int(tensor.storage_offset())
         bits = (tensor.is_conj(), tensor.is_neg())
         return cls(tensor.dtype, offset, tuple(tensor.shape), tensor.stride(), *bits)
 
     def copy_part(self, target: Tensor, part: Tensor, begin: int) -> None:
-        """Copy the elements that lie in a part of the storage.
+        """Copy elements from `part`, which is a part of the storage, to their places in `target`.
 
         `target` has the view's shape, and any strides, dtype and device.  `part` is uint8.  `begin`
-        is the offset of `part` in the storage, in bytes: a multiple of `PART_ALIGNMENT`.
+        is the byte offset of `part` in the storage, and must be a multiple of `PART_ALIGNMENT`.
 
         >>> view, target = StorageView.of(torch.empty(100, 2).t()), torch.zeros(2, 100)
         >>> view.copy_part(target, torch.ones(16, dtype=torch.float32).view(torch.uint8), 64)
@@ -94,7 +95,7 @@ class StorageView:
     def _copy(
         self, target: Tensor, elements: Tensor, at: int, shape: Sequence[int], stride: Sequence[int]
     ) -> None:
-        """Copy a box of the tensor, whose first element is at index `at` of the part, or before."""
+        """Copy the part of a view in `elements`; the view's first index `at` may be negative."""
         ends = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
         last = at + sum(ends)
         if last < 0 or at >= len(elements):
@@ -107,7 +108,7 @@ class StorageView:
             return
         dim = max(range(len(shape)), key=lambda i: stride[i] if shape[i] > 1 else -1)
         step, extent = stride[dim], last - at - ends[dim]
-        # The steps that overlap the part, and (`begin` to `end`) the steps that lie inside it.
+        # `touched`: indices in `dim` that overlap `elements`; `begin` to `end` are fully inside.
         touched = range(-((at + extent) // step), (len(elements) - 1 - at) // step + 1)
         touched = range(max(touched.start, 0), min(touched.stop, shape[dim]))
         begin = max(-(at // step), touched.start)
@@ -126,20 +127,21 @@ class StorageView:
 CHUNK_NBYTES = 8 << 20
 # One buffer is filled, one is sent, and one is used: 24 MiB.
 _N_BUFFERS = 3
-# The head of a chunk says whether reading the chunk failed.  A cache line keeps bytes aligned.
+# A chunk begins with a head, which says whether reading the chunk failed.  The head fills a cache
+# line, so the bytes behind it stay aligned.
 _HEAD_NBYTES = 64
 _FAILED = 1
 
-# Barriers, in this order.  No rank goes on before all ranks have checked their targets, planned
-# where the bytes belong, or received the bytes.
+# Three barriers, in this order: all ranks have checked their targets, all ranks have planned where
+# the bytes belong, and all ranks have received the bytes.
 CHECKED, PLANNED, ENDED = range(3)
 
-# Takes bytes that this rank wants: the record's number, their offset in it, and the bytes.
+# A function that takes bytes for this rank: (record's number, offset in the record, bytes).
 Take = Callable[[int, int, Tensor], None]
 
 
 class GroupRecord(NamedTuple):
-    """A record, as all ranks know it; records are sent in the order of `place`."""
+    """A record's size, place and CRC-32, known to all ranks; `place` gives the sending order."""
 
     nbytes: int
     place: int
@@ -147,7 +149,7 @@ class GroupRecord(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The bytes of a record in a chunk: `begin` is in the record, `at` in the chunk."""
+    """A part of a record in a chunk; its offset is `begin` in the record, and `at` in the chunk."""
 
     record: int
     begin: int
@@ -156,10 +158,10 @@ class _Part(NamedTuple):
 
 
 class GroupRecords:
-    """Records that the ranks of a group are receiving, seen from one rank.
+    """The records that a group's ranks receive; each rank makes one instance.
 
-    `read` fills spans without verifying them, and is None on ranks that do not read.  `damaged`
-    returns the error for a record and its wrong checksum.  `progress` gets the bytes sent.
+    `read` fills spans without verifying them; it is None on ranks that do not read.  `damaged`
+    returns the error for a wrong checksum.  `progress` gets the number of bytes sent so far.
     """
 
     def __init__(
@@ -181,20 +183,20 @@ class GroupRecords:
     def receive(self, records: Collection[int], take: Take, *, verify: bool) -> None:
         """Receive records now, while other ranks may wait at a barrier.
 
-        `verify` compares records with their checksums.  A record of up to 8 MiB is compared before
-        `take` gets any of its bytes.
+        With `verify`, records are compared with their checksums.  A record of up to 8 MiB is
+        compared before `take` gets any of its bytes.
         """
         records = frozenset(records)
         for wanted in self._rounds(None, records):
             self._transfer(wanted, records, take, verify=verify)
 
     def wait(self, barrier: int) -> None:
-        """Wait until all ranks reach a barrier; meanwhile bytes for other ranks are passed on."""
+        """Wait until all ranks reach a barrier; meanwhile, take part in other ranks' transfers."""
         for wanted in self._rounds(barrier, ()):
             self._transfer(wanted, (), lambda *_: None, verify=False)
 
     def _rounds(self, barrier: int | None, records: Collection[int]) -> Iterator[set[int]]:
-        """Yield the records of each transfer until this rank may go on: without a barrier, once."""
+        """Yield each transfer's records until all ranks reach `barrier`; if None, yield once."""
         while True:
             states = self._call.agree((barrier, _bits(records, self._n_records)))
             urgent = [bits for at, bits in states if at is None]
@@ -206,7 +208,7 @@ class GroupRecords:
     def _transfer(
         self, wanted: Collection[int], own: Collection[int], take: Take, *, verify: bool
     ) -> None:
-        """Transfer the records that any rank wants, and take this rank's own bytes."""
+        """Send the `wanted` records to all ranks; `take` gets the bytes of the records in `own`."""
         chunks = list(_chunks(self._record, wanted))
         sizes = [parts[-1].at + parts[-1].nbytes for parts in chunks]
 
@@ -215,7 +217,7 @@ class GroupRecords:
             self._read([Span(p.record, p.begin, memory[p.at : p.at + p.nbytes]) for p in chunks[k]])
 
         error: Exception | None = None
-        crc = 0  # so far, of a record in several chunks
+        crc = 0  # of the parts so far, if a record is in several chunks
         for parts, chunk in zip(chunks, _received_chunks(self._call, sizes, read), strict=True):
             try:
                 mine = [] if error is not None else [part for part in parts if part.record in own]
@@ -247,7 +249,7 @@ def _bits(records: Collection[int], n_records: int) -> bytes:
 def _chunks(
     record_of: Callable[[int], GroupRecord], records: Collection[int]
 ) -> Iterator[list[_Part]]:
-    """Yield the contents of each chunk; a record that fits into one chunk is not divided."""
+    """Yield the parts of records in each chunk; a record that fits into one chunk has one part."""
     parts: list[_Part] = []
     at = 0
     wanted = sorted((record_of(i).place, i) for i in records)
@@ -271,11 +273,11 @@ def _chunks(
 def _received_chunks(
     call: GroupCall, sizes: Sequence[int], read: Callable[[int, Tensor], None]
 ) -> Iterator[Tensor]:
-    """Yield the bytes of each chunk, as uint8 on the group's device, the same on every rank.
+    """Yield each chunk as a uint8 tensor on the group's device; all ranks get the same bytes.
 
-    Collective: each rank takes all chunks.  A chunk is valid until the caller takes the next one.
-    The reader calls `read` in a thread, with a chunk's number and memory; if `read` fails, all
-    ranks raise.
+    Collective: each rank must take all chunks.  A chunk is valid until the caller takes the next
+    chunk.  The reading rank calls `read` in a thread, with the number and the memory of a chunk.
+    If `read` fails, all ranks raise an error.
     """
     if not sizes:
         return
@@ -334,7 +336,7 @@ def _received_chunks(
 
 
 class ReceivedReader(RecordReader):
-    """A `RecordReader` of an archive without its storages; `outline` has the other bytes."""
+    """A `RecordReader` of an archive whose storages are missing; `outline` has all other bytes."""
 
     def __init__(self, outline: Outline, path: str, *, verify: bool) -> None:
         self._file = SparseFile(outline.nbytes)
@@ -354,7 +356,7 @@ class ReceivedReader(RecordReader):
 
 
 class Outline(NamedTuple):
-    """The bytes of an archive outside its storages: pieces by offset, and the file's size."""
+    """The size of an archive, and its bytes outside storages as pairs (offset, bytes)."""
 
     nbytes: int
     pieces: list[tuple[int, bytes]]
@@ -384,7 +386,7 @@ class Outline(NamedTuple):
 
 
 class GroupArchive(GroupRecords):
-    """The records of an archive that a group receives; `source` reads them on one rank."""
+    """An archive that a group receives; `source` reads the file, or is None on other ranks."""
 
     def __init__(
         self, call: GroupCall, reader: ReceivedReader, source: RecordReader | None
@@ -417,11 +419,11 @@ class GroupArchive(GroupRecords):
 def group_archive(
     f: Any, group: Any, *, verify: bool, storage_options: Any = None
 ) -> Iterator[GroupArchive]:
-    """Open an archive that one rank of a group, or one rank of each host, reads.
+    """Open an archive that one rank reads for the group, or for its host if all hosts see it.
 
-    Collective: if the block raises on one rank, all ranks raise and leave it together.  `f` is
-    the path or URL of the file, the same on all ranks.  Raises UnsupportedSourceError for a file
-    that is no archive, or that only torch's loader reads.
+    Collective: if the block raises on one rank, all ranks raise and leave the block together.  `f`
+    is a path or URL, the same on all ranks.  Raises UnsupportedSourceError if the file is not an
+    archive, or if only torch's loader can read the archive.
     """
     call = GroupCall(group)
     source: RecordReader | None = None
@@ -448,8 +450,8 @@ def group_archive(
 
 
 _OTHERS = (
-    "load_model(process_group=) takes safetensors files, and directories of shards as well, and "
-    "without process_group every rank can load them by itself"
+    "load_model(process_group=...) also takes safetensors files and directories of shards; "
+    "without process_group, every rank loads the files by itself"
 )
 
 
@@ -457,21 +459,21 @@ def _opened(f: Any, verify: bool, storage_options: Any) -> RecordReader:
     try:
         source = open_source(f, storage_options)
     except IsADirectoryError as error:
-        words = f"{error.strerror}: process_group is for one file of torch.save here: {_OTHERS}"
+        words = f"{error.strerror}; with process_group, this call takes one .pt file. {_OTHERS}"
         raise IsADirectoryError(errno.EISDIR, words, error.filename) from None
     with source.closed_on_error():
         if source.kind != "zip":
             raise UnsupportedSourceError(
-                f"{source.name}: process_group is for one archive of torch.save here, of torch 1.6 "
-                f"or later: {_OTHERS}"
+                f"{source.name}: with process_group, this call takes a .pt file of torch 1.6 or "
+                f"later. {_OTHERS}"
             )
         reader = open_source_archive(source, verify=verify)
         if reader.engine.find("constants.pkl") is not None:
             raise torchscript_error(reader.path)
         if not reader.engine.all_stored:
             raise UnsupportedSourceError(
-                f"{source.name}: process_group is for archives as torch.save writes them, and this "
-                "one is compressed: load it without process_group"
+                f"{source.name} is compressed, and with process_group, this call does not take "
+                "compressed archives: load the file without process_group"
             )
     return reader
 
@@ -490,14 +492,14 @@ def load_by_group(
 def load_received(archive: GroupArchive, options: LoadOptions, *, waits: bool = True) -> Any:
     """Load an archive that the ranks of a group receive.
 
-    With `waits` the bytes are sent when all ranks have made their plans, so the file is read once.
-    A rank that has to check its bytes first does not wait for the other ranks.
+    With `waits`, the bytes are sent after all ranks have planned where the bytes belong, so the
+    file is read only once.  A rank that needs the bytes to check its targets passes False.
     """
     reader = archive.reader
     if options.maps:
         raise UnsupportedSourceError(
-            f"{reader.path}: mmap=True maps the file, and process_group is for ranks that receive "
-            "it: leave one of them out"
+            f"{reader.path}: mmap=True maps the file, but with process_group the ranks receive its "
+            "bytes: pass only one of the two"
         )
     restricted = resolve_weights_only(options.weights_only, options.pickle_module)
     module = restricted_unpickler if restricted else options.pickle_module or pickle
@@ -514,7 +516,7 @@ def _receive(
     own: set[int],
     placed: Mapping[int, torch.UntypedStorage],
 ) -> None:
-    """Receive and verify all storages, and keep the bytes of the object's storages."""
+    """Receive and verify all storages; keep the bytes of the records in `own` and `placed`."""
     engine = archive.reader.engine
 
     def take(record: int, begin: int, part: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Loads one file or file object: an archive by ptsave's reader, anything else by torch's loader."""
+"""Loads one file or file object; ptsave loads archives, and torch's loader loads other files."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ _TORCHSCRIPT_WARNING = (
 
 
 class LoadOptions(NamedTuple):
-    """The arguments of :func:`ptsave.load` beside the file and its storage.
+    """Arguments of :func:`ptsave.load` that say how to load a file.
 
-    `wants_state` is for restores: it refuses TorchScript archives, which are programs, and makes
-    harmless values that torch's restricted unpickler refuses, such as NumPy's scalars.
+    With `wants_state`, for restoring a checkpoint, TorchScript archives are refused, and harmless
+    values that torch's restricted unpickler refuses, such as NumPy's scalars, are accepted.
     `leaves_opaque` is for inspecting a file: see `RecordReader`.
     """
 
@@ -67,12 +67,12 @@ class LoadOptions(NamedTuple):
 
     @property
     def maps(self) -> bool:
-        """Whether to map the file: `mmap`, or torch's default if that is None."""
+        """Whether to map the file into memory: `mmap`, or torch's default if `mmap` is None."""
         return torch_config.load.mmap if self.mmap is None else self.mmap
 
 
 def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
-    """Load a file as :func:`torch.load` does, and close `reader`, which `reader_for` has opened."""
+    """Load `f` as :func:`torch.load` does, and close `reader`, the result of `reader_for`."""
     begin = None if _is_path(f) else _position(f)
     restricted = resolve_weights_only(options.weights_only, options.pickle_module)
     if reader is not None and reader.engine.find("constants.pkl") is not None:
@@ -142,7 +142,7 @@ def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
 
 @contextmanager
 def _under_another_name(f: Any) -> Iterator[Any]:
-    """Hide the suffix ``.safetensors`` of a torch file, because torch trusts the suffix."""
+    """Yield `f`, or a name without the suffix ``.safetensors`` if `f` is really a torch file."""
     if _is_path(f) and str(f).endswith(".safetensors"):
         head, _ = _head_of(f, None)
         if is_zip(head) or is_legacy(head):
@@ -160,7 +160,7 @@ def _under_another_name(f: Any) -> Iterator[Any]:
 def rebuild(
     reader: RecordReader, options: LoadOptions, pickle_module: Any, unpickle: Callable[..., Any]
 ) -> Any:
-    """Rebuild the object of an archive by `unpickle`, and check all records except storages."""
+    """Rebuild the object of an archive with `unpickle`, and check all records except storages."""
     check_dill_version(options.pickle_module)
     arguments = {"encoding": "utf-8", **options.pickle_load_args}
     reader.check_version()
@@ -181,11 +181,11 @@ def rebuild(
 
 @contextmanager
 def _naming_what_it_is(f: Any, *, runs_no_code: bool) -> Iterator[None]:
-    """Name a file that torch fails to load, if it is damaged or certainly something else.
+    """If torch fails to load a file, raise an error that names the damage or the file's format.
 
-    torch's own message follows, because programs may look for it, unless the file is another
-    program's.  `runs_no_code` says that neither the user's code nor code that the file names can
-    have raised the error.
+    Unless the file is in another program's format, this error repeats torch's message, because
+    programs may look for the message.  `runs_no_code` says that neither the user's code nor code
+    that the file names can have raised torch's error.
     """
     begin = None if _is_path(f) else _position(f)
     try:
@@ -201,11 +201,11 @@ def _naming_what_it_is(f: Any, *, runs_no_code: bool) -> Iterator[None]:
                 raise
             raise MalformedPickleError.of_file(error, path) from error
         words = "" if is_of_another_program(head) else f"\n{error}"
-        raise not_checkpoint(f"{path} is no checkpoint: {what}{words}", path, error) from error
+        raise not_checkpoint(f"{path} is not a checkpoint: {what}{words}", path, error) from error
 
 
 def _tells_of_damage(error: Exception, head: bytes, nbytes: int, runs_no_code: bool) -> bool:
-    """Whether an error of torch's loader is one that a damaged file causes."""
+    """Whether damage in a file can have caused an error of torch's loader."""
     is_other = is_safetensors(head, nbytes) or (is_known(head) and not is_legacy(head))
     if is_other or not MalformedPickleError.stands_for(error):
         return False
@@ -219,12 +219,12 @@ def _is_path(f: Any) -> bool:
 def _position(f: Any) -> Any:
     try:
         return f.tell()
-    except Exception:  # file-like objects raise anything
+    except Exception:  # a file-like object may raise any error
         return None
 
 
 def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
-    """Return a file's first bytes and size after a failed load; if unknown, those of a pickle."""
+    """Return a file's first bytes and size; an unreadable file counts as a pickle of two bytes."""
     try:
         if _is_path(f):
             with open(f, "rb") as stream:
@@ -232,7 +232,7 @@ def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
         nbytes = f.seek(0, os.SEEK_END) - begin
         f.seek(begin)
         head = bytes(f.read(HEAD_NBYTES))
-    except Exception:  # the error of the load counts
+    except Exception:  # the caller raises the load's own error
         return b"\x80\x02", 2
     return head, nbytes
 
@@ -247,12 +247,12 @@ def _load_torchscript(f: Any, map_location: Any, restricted: bool) -> Any:
 
 
 def _map_file(reader: RecordReader, map_location: Any) -> Any:
-    """Map the file that was opened, even if its path names another file by now."""
+    """Map the reader's open file into memory, even if its path names another file by now."""
     shared = get_default_mmap_options() == mmap_module.MAP_SHARED
     if shared and fills_storages(map_location) and not reader.is_native_byte_order():
         raise ValueError(
-            f"{reader.path} is in another byte order than this machine, and to load it with "
-            "mmap=True and MAP_SHARED would swap the bytes in the file: use MAP_PRIVATE, or "
+            f"{reader.path} is in another byte order than this machine, and loading it with "
+            "mmap=True and MAP_SHARED would swap the bytes in the file itself: use MAP_PRIVATE, or "
             "mmap=False"
         )
     descriptor = reader.engine.descriptor
@@ -271,7 +271,7 @@ def raise_with_advice(error: pickle.UnpicklingError, pickle_module: Any) -> NoRe
 
 
 def resolve_weights_only(weights_only: bool | None, pickle_module: Any) -> bool:
-    """Return `weights_only` as torch resolves it, from its default and environment variables."""
+    """Return `weights_only` after torch's default and environment variables are applied."""
     force = _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     force_not = _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     if force and force_not:

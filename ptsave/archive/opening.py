@@ -1,9 +1,9 @@
-"""Opens an archive, and decides which reader serves it.
+"""Opens an archive, and chooses its reader.
 
-A `RecordReader` serves a path, a real file and an `io.BytesIO`, which the engine reads itself.  A
+A `RecordReader` reads a path, a file with a descriptor, or an `io.BytesIO` with the engine.  A
 `RemoteReader` fetches ranges from a URL or any other file object.  Loads call `reader_for` to open
-paths and file objects, and a `StreamReader` to open everything else.  Other callers, and the rank
-that reads for a group, call `open_source_archive`.
+paths and file objects, and make a `StreamReader` for a URL.  Other callers, and the rank that reads
+for a group, call `open_source_archive`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def open_archive(f: Any, *, verify: bool) -> RecordReader | None:
-    """Open `f` with the engine; None if it is no zip archive that the engine reads."""
+    """Open `f` with the engine; None if `f` is not a zip archive that the engine can read."""
     try:
         if isinstance(f, (str, os.PathLike)):
             return _open_path(os.fspath(f), verify)
@@ -45,7 +45,7 @@ def open_archive(f: Any, *, verify: bool) -> RecordReader | None:
 
 def _open_path(path: str | bytes, verify: bool) -> RecordReader | None:
     if not isinstance(path, str):
-        with suppress(FileNotFoundError):  # torch raises its own error for this
+        with suppress(FileNotFoundError):  # torch raises its own error for a missing file
             refuse_special_file(path)  # torch's loader would wait for a pipe's writer
         return None
     if path.endswith(".safetensors") and not os.path.exists(path):
@@ -88,11 +88,11 @@ def _open_stream(stream: Any, path: str, verify: bool) -> RecordReader | None:
 
 
 def reader_for(f: Any, mmap: bool, verify: bool) -> RecordReader | None:
-    """Return the open archive if ptsave loads it; None if torch's own loader has to.
+    """Open the archive that ptsave is to load; return None if torch's own loader has to load `f`.
 
-    torch's loader gets files that are no zip archive (formats before torch 1.6, or no checkpoint),
-    missing ``.safetensors`` paths, and file objects that cannot be read at any position.  It also
-    raises the error for contradictory arguments.
+    torch's loader gets files that are not zip archives (formats before torch 1.6, or other files),
+    missing ``.safetensors`` paths, and file objects that cannot seek.  It also raises the error for
+    ``mmap=True`` with a file object.
     """
     if mmap and not isinstance(f, (str, os.PathLike)):
         return None
@@ -107,16 +107,14 @@ def reader_for(f: Any, mmap: bool, verify: bool) -> RecordReader | None:
 def open_source_archive(
     source: RangeSource, *, verify: bool, advice: str = RECOVERY_ADVICE
 ) -> RecordReader:
-    """Open an archive in a source; the error about a missing end ends with `advice`."""
+    """Open the archive in `source`; if the archive's end is missing, the error gives `advice`."""
     from ptsave.sources.ranges import Buffer, LocalFile
 
     limits = config.current()
     try:
         if isinstance(source, LocalFile):
             if not stat.S_ISREG(os.fstat(source.descriptor).st_mode):
-                raise OSError(
-                    f"{source.name} cannot be read at any position: it is no regular file"
-                )
+                raise OSError(f"{source.name} does not support seeking: it is not a regular file")
             engine = _C.Reader.open_descriptor(
                 source.descriptor,
                 source.begin,
@@ -139,7 +137,7 @@ def open_source_archive(
 
 
 def spans_of(reader: RecordReader) -> ArchiveSpans:
-    """Return the reader for parts of an archive's records, whose bytes are local or fetched."""
+    """Return an object that reads parts of records, from a local file or by fetching bytes."""
     if not reader.is_fetched:
         from ptsave.archive.spans import EngineSpans
 
@@ -151,6 +149,6 @@ def spans_of(reader: RecordReader) -> ArchiveSpans:
 
 
 def _advise(error: CorruptCheckpointError, advice: str) -> None:
-    """Add advice on how to read the file to an error about a missing end."""
+    """Add `advice` to an error about an archive whose end is missing."""
     if error.lacks_end:
-        error.args = (f"{error}: it is cut short, or was never finished: {advice}",)
+        error.args = (f"{error}. The file is cut short, or was never finished: {advice}",)

@@ -1,12 +1,12 @@
-"""Rebuilds harmless values that torch's restricted unpickler does not know: NumPy's, paths, dates.
+"""Rebuilds harmless values that torch's restricted unpickler refuses, such as paths and dates.
 
-A training checkpoint has such values beside its tensors, so a restore accepts them with
-``weights_only=True``. torch's own unpickler tries first; this module handles values it refuses.
+A training checkpoint may have such values beside tensors, so a restore accepts them with
+``weights_only=True``. torch's own unpickler tries first; this module handles what torch refuses.
 
-A pickle never gets the function that it names, but a stand-in from this module.  Any pickle may
-call a stand-in with any arguments.  So a stand-in checks the type and size of each argument, runs
-no code of other classes, and makes only the value.  An array has exactly the bytes in the pickle.
-Elements of arrays are numbers, text or dates.  No stand-in changes an object that is in use.
+A pickle gets a stand-in from this module instead of a function that the pickle names.  Any pickle
+may call a stand-in with any arguments.  So a stand-in checks the type and size of each argument,
+runs no code of other classes, and makes the value without other effects.  An array has exactly the
+bytes in the pickle; its elements are numbers, text or dates.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FACTORIES = (bool, dict, float, int, list, set, str, tuple, type(None))
 
 def _require(condition: object, name: str) -> None:
     if not condition:
-        raise pickle.UnpicklingError(f"{name} with these arguments is refused: weights_only=True")
+        raise pickle.UnpicklingError(f"weights_only=True refuses {name} with these arguments")
 
 
 def _all_are(arguments: Any, kinds: tuple[type, ...]) -> bool:
@@ -59,7 +59,7 @@ def _all_are(arguments: Any, kinds: tuple[type, ...]) -> bool:
 
 @functools.cache
 def _numpy() -> Any:
-    """Return NumPy, or None where it is not installed."""
+    """Return NumPy, or None if it is not installed."""
     with suppress(ImportError):
         import numpy
 
@@ -68,7 +68,7 @@ def _numpy() -> Any:
 
 
 def _is_plain_dtype(dtype: Any) -> bool:
-    """Whether a dtype's elements are numbers, text or dates, which are only bytes."""
+    """Whether a dtype's elements are numbers, text or dates, which hold no Python objects."""
     return isinstance(dtype, _numpy().dtype) and dtype.kind in "biufcSUmM"
 
 
@@ -94,7 +94,7 @@ def _set_dtype_state(dtype: Any, state: Any) -> None:
 
 
 def _is_unit(metadata: Any) -> bool:
-    """Whether it is NumPy's metadata for a unit of time, such as (None, (b"ns", 1, 1, 1))."""
+    """Whether `metadata` describes a unit of time for NumPy, as (None, (b"ns", 1, 1, 1)) does."""
     if type(metadata) is not tuple or len(metadata) != 2 or metadata[0] not in (None, {}):
         return False
     unit = metadata[1]
@@ -123,7 +123,7 @@ def _reconstruct(subtype: Any, shape: Any, code: Any) -> Any:
 
 
 def _set_array_state(array: Any, state: Any) -> None:
-    """Give a new array its values; refuse others, which may share their memory with a tensor."""
+    """Give a new array its values; refuse an array that may share its memory with a tensor."""
     _require(array.shape == (0,) and array.dtype == "b", "numpy.ndarray")
     _require(type(state) is tuple and len(state) == 5, "numpy.ndarray")
     version, shape, dtype, is_fortran, data = state
@@ -140,7 +140,7 @@ def _set_array_state(array: Any, state: Any) -> None:
 
 
 def _made_by(kind: Callable[..., Any], name: str, *kinds: type) -> Callable[..., Any]:
-    """Return a function that calls `kind` with arguments that are all of exactly these types."""
+    """Return a function that calls `kind`, but refuses arguments of types other than `kinds`."""
 
     def make(*arguments: Any) -> Any:
         _require(_all_are(arguments, kinds), name)
@@ -177,7 +177,7 @@ _TIME = (int, bytes, str, type(None), datetime.timezone)
 
 @functools.cache
 def _by_name() -> dict[str, Callable[..., Any]]:
-    """Return the stand-ins for globals in pickles, by torch's names of the globals."""
+    """Return the stand-ins, keyed by the full names of the functions that they replace."""
     import decimal  # its import takes as long as this module's
 
     found: dict[str, Callable[..., Any]] = {
@@ -210,7 +210,7 @@ _TYPES = {f"builtins.{kind.__name__}": kind for kind in _FACTORIES[:-1]}
 
 
 class ValueUnpickler(restricted_unpickler.Unpickler):  # type: ignore[misc]
-    """Runs one step of a pickle as torch's restricted unpickler, and also makes these values."""
+    """Runs one step of a pickle like torch's restricted unpickler, but allows harmless values."""
 
     given: set[Callable[..., Any]]
     memo: dict[int, Any]
@@ -261,7 +261,7 @@ class ValueUnpickler(restricted_unpickler.Unpickler):  # type: ignore[misc]
             raise pickle.UnpicklingError(str(error)) from None
 
     def _build(self, target: Any, state: Any) -> bool:
-        """Set the state of an array or dtype, and return True, unless torch has to do it."""
+        """Set the state of an array or dtype; return False if torch has to set the state."""
         numpy = _numpy()
         if numpy is None or not isinstance(target, (numpy.ndarray, numpy.dtype)):
             return False
@@ -276,7 +276,7 @@ class ValueUnpickler(restricted_unpickler.Unpickler):  # type: ignore[misc]
 
 
 def _full_name(module: str, name: str) -> str:
-    """Return the name of a global as torch has it; files have the names of Python 2."""
+    """Return a global's name as torch spells it; pickles contain the names that Python 2 used."""
     if (module, name) in _compat_pickle.NAME_MAPPING:
         module, name = _compat_pickle.NAME_MAPPING[module, name]
     else:
@@ -287,8 +287,8 @@ def _full_name(module: str, name: str) -> str:
 class OpaqueUnpickler(ValueUnpickler):
     """A `ValueUnpickler` that makes an `Opaque` for every object that it does not build.
 
-    `refused` collects stand-ins that have refused their arguments; from then on they are opaque.
-    When the set has grown, the pickle is loaded again with the same set.
+    `refused` collects the stand-ins that have refused arguments.  If a load fails and `refused` has
+    grown, the caller loads the pickle again with the same set; then these functions are opaque.
     """
 
     refused: set[Callable[..., Any]]
@@ -329,13 +329,13 @@ class OpaqueUnpickler(ValueUnpickler):
 
 
 def _opaque_argument(arguments: Any) -> Opaque | None:
-    """Return the first argument that is an `Opaque`; containers are not searched."""
+    """Return the first argument that is an `Opaque`, or None; containers are not searched."""
     found = arguments if isinstance(arguments, tuple) else ()
     return next((each for each in found if isinstance(each, Opaque)), None)
 
 
 def opaque_globals(data: bytes) -> set[str]:
-    r"""Return the globals of a pickle that stay opaque, as "module\nname".
+    r"""Return the globals, as "module\nname", that `OpaqueUnpickler` does not build for a pickle.
 
     >>> opaque_globals(pickle.dumps({1.5: io.StringIO, 1: pathlib.PosixPath}, 2))
     {'_io\nStringIO'}
@@ -352,7 +352,7 @@ def opaque_globals(data: bytes) -> set[str]:
 
 
 def refuse_functions(obj: Any, given: Set[Callable[..., Any]]) -> None:
-    """Refuse an object with one of the `given` stand-ins in it, as torch refuses a global."""
+    """Raise torch's error for a refused global if `obj` contains a stand-in from `given`."""
     kinds = (Mapping, list, tuple, set, frozenset, deque)
     for value in walk(obj, kinds, keys=True) if given else ():
         if type(value) is FunctionType and value in given:

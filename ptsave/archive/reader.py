@@ -1,4 +1,4 @@
-"""`RecordReader`: the interface of ``torch._C.PyTorchFileReader`` over ptsave's engine."""
+"""`RecordReader` has the methods of ``torch._C.PyTorchFileReader``, but uses ptsave's engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _BYTE_ORDER = "byteorder"
 ID_RECORD = ".data/serialization_id"
 # The small records that torch's loader asks for, and all small records.  torch writes at most 40
-# bytes in each.
+# bytes in each record.
 LOADERS_RECORDS = (".format_version", _BYTE_ORDER, ".storage_alignment", ID_RECORD)
 SMALL_RECORDS = (*LOADERS_RECORDS, "version", ".data/version")
 _MAX_SMALL_NBYTES = 64 << 10
@@ -38,9 +38,9 @@ _MAX_QUOTED = 200
 
 
 class RecordReader:
-    """An archive with the methods of torch's reader that ``torch.serialization._load`` uses."""
+    """An open archive; it has the methods that ``torch.serialization._load`` calls on a reader."""
 
-    is_fetched = False  # whether bytes come from a source that the engine does not read
+    is_fetched = False  # whether bytes come from a source that the engine cannot read
     reads_when_asked = False  # whether a storage is read when unpickling asks for it, not ahead
     verifies: bool  # with reads_when_asked: whether storages are compared with checksums
 
@@ -50,12 +50,12 @@ class RecordReader:
         self.limits = limits
         self.wait_for_bytes = True  # hand out a storage only when it is filled
         self.allows_values = False  # make harmless values that torch's unpickler refuses
-        self.is_blind = False  # whether the pickle only rebuilds plain tensors, by torch's code
-        self.leaves_opaque = False  # make these values, and an `Opaque` for other refused objects
+        self.is_blind = False  # whether the pickle only rebuilds plain tensors, with torch's code
+        self.leaves_opaque = False  # make harmless values, and an `Opaque` for other objects
         self.verify = verify and limits.verify
         self.progress: ProgressCallback | None = None  # called with the bytes read so far
-        self.small: dict[str, bytes] = {}  # records read so far that are no storages
-        self._parked: LocalFile | None = None  # opens a parked file for each read
+        self.small: dict[str, bytes] = {}  # records read so far, except storages
+        self._parked: LocalFile | None = None  # while parked: opens the file for each read
         self._n_users = 0
         self._lock = Lock()
 
@@ -68,13 +68,13 @@ class RecordReader:
     def park(self, file: LocalFile) -> None:
         """Close the archive's file; `file` opens it again for each read.
 
-        A checkpoint may have more files than a process may have open.
+        A checkpoint may have more files than a process may open at once.
         """
         self._parked = file
         self.engine.close_file()
 
     def opened(self) -> AbstractContextManager[None]:
-        """Keep the file open within a block that calls a reading method of `engine`.
+        """Keep the file open during the ``with`` block, so that the block can read with `engine`.
 
         Raises OSError if a parked file is gone or has been replaced.  Safe for concurrent use.
         """
@@ -135,14 +135,14 @@ class RecordReader:
         return self.get_record(ID_RECORD).decode("ascii", "replace")
 
     def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> torch.Tensor:
-        """Return a tensor over a record's storage, which may still be filling."""
+        """Return a tensor over a record's storage; the storage may not be filled yet."""
         record = self.find_storage(name, nbytes)
         if self.wait_for_bytes:
             self.engine.wait(record, progress=self.progress)
         return self.engine.storage(record)
 
     def find_storage(self, name: str, nbytes: int) -> int:
-        """Return the number of a record, which must be as large as the pickle says."""
+        """Return the number of a record; raise an error unless its size is `nbytes`."""
         record = self._find(name)
         found = self.engine.record(record).nbytes
         if found != nbytes:
@@ -162,24 +162,24 @@ class RecordReader:
         return LoadersView(self, self.small_records())
 
     def small_records(self) -> dict[str, bytes]:
-        """Read data.pkl and the small records, as torch's loader does, and return `small`."""
+        """Read data.pkl and the `SMALL_RECORDS`; return the contents of records by their names."""
         for name in (*filter(self.has_record, SMALL_RECORDS), "data.pkl"):
             self.get_record(name)
         return self.small
 
     def check_small_records(self) -> None:
-        """Read every record that holds no storage, which verifies its name, header and checksum."""
+        """Read all records except storages; reading verifies their names, headers and checksums."""
         for name in self.engine.other_names():
             self.get_record(name)
 
     def check_records(self) -> None:
-        """Refuse a version that torch does not read, and damage outside storages."""
+        """Raise an error for a version that torch does not read, or for damage outside storages."""
         self.check_version()
         if self.verify:
             self.check_small_records()
 
     def is_native_byte_order(self) -> bool:
-        """Whether the storages are in this machine's byte order, as torch decides it."""
+        """Whether torch takes the storages to be in this machine's byte order."""
         if self.has_record(_BYTE_ORDER):
             return self.get_record(_BYTE_ORDER) == sys.byteorder.encode()
         default = torch.serialization.get_default_load_endianness()
@@ -189,7 +189,7 @@ class RecordReader:
         return order == sys.byteorder
 
     def check_version(self) -> None:
-        """Refuse a version, a byte order or an alignment that torch refuses, in torch's words."""
+        """Raise torch's error for a version, a byte order or an alignment that torch refuses."""
         for name, pattern, what in (
             (_BYTE_ORDER, rb"little|big", "Unknown endianness type"),
             (".storage_alignment", rb"\s*[+-]?\d{1,18}\s*", "not an alignment"),
@@ -230,12 +230,12 @@ class RecordReader:
             )
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes of the archive from an offset on."""
+        """Return `nbytes` bytes of the archive, from `offset` on."""
         with self.opened():
             return self.engine.read_at(offset, nbytes)
 
     def end_of_storages(self) -> int:
-        """Return the offset behind the last storage, or behind data.pkl if there are none."""
+        """Return the offset behind the last storage, or behind data.pkl if there is no storage."""
         records = self.engine.records()
         storages = [record for record in records if record.name.startswith("data/")]
         read = storages or [record for record in records if record.name == "data.pkl"]
@@ -249,12 +249,12 @@ class RecordReader:
             return None
 
     def require_small(self, record: int) -> None:
-        """Refuse one of torch's own records, such as the version, if it is too large."""
+        """Raise an error if the record is one of the `SMALL_RECORDS` but too large."""
         found = self.engine.record(record)
         if found.name in SMALL_RECORDS and found.nbytes > _MAX_SMALL_NBYTES:
             self.fail(
-                f"it has {found.nbytes} bytes, and such a record at most {_MAX_SMALL_NBYTES}: the "
-                "file was not written by torch.save, restore it from a copy",
+                f"the record has {found.nbytes} bytes, more than the {_MAX_SMALL_NBYTES} that are "
+                "allowed, so torch.save did not write this record: restore the file from a copy",
                 found.name,
             )
 
@@ -277,23 +277,23 @@ class RecordReader:
 
     @contextmanager
     def naming_what_needs_memory(self) -> Iterator[None]:
-        """Name the file and its size in a `MemoryError` that has no message of its own."""
+        """In the block, add the file and its size to a `MemoryError` that has no message."""
         try:
             yield
         except MemoryError as error:
             if str(error) not in ("", "std::bad_alloc"):
                 raise
             raise MemoryError(
-                f"{self.path}: the system has no memory for its {size_text(self.engine.nbytes)}: "
-                "free some, raise the limit (ulimit -v, a container's), or read parts of it with "
-                "ptsave.open"
+                f"{self.path}: too little memory for the file's {size_text(self.engine.nbytes)}: "
+                "free some memory, raise the limit (ulimit -v, or the container's limit), or read "
+                "parts of the file with ptsave.open"
             ) from None
 
 
 class LoadersView:
     """An archive with the methods that ``torch.serialization._load`` calls.
 
-    `small` has data.pkl and the `LOADERS_RECORDS` that exist; `reader` has storages and offsets.
+    The contents of records come from the dict `small`; all other calls go to `reader`.
     """
 
     def __init__(self, reader: Any, small: Mapping[str, bytes]) -> None:
@@ -307,11 +307,11 @@ class LoadersView:
 
 
 class UnfilledView(LoadersView):
-    """An archive whose storages have no bytes; it shows this machine's byte order.
+    """An archive whose storages have no bytes; torch sees this machine's byte order in it.
 
-    In another byte order, :func:`torch.load` would swap the bytes of storages on the meta device,
-    too: a segmentation fault.  An invalid byte order is shown as it is, because torch refuses it.
-    `names` are the `LOADERS_RECORDS` to show.
+    For another byte order, :func:`torch.load` would swap bytes even on the meta device, and crash
+    with a segmentation fault.  An invalid byte order is not hidden, so torch refuses it.  `names`
+    are the `LOADERS_RECORDS` that torch sees.
     """
 
     def __init__(self, reader: Any, names: Iterable[str] = LOADERS_RECORDS) -> None:
@@ -322,7 +322,7 @@ class UnfilledView(LoadersView):
         super().__init__(reader, small)
 
     def get_storage_from_record(self, name: str, nbytes: int, dtype: object) -> torch.Tensor:
-        """Make a storage as torch does for the meta device; an older torch reads its bytes."""
+        """Make a storage on the meta device; older torch releases would read the bytes instead."""
         tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         setattr(tensor.untyped_storage(), CHECKPOINT_OFFSET, self.get_record_offset(name))
         return tensor

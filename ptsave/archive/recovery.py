@@ -1,14 +1,14 @@
 """Completes an archive that has lost its end, or that an `ArchiveWriter` has left unfinished.
 
-`CutArchive` finds the records without the directory, which is cut off, damaged or never written.
+`CutArchive` finds the records without using the ZIP directory, which is cut off, damaged or was
+never written.
 
-A file of torch begins with `data.pkl`.  In a file of an `ArchiveWriter`, the records up to the last
-whole journal are used.  A journal is the pickle of a dict; the entries of all journals, in order,
-are `data.pkl`.  Entries that need a damaged or missing record are left out.  The file itself is not
-changed: its missing end is made in memory.
+A file of torch begins with `data.pkl`.  An `ArchiveWriter` writes journals instead: each is the
+pickle of a dict with new entries.  The records up to the last undamaged journal are used, and the
+new `data.pkl` gets the entries of all undamaged journals.  Entries that need a damaged or missing
+record are left out.  The missing end is made in memory, and the file itself is not changed.
 
 Hostile journals can do no more than a hostile `data.pkl`: the restricted unpickler reads both.
-The new directory is parsed like any other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _Found: TypeAlias = tuple[str, int, int, int, int]  # name, header's offset, size, CRC-32, end
 _OTHER_RECORDS = {"data.pkl", *SMALL_RECORDS}
 _MAX_DIGITS = 16
-_N_NAMED = 8  # in a warning
+_N_NAMED = 8  # names in a warning
 _ALIGNMENT = 64  # of the records that are added
 _SIGNATURES = re.compile(rb"PK(?:\x03\x04|\x07\x08)")
 _LOCAL, _CENTRAL = b"PK\x03\x04", b"PK\x01\x02"
@@ -50,14 +50,14 @@ _MAX_HEADER_NBYTES = _LOCAL_HEADER.size + 2 * 0xFFFF
 _DESCRIPTOR, _ZIP64_DESCRIPTOR = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
 _DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 _ZIP64_ID = b"\1\0"
-ZIP64 = 0xFFFFFFFF  # sizes and offsets from here on are in other fields
+ZIP64 = 0xFFFFFFFF  # sizes and offsets from this value on are in other fields
 _HAS_DESCRIPTOR = 8  # a flag: size and checksum come behind the payload
 _KNOWN_FLAGS = _HAS_DESCRIPTOR | 0x800  # the second flag: the name is UTF-8
 _PIECE_NBYTES = 4 << 20
 
 
 class CompletedFile(RangeSource):
-    """The beginning of a file, with some headers replaced, and a new end, which is in memory."""
+    """The beginning of a file with some headers replaced, followed by a new end in memory."""
 
     def __init__(
         self, source: RangeSource, nbytes: int, end: bytes, patches: Mapping[int, bytes]
@@ -87,24 +87,24 @@ class CompletedFile(RangeSource):
 
 
 def part_of_dict(pickle: bytes) -> bytes | None:
-    """Return the part of a dict's pickle that adds its entries; None for any other pickle."""
+    """Return the opcodes that add the entries in a dict's pickle; None for any other pickle."""
     if not pickle.startswith(_C.DICT_HEAD) or not pickle.endswith(_C.STOP):
         return None
     return pickle[len(_C.DICT_HEAD) : -len(_C.STOP)]
 
 
 def dict_of_parts(parts: list[bytes]) -> bytes:
-    """Return the pickle of a dict with the entries that all these parts add."""
+    """Return the pickle of a dict with the entries of all `parts`, results of `part_of_dict`."""
     return b"".join([_C.DICT_HEAD, *parts, _C.STOP])
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """The readable rest of a file that lost its end: `source` is a whole file with its entries.
+    """The readable part of a file that lost its end; `source` serves it as a complete archive.
 
-    `storages` and `journals` are the names of damaged or missing records: storages that entries
-    need, and journals, whose entries are unknown.  `entries` are the names left out.  `n_records`
-    counts the whole records that belong to the file.
+    `storages` and `journals` are the names of damaged or missing records.  `entries` are the names
+    of the entries that need these storages, and are left out; the entries of lost journals are
+    unknown.  `n_records` counts the undamaged storages and journals.
     """
 
     source: RangeSource
@@ -114,27 +114,25 @@ class Recovery:
     n_records: int = 0
 
     def damage(self) -> str:
-        """Return a text about the lost records and entries; empty if none are lost."""
+        """Return a text about lost records and entries; an empty text if nothing is lost."""
         records = [*self.storages, *self.journals]
         parts = [f"damaged or missing: {some_of(records, _N_NAMED)}"] if records else []
         if self.entries:
             parts.append(f"without the entries {some_of(self.entries, _N_NAMED)}")
         if self.journals:
-            parts.append(
-                f"what else was added with {some_of(self.journals, _N_NAMED)} is not known"
-            )
+            parts.append(f"the entries added with {some_of(self.journals, _N_NAMED)} are unknown")
         return "; ".join(parts)
 
 
 def recover_archive(source: RangeSource) -> Recovery | None:
-    """Return the rest of an archive that lost its end; None if it is whole, or is no archive.
+    """Recover an archive that lost its end; None for a complete archive or another file.
 
-    `source` is not empty.  It is of an archive's kind, or its kind is None because its first bytes
-    may be damaged.  Raises CorruptCheckpointError if nothing can be recovered.
+    `source` must not be empty.  ``source.kind`` must be "zip", or None if the first bytes may be
+    damaged.  Raises CorruptCheckpointError if nothing can be recovered.
     """
     if source.kind is None:
         return _recovery(source)
-    hopeless = "nothing of it can be recovered, as neither data.pkl nor a journal is whole"
+    hopeless = "nothing can be recovered, because neither data.pkl nor a journal is undamaged"
     try:
         open_source_archive(source, verify=False, advice=hopeless)
     except CorruptCheckpointError as error:
@@ -156,14 +154,14 @@ def _recovery(source: RangeSource) -> Recovery | None:
 
 
 def _of_pickle(source: RangeSource, cut: CutArchive, data: bytes) -> Recovery:
-    """Return the rest of an archive that begins with its pickle."""
+    """Recover an archive that begins with its pickle `data`."""
     first = [*takewhile(lambda record: record.follows, cut.records[: len(_OTHER_RECORDS)])]
     small = {record.name: cut.payload(record) for record in first if record.is_whole}
     if small.get("byteorder", b"little") != b"little":
-        raise ValueError("nothing of it can be recovered, as its byte order is another one")
+        raise ValueError("nothing can be recovered, because the byte order is not little-endian")
     saved = SavedEntries(data)
     if min(saved.storages.values(), default=0) < 0:
-        raise ValueError("nothing of it can be recovered, as a storage in it has no known size")
+        raise ValueError("nothing can be recovered, because the size of a storage is unknown")
     text = small.get(".storage_alignment", b"")
     is_number = text.isdigit() and len(text) < _MAX_DIGITS and int(text) > 0
     alignment = int(text) if is_number else _ALIGNMENT
@@ -172,7 +170,7 @@ def _of_pickle(source: RangeSource, cut: CutArchive, data: bytes) -> Recovery:
     found = [
         _storages_in(cut, order, saved.storages, record.end, alignment)
         for order in ([by_number] if by_number == by_text else [by_number, by_text])
-        for record in first  # storages begin behind one of them; their names may be damaged
+        for record in first  # storages begin behind one of these, whose names may be damaged
     ]
     records = max(found, key=len)
     missing = saved.storages.keys() - {record.name.removeprefix(_DATA) for record in records}
@@ -186,7 +184,7 @@ def _of_pickle(source: RangeSource, cut: CutArchive, data: bytes) -> Recovery:
 def _storages_in(
     cut: CutArchive, order: list[str], sizes: Mapping[str, int], at: int, alignment: int
 ) -> list[CutRecord]:
-    """Return the whole storages of an archive, which has them in `order` from offset `at` on."""
+    """Return the undamaged storages, if all lie in this `order` in the file, from `at` on."""
     records = []
     by_headers = False
     for i, number in enumerate(order):
@@ -205,7 +203,7 @@ def _storages_in(
 
 
 def _of_journals(source: RangeSource, cut: CutArchive) -> Recovery | None:
-    """Return the rest of an `ArchiveWriter`'s file; None if it has no whole journal."""
+    """Recover the file of an `ArchiveWriter`; None if it has no undamaged journal."""
     records = _rightly_named(cut.records)
     journals = [record for record in records if record.name.startswith(JOURNAL_PREFIX)]
     pickles = [record for record in records if record.name == "data.pkl"]  # of a finished file
@@ -244,7 +242,7 @@ def _completed(
     *,
     empty: Sequence[str] = (),
 ) -> Recovery:
-    """Return a recovery with a whole archive of these records, empty storages and a pickle."""
+    """Return `found` with an archive of `records`, the `empty` storages and the pickle `data`."""
     finished = [record for record in records if record.name.startswith((_DATA, JOURNAL_PREFIX))]
     places: list[_Found] = []
     patches: dict[int, bytes] = {}
@@ -269,15 +267,15 @@ def _completed(
 
 
 def _header_of(name: bytes, flags: int, n_extra: int) -> bytes:
-    """Return a local header whose checksum and sizes are zero, or follow the payload."""
+    """Return a ZIP local header whose fields for the checksum and the sizes are zero."""
     fields = _LOCAL_HEADER.pack(ZIP_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, len(name), n_extra)
     return fields + name
 
 
 def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, bytes]:
-    """Return a record for bytes that belong to no other record, and its header.
+    """Return a record, and its header, for bytes that do not belong to a known record.
 
-    An archive must have no gaps: the engine finds a payload by the place of the next record.
+    An archive must not have gaps, because the engine uses the next record to find a payload.
     """
     full_name = f"{cut.root}/{name}".encode()
     front = _LOCAL_HEADER.size + len(full_name)
@@ -290,13 +288,13 @@ def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, byt
 
 
 def _rightly_named(records: list[CutRecord]) -> list[CutRecord]:
-    """Return the whole records whose names are right; names have no checksum.
+    """Return the undamaged records whose names are right; checksums do not cover names.
 
-    A name is right if storages and journals are numbered in file order.
+    The names of storages and journals are right if their numbers increase in file order.
     """
     found = []
     last = {_DATA: -1, JOURNAL_PREFIX: -1}
-    known = set(last)  # series whose next number is certain
+    known = set(last)  # prefixes whose next number is certain
     for record in records:
         prefix, number = _series_of(record.name)
         if not record.follows:
@@ -304,7 +302,7 @@ def _rightly_named(records: list[CutRecord]) -> list[CutRecord]:
         is_right = record.name in _OTHER_RECORDS
         if prefix:
             is_right = number == last[prefix] + 1 if prefix in known else number > last[prefix]
-        if not is_right:  # unknown series
+        if not is_right:  # the next numbers are uncertain now
             known.clear()
             continue
         if prefix:
@@ -324,7 +322,7 @@ def _series_of(name: str) -> tuple[str, int]:
 
 
 def _missing(journals: list[CutRecord]) -> list[str]:
-    """Return the names of the missing journals in front of the last one."""
+    """Return up to nine names of journals that are missing before the last of `journals`."""
     numbers = {_series_of(record.name)[1] for record in journals}
     missing = (i for i in range(max(numbers)) if i not in numbers)
     return [f"{JOURNAL_PREFIX}{i}" for i in islice(missing, _N_NAMED + 1)]
@@ -345,7 +343,7 @@ class CutRecord:
 
 
 class _Header(NamedTuple):
-    """A local header, or bytes that look like one."""
+    """A ZIP local header, or bytes that look like a local header."""
 
     name_begin: int
     name_end: int
@@ -357,7 +355,7 @@ class _Header(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """A storage's record, if it is whole, the offset of its bytes, and the next record's offset."""
+    """A storage's record (None if damaged), its payload's offset, and the next record's offset."""
 
     record: CutRecord | None
     payload_offset: int
@@ -365,7 +363,7 @@ class _Stored(NamedTuple):
 
 
 class _End(NamedTuple):
-    """The offset of a payload's end, its checksum, and the offset of the next record."""
+    """The end of a payload, the payload's checksum, and the offset of the next record."""
 
     end: int
     crc: int
@@ -373,16 +371,16 @@ class _End(NamedTuple):
 
 
 class CutArchive:
-    """The records of a file that begins as torch's archives do, in file order, damaged ones too.
+    """All records of an archive in file order, also damaged ones, found without the ZIP directory.
 
-    Only the directory, which comes last, and the descriptors behind payloads have sizes.  So the
-    file is read once to find all signatures: a payload ends at a descriptor with exactly its size.
-    Then the constructor follows the records from the beginning.  Where damage breaks the chain, it
-    goes on at the next local header.  The file is read in pieces and never mapped, because it may
-    become shorter.
+    Only the directory and the data descriptors behind payloads state the payloads' sizes.  So the
+    file is read once to find all local headers and descriptors.  A payload ends in front of a
+    descriptor that states exactly the payload's size.  Then the records are followed from the
+    file's beginning; after damage, from the next local header on.  The file is read in pieces and
+    never mapped, because the file may become shorter meanwhile.
 
-    A hostile file may consist of signatures.  So only the offsets of headers are kept, no name
-    reaches past the next header, and a header with another one's signature in it does not count.
+    A hostile file may be full of fake headers.  So only the offsets of headers are kept, names end
+    before the next header, and a header that contains another header is ignored.
     """
 
     def __init__(self, source: RangeSource) -> None:
@@ -390,7 +388,7 @@ class CutArchive:
         self.nbytes = source.nbytes
         self._offsets = array("Q")  # of headers, in order
         # Keyed by payload offset: the layout of the expected descriptor, and the descriptor that
-        # was found.  A found descriptor is one number: its offset, and in 32 bits its checksum.
+        # was found, as one number: its offset, and in the lowest 32 bits its checksum.
         self._awaited: dict[int, struct.Struct] = {}
         self._descriptors: dict[int, int] = {}
         for begin in range(0, self.nbytes, _PIECE_NBYTES):
@@ -401,7 +399,7 @@ class CutArchive:
     # ---------------------------------------------------------------------------- signatures
 
     def _find_signatures(self, begin: int, end: int) -> None:
-        """Note the local headers in a part of the file, and descriptors that fit one of them."""
+        """Note the local headers in a part of the file, and the descriptors that match payloads."""
         piece = self._source.read(begin, end + _MAX_HEADER_NBYTES)
         for found in _SIGNATURES.finditer(piece):
             at = found.start()
@@ -428,7 +426,7 @@ class CutArchive:
     # ------------------------------------------------------------------------------- records
 
     def _followed(self) -> list[tuple[str, CutRecord]]:
-        """Return the records with their folders: the first chain, and chains after damage."""
+        """Return each record as a pair (folder, record); after damage, go on at the next header."""
         found: list[tuple[str, CutRecord]] = []
         offset, follows = 0, True
         chain = 0  # number of records up to the last damage
@@ -453,7 +451,7 @@ class CutArchive:
         return found
 
     def _header_at(self, offset: int) -> _Header | None:
-        """Return the header that was found at an offset; None if there was none."""
+        """Return the local header at `offset`; None if no header begins there."""
         if self._next_header(offset) != offset:
             return None
         name_begin = offset + _LOCAL_HEADER.size
@@ -472,7 +470,7 @@ class CutArchive:
         full_name = self._source.read(header.name_begin, min(header.name_end, limit))
         root, _, name = full_name.decode("utf-8", "replace").partition("/")
         begin = header.payload_offset
-        if end is None:  # the header's sizes may be wrong, too: the next header counts
+        if end is None:  # the header's size may be wrong, too: end at the next header
             nbytes = max(limit - begin, 0)
             return root, CutRecord(name, offset, begin, nbytes, False, 0, limit, follows)
         is_whole = header.is_plain and self.crc(begin, end.end) == end.crc
@@ -483,7 +481,7 @@ class CutArchive:
 
     def _end_of(self, offset: int, header: _Header) -> _End | None:
         begin = header.payload_offset
-        if self._limit(offset + 1) < begin:  # a header in this header: this one is damaged
+        if self._limit(offset + 1) < begin:  # this header contains another one: it is damaged
             return None
         if header.descriptor is None:
             return self._stored_end(header)
@@ -494,7 +492,7 @@ class CutArchive:
         return _End(end, crc, end + header.descriptor.size)
 
     def _stored_end(self, header: _Header) -> _End | None:
-        """Return the end that the header gives, in empty records and those of other programs."""
+        """Return the payload's end that the header states; None if no ZIP structure follows it."""
         end = header.payload_offset + header.nbytes
         # A flipped bit in a header can look like this, but then no record follows.
         if end > self.nbytes or self._source.read(end, end + 2) not in (b"", b"PK"):
@@ -502,7 +500,7 @@ class CutArchive:
         return _End(end, header.crc, end)
 
     def _implied_end(self, begin: int, descriptor: struct.Struct) -> _End | None:
-        """Return the next header's offset as the end, if only the descriptor's size is wrong."""
+        """Return the end of a payload whose checksum is right before the next header; else None."""
         limit = self._limit(begin)
         end = limit - descriptor.size
         if end < begin:
@@ -511,7 +509,7 @@ class CutArchive:
         return _End(end, crc, limit) if self.crc(begin, end) == crc else None
 
     def _limit(self, offset: int) -> int:
-        """Return the offset of the next header from `offset` on, or of the file's end."""
+        """Return the offset of the first header from `offset` on; without one, the file's size."""
         following = self._next_header(offset)
         return self.nbytes if following is None else following
 
@@ -523,9 +521,9 @@ class CutArchive:
         return crc
 
     def storage_at(self, offset: int, name: str, nbytes: int, payload_offset: int) -> _Stored:
-        """Look for a storage of known size, whose header is at `offset`.
+        """Look for a storage whose header is at `offset`, and whose size is `nbytes`.
 
-        `payload_offset` is -1 if only the header knows it.
+        `payload_offset` is -1 if only the header gives the payload's offset.
         """
         header = self._header_at(offset)
         if payload_offset < 0:
@@ -560,7 +558,7 @@ class CutArchive:
         return self._source.read(record.payload_offset, record.payload_offset + record.nbytes)
 
     def entries(self) -> tuple[list[str], list[str]]:
-        """Return the names of all tensors, and of those in whole records; empty without pickle."""
+        """Return the names of all tensors, and of undamaged ones; both empty without data.pkl."""
         found: dict[str, CutRecord] = {}
         for record in self.records:
             found.setdefault(record.name, record)
@@ -576,7 +574,7 @@ class CutArchive:
 
 
 def _parsed(piece: bytes, at: int, offset: int) -> _Header | None:
-    """Return the local header at a place; None if it is cut off, or another one begins in it."""
+    """Return the local header at ``piece[at]``; None if it is cut off or contains a header."""
     name_begin = at + _LOCAL_HEADER.size
     if name_begin > len(piece):
         return None
@@ -601,7 +599,7 @@ def _parsed(piece: bytes, at: int, offset: int) -> _Header | None:
 
 
 def _of_one_folder(found: list[tuple[str, CutRecord]]) -> tuple[str, list[CutRecord]]:
-    """Return the archive's folder, and its records; a record in another folder is not whole."""
+    """Return the archive's folder and records; a record in another folder counts as damaged."""
     roots = Counter(root for root, record in found if record.is_whole)
     root = found[0][0] if found else ""
     if roots and not _begins_with_pickle(found[0][1]):  # names may be damaged: the majority counts
@@ -617,7 +615,7 @@ def _begins_with_pickle(first: CutRecord) -> bool:
 
 
 class _Window:
-    """A source that keeps its last piece, for reads that go forward."""
+    """Reads a source forward in large pieces, and keeps the last piece for the next reads."""
 
     def __init__(self, source: RangeSource) -> None:
         self._source = source
@@ -636,7 +634,7 @@ class _Window:
 
 
 class _WholeRecords:
-    """Stands in for a `RecordReader` in `entries_using`; it numbers records as their offsets."""
+    """Replaces a `RecordReader` in `entries_using`; it gives each record's number as its offset."""
 
     path = "data.pkl"
     allows_values = False

@@ -1,8 +1,8 @@
-"""Reads an archive whose bytes have to be fetched by ranges, through a sparse file in memory.
+"""Reads an archive at a URL or in a file object, by fetching ranges of its bytes.
 
-The sparse file contains the directory, small records and local headers; the engine parses it like
-any other file.  The bytes of tensors are fetched into the tensors.  The directory gives a payload's
-offset, and the local header, which is fetched with the payload, confirms it.
+The ZIP directory, small records and local headers are put into a sparse file in memory, which the
+engine parses like any other file.  The bytes of tensors are fetched into the tensors.  A payload's
+offset comes from the directory; the local header, fetched with the payload, confirms the offset.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class RemoteReader(RecordReader):
 
     def __init__(self, source: RangeSource, limits: Config, *, verify: bool) -> None:
         self.source = source
-        self._with_headers: set[int] = set()  # records whose local headers are in the file
-        self._fetched: set[int] = set()  # records whose payloads are there as well
+        self._with_headers: set[int] = set()  # records whose local headers are in the sparse file
+        self._fetched: set[int] = set()  # records whose payloads are in the sparse file as well
         self._tail_begin = max(source.nbytes - _C.MAX_TAIL_NBYTES, 0)
         self._file = SparseFile(source.nbytes)
         engine = self._open()
@@ -71,7 +71,7 @@ class RemoteReader(RecordReader):
         return super().get_record_offset(name)
 
     def require_crc(self, record: int, crc: int) -> None:
-        """Refuse a record if its checksum is not `crc`, the checksum of its fetched payload."""
+        """Raise an error if the record states another checksum than its payload's, `crc`."""
         found = self.engine.record(record)
         if crc != found.crc:
             offset = self.engine.payload_offset(record)
@@ -86,7 +86,7 @@ class RemoteReader(RecordReader):
         return record in self._with_headers
 
     def add_header(self, record: int, header: bytes) -> None:
-        """Store the fetched bytes from a record's local header to its payload."""
+        """Write a record's local header, which has been fetched, to the sparse file."""
         self._file.write(self.engine.record(record).header_offset, header)
         self._with_headers.add(record)
 
@@ -106,7 +106,7 @@ _AHEAD_NBYTES = 32 << 20  # of storages fetched together, because each request c
 
 
 def open_stream(f: Any, *, verify: bool) -> StreamReader | None:
-    """Open an archive in a seekable file object, from its position on; None without an archive."""
+    """Open the archive at a seekable file object's position; None if no archive begins there."""
     if not all(callable(getattr(f, method, None)) for method in ("read", "seek", "tell")):
         return None
     try:
@@ -120,9 +120,9 @@ def open_stream(f: Any, *, verify: bool) -> StreamReader | None:
 
 
 class StreamReader(RemoteReader):
-    """A reader that reads a storage when unpickling asks for it, as torch's reader does.
+    """A reader that reads a storage when unpickling asks for the storage, as torch's reader does.
 
-    Making the reader and closing it both put a file object back to its first position.
+    When the reader is made or closed, a file object is put back to the position that it had first.
     """
 
     reads_when_asked = True
@@ -236,11 +236,11 @@ class FetchedSpans:
         return damage
 
     def _fetch(self, spans: Sequence[Span]) -> None:
-        """Fetch spans and the local headers of their records; a header may correct an offset."""
+        """Fetch spans and their records' local headers; a header may correct a payload's offset."""
         records = {span.record: self._engine.record(span.record) for span in spans}
         for record in records.values():
             if not record.stored or record.encrypted:
-                self._reader.fail("it is compressed or encrypted", record.name)
+                self._reader.fail("the record is compressed or encrypted", record.name)
         new = [number for number in records if not self._reader.has_header(number)]
         headers = [(records[i].header_offset, records[i].payload_offset) for i in new]
         wanted = [_range_of(span, records[span.record].payload_offset) for span in spans]
@@ -258,7 +258,7 @@ class FetchedSpans:
     def _damaged(self, record: _C.Record, crc: int) -> CorruptCheckpointError:
         advice = ", or pass verify=False to read it as it is"
         return self._reader.failure(
-            f"it is damaged: its CRC-32 is {crc:08x}, not {record.crc:08x}. Copy it again{advice}.",
+            f"its CRC-32 is {crc:08x}, not {record.crc:08x}. Copy the file again{advice}.",
             record.name,
             advice,
         )

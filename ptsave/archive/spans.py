@@ -1,4 +1,4 @@
-"""Reads parts of records into memory: spans of bytes, and the values of views."""
+"""Reads parts of records into memory: spans of bytes, or the values of tensors."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     from ptsave.sources.ranges import LocalFile
 
 Range: TypeAlias = tuple[int, int, Tensor]  # number of the file, offset in it, target
-Allocator: TypeAlias = Callable[[int], torch.UntypedStorage]  # given a number of bytes, on the CPU
+Allocator: TypeAlias = Callable[[int], torch.UntypedStorage]  # makes a CPU storage of n bytes
 
 MIB = 1 << 20
-# Largest gap, in bytes, that is fetched rather than skipped.
+# Largest gap between wanted bytes, in bytes, that is fetched rather than skipped.
 MAX_FETCHED_GAP = 1 * MIB
 # Largest gap that is read in a local file.
 MAX_READ_GAP = 16 << 10
-# Bytes of a batch, and of a request; some file systems send a batch's requests at the same time.
+# Limits of a batch, and of a request; some file systems send a batch's requests at the same time.
 BATCH_NBYTES = 64 * MIB
 _REQUEST_NBYTES = 8 * MIB
-_MAX_SPARSE_NBYTES = 64 << 20  # read at once although most is dropped
-_MIN_SENT_NBYTES = 256 << 10  # of a block that is sent to an accelerator by itself
+_MAX_SPARSE_NBYTES = 64 << 20  # read at once, even if most bytes are not needed
+_MIN_SENT_NBYTES = 256 << 10  # of a block that is sent to an accelerator alone
 _PACK_NBYTES = 16 << 20  # of blocks that are sent together
-MIN_NBYTES = 1 << 20  # below this, malloc reuses memory with existing pages
+MIN_NBYTES = 1 << 20  # for less, malloc reuses memory whose pages exist
 _CPU = torch.device("cpu")
-_MAX_LENT = 256  # beyond this, the pool forgets the oldest
+_MAX_LENT = 256  # storages; with more, the pool forgets the oldest
 
 
 class Span(NamedTuple):
-    """A part of a record's payload, from byte `begin` on, and contiguous uint8 memory for it."""
+    """A part of a record's payload, from byte `begin` on, to be read into a uint8 `target`."""
 
     record: int
     begin: int
@@ -54,25 +54,25 @@ class Span(NamedTuple):
 
 
 class SpanReader(Protocol):
-    """Fills spans; safe for concurrent use.
+    """Reads bytes into the targets of spans; safe for concurrent use.
 
-    `max_gap` is the largest unwanted gap, in bytes, that is read rather than skipped.
-    `reach_devices` says that targets may be on accelerators.
+    `max_gap` is the largest gap between wanted bytes that is read rather than skipped.
+    `reach_devices` says whether targets may be on accelerators.
     """
 
     max_gap: int
     reach_devices: bool
 
     def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
-        """Fill the targets; a span that is a whole record must be the only span of that record.
+        """Fill the targets; a span that covers all of its record must be the record's only span.
 
-        `verify` None compares whole records with their checksums.  True compares all records, and
-        reads the whole of each.
+        If `verify` is None, spans that cover their records are compared with checksums, but others
+        are not.  If it is True, each record is read and compared; if it is False, nothing is.
         """
         ...
 
     def check(self, records: Sequence[int]) -> None:
-        """Compare records with their checksums; raises an error for the first damaged record."""
+        """Compare records with their checksums; raise an error for the first damaged record."""
         ...
 
 
@@ -80,12 +80,12 @@ class ArchiveSpans(SpanReader, Protocol):
     """A `SpanReader` for an archive, whose records may have checksums."""
 
     def find_damage(self, records: Sequence[int], *, verify: bool) -> list[Damage]:
-        """Read records, compare them with their checksums if asked, and return the damage."""
+        """Read records and return their damage; with `verify`, also compare their checksums."""
         ...
 
 
 class EngineSpans:
-    """`ArchiveSpans` for archives that the engine reads: files and memory."""
+    """`ArchiveSpans` for archives that the engine reads itself, in files or in memory."""
 
     max_gap = MAX_READ_GAP
     reach_devices = True
@@ -152,7 +152,7 @@ class EngineSpans:
 
 
 def range_files(files: Sequence[LocalFile], *, direct: bool = True) -> _C.RangeFiles:
-    """Open local files for `read_ranges`, past the page cache if `direct`; they stay open."""
+    """Open local files for `read_ranges`, and keep them open; `direct` bypasses the page cache."""
     limits = config.current()
     with ExitStack() as stack:
         opened = [stack.enter_context(file.opened()).for_engine for file in files]
@@ -166,12 +166,12 @@ def read_ranges(
     progress: ProgressCallback | None = None,
     **options: int,
 ) -> None:
-    """Fill tensors from ranges of files, by several threads."""
+    """Fill tensors from ranges of files, with several threads."""
     files.read(ranges, progress=progress, **resources(config.current()), **options)
 
 
 def divided(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
-    """Return the spans that are whole records, and the others."""
+    """Return two lists: the spans that cover their records, and the other spans."""
     whole: list[Span] = []
     parts: list[Span] = []
     for span in spans:
@@ -183,7 +183,7 @@ def divided(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[
 def batches(
     spans: Sequence[Span], max_nbytes: int = BATCH_NBYTES, max_span_nbytes: int = _REQUEST_NBYTES
 ) -> Iterator[list[Span]]:
-    """Yield the spans in groups of at most `max_nbytes`; large spans are cut."""
+    """Yield lists of at most `max_nbytes` bytes; divide spans larger than `max_span_nbytes`."""
     batch: list[Span] = []
     nbytes = 0
     for span in spans:
@@ -199,7 +199,7 @@ def batches(
 
 
 def memory_of(target: Tensor) -> memoryview:
-    """Return the bytes of a tensor, which must outlive them; works without NumPy."""
+    """Return a memoryview of a uint8 tensor, without NumPy; the tensor must outlive the view."""
     array = (ctypes.c_ubyte * len(target)).from_address(target.data_ptr())
     return memoryview(array).cast("B")
 
@@ -218,16 +218,16 @@ def read_view(
     *,
     allocate: Allocator = new_storage,
 ) -> Tensor:
-    """Read the values of one view into new memory, without the bytes between its blocks.
+    """Read the values of `view` into new memory, and skip large gaps between the values.
 
-    `record` is None for a storage without bytes.  `verify` is as in `SpanReader.read`.  Blocks for
-    an accelerator are sent one by one or, if they are small, in packs; host memory holds one pack
-    at a time.  `allocate` gives the memory of a result on the CPU.
+    `record` is None for a storage without bytes.  `verify` is as in `SpanReader.read`.  Large parts
+    are sent to an accelerator one by one, and small parts in packs; host memory holds one pack at a
+    time.  `allocate` makes the memory for a result on the CPU.
     """
     blocks = blocks_of(view, spans.max_gap)
     nbytes = blocks.nbytes * len(blocks.begins)
     if device != _CPU:
-        device = torch.empty(0, device=device).device  # with its number
+        device = torch.empty(0, device=device).device  # with the device's number
         if nbytes < _C.MIN_PINNED_NBYTES or not _C.can_stage(device):
             return to_device(read_view(spans, record, view, verify), device)
     if record is not None and nbytes > max(_MAX_SPARSE_NBYTES, 2 * view.nbytes):
@@ -250,7 +250,7 @@ def read_view(
 
 
 def _read_packs(spans: SpanReader, parts: Sequence[Span], verify: bool | None) -> None:
-    """Fill targets that follow each other in an accelerator's memory, one pack at a time."""
+    """Fill adjacent targets in an accelerator's memory; send small parts together, in packs."""
     if verify:
         spans.check([parts[0].record])
     if verify is None and len(parts) == 1:  # it may be a whole record, which is compared then
@@ -273,7 +273,7 @@ def _read_pack(spans: SpanReader, pack: Sequence[Span], verify: bool | None) -> 
 
 
 def _read_halves(spans: SpanReader, record: int, view: Tensor, device: torch.device) -> Tensor:
-    """Read a view that is spread over much more memory than its values, half by half."""
+    """Read a view in two halves, because the bytes around its values take much more memory."""
     result = torch.empty(view.shape, dtype=view.dtype, device=device)
     dims = [dim for dim in range(view.dim()) if view.shape[dim] > 1]
     dim = max(dims, key=view.stride)
@@ -285,14 +285,14 @@ def _read_halves(spans: SpanReader, record: int, view: Tensor, device: torch.dev
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a uint8 tensor over all of a storage."""
+    """Return a uint8 tensor over all bytes of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def view_as(
     storage: torch.UntypedStorage, like: Tensor, offset: int, stride: tuple[int, ...]
 ) -> Tensor:
-    """Return a tensor over a storage with the dtype, shape, and conj and neg bits of another."""
+    """Return a tensor over `storage` with the dtype, shape, conj bit and neg bit of `like`."""
     tensor = torch.empty(0, dtype=like.dtype, device=storage.device)
     tensor.set_(storage, offset, like.shape, stride)
     if like.is_conj():
@@ -301,7 +301,7 @@ def view_as(
 
 
 def unfilled_tensors(kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[Tensor]:
-    """Return tensors of these dtypes and shapes over addresses without memory."""
+    """Return tensors of these dtypes and shapes; they have addresses, but no memory yet."""
     sizes = [prod(shape) * dtype.itemsize for dtype, shape in kinds]
     storages = _C.untyped_storages(_C.unfilled_storages(sizes))
     tensors = []
@@ -319,12 +319,12 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class RecycledMemory:
-    """Lends memory for tensors, and lends it again when nothing refers to it any more.
+    """Lends memory for tensors, and lends the same memory again after its tensors are gone.
 
-    New pages cost more time than the copy into them, and a model has many tensors of one size.
-    Memory is lent again only for the same number of bytes, so a tensor holds no more memory than it
-    needs.  The pool holds at most `max_nbytes`, lent or idle, but may lend more.  Safe for
-    concurrent use.
+    New memory pages cost more time than the copy into them, and a model has many tensors of one
+    size.  Memory is lent again only for the same number of bytes, so no tensor wastes memory.  The
+    pool lends without a limit, but keeps idle memory only while lent and idle memory together fit
+    into `max_nbytes`.  Safe for concurrent use.
 
     >>> memory = RecycledMemory(1 << 24)
     >>> tensor = memory.tensor(torch.Size([1024, 512]), torch.float32)
@@ -340,7 +340,7 @@ class RecycledMemory:
         self._lock = Lock()
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor in CPU memory, with any values."""
+        """Return a contiguous tensor in CPU memory, with arbitrary values."""
         nbytes = shape.numel() * dtype.itemsize
         if nbytes < MIN_NBYTES:
             return torch.empty(shape, dtype=dtype, device=_CPU)
@@ -349,7 +349,7 @@ class RecycledMemory:
         return tensor.set_(self.storage(nbytes), 0, shape, contiguous)
 
     def storage(self, nbytes: int) -> torch.UntypedStorage:
-        """Return CPU memory, with any values."""
+        """Return CPU memory with arbitrary contents."""
         if nbytes < MIN_NBYTES:
             return new_storage(nbytes)
         with self._lock:
@@ -379,7 +379,7 @@ class RecycledMemory:
 
 
 def is_idle(storages: list[torch.UntypedStorage], number: int) -> bool:
-    """Whether only the list refers to one of the storages in it."""
-    # The two references are the list's and getrefcount's argument.  The other count has tensors
-    # and other users in C++.
+    """Whether nothing but the list `storages` refers to ``storages[number]``."""
+    # Python's two references are the list's and getrefcount's argument.  In C++, each tensor and
+    # the Python object itself count as one use.
     return sys.getrefcount(storages[number]) <= 2 and _C.storage_use_count(storages[number]) == 1

@@ -1,8 +1,8 @@
-"""Removes the entries that need lost storages from the pickle of a dict.
+"""Removes entries from the pickle of a dict if the entries need lost storages.
 
-The pickle is read without imports and calls: a `_Global` has the name of a function or class, and a
-`_Made` records a call.  Then the pickle is written again without the entries; shared objects stay
-shared.  Neither step uses recursion, so entries may be nested as deep as in any saved file.
+The pickle is read without imports and calls: a `_Global` holds the name of a function or class,
+and a `_Made` records a call.  Then the pickle is written without these entries; shared objects
+stay shared.  Neither step uses recursion, so entries may be nested to any depth.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ptsave.tree.containers import MAX_DEPTH
 
 _PROTOCOL = 2  # of torch's files
 _MAX_ROUNDS = 8
-_HASHED_PER_BYTE = 16  # most parts of tuples in keys, each counted as often as it is hashed
-# The size of an element of each type of storage; newer dtypes have untyped storages.
+_HASHED_PER_BYTE = 16  # limit of hashed tuple parts in keys, per byte of the pickle
+# The size of one element in each type of storage; newer dtypes have untyped storages.
 _ITEM_NBYTES = {
     **dict.fromkeys(
         ("Untyped", "Byte", "Char", "Bool", "QUInt8", "QInt8", "QUInt4x2", "QUInt2x4"), 1
@@ -33,8 +33,8 @@ _ITEM_NBYTES = {
 class SavedEntries:
     """The pickle of a saved object, and the storages that its entries need.
 
-    `storages` has the size of each storage in bytes, by its number such as ``"3"``; the size is -1
-    if the pickle does not give it.  Raises ValueError if `data` is no pickle.
+    `storages` maps each storage's number, such as ``"3"``, to the size in bytes; an unknown size is
+    -1.  Raises ValueError if the pickle `data` cannot be read.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -44,7 +44,7 @@ class SavedEntries:
             reader.n_to_hash = _HASHED_PER_BYTE * len(data)
             self._obj = reader.load()
         except Exception as error:  # Python's unpickler may raise anything
-            raise ValueError(f"its entries cannot be told apart ({error})") from error
+            raise ValueError(f"the pickle cannot be read ({error})") from error
         closed: set[int] = set()
         for _ in range(_MAX_ROUNDS):
             self._open = _open_dicts(self._obj, closed)
@@ -54,26 +54,27 @@ class SavedEntries:
                 break
             closed |= shared  # another object holds them, too, and would change
         else:
-            raise ValueError("its entries cannot be told apart (they share too many dicts)")
+            raise ValueError("the entries cannot be separated, because they share too many dicts")
         self.storages = {
             each.number: each.nbytes for each in self._stored if each.number is not None
         }
 
     def without(self, lost: Collection[str]) -> tuple[bytes, list[str]]:
-        """Return the pickle without the entries that need `lost` storages, and their dotted names.
+        """Return the pickle without the entries that need `lost` storages, and the entries' names.
 
-        An entry is an item of the dict, or of a dict nested in it.  Any other object is left
-        out as a whole, because its other parts would change places.  A dict that loses all items is
-        left out, too.  Raises ValueError if no entry would be left, or the rest cannot be written.
+        An entry is an item of the saved dict, or of a dict nested in the saved dict.  Any other
+        object, such as a list, is left out completely, because removing a part would move the
+        other parts.  A dict that loses all items is left out, too.  Raises ValueError if no entry
+        is left, or if the rest cannot be written.
         """
         needing = self._needing([each for each in self._stored if each.number in lost])
         if not needing:
             return self._data, []
         if not self._open:
-            raise ValueError(f"it holds no dict, but {type(self._obj).__name__}")
+            raise ValueError("the saved object is not a dict, so no entry can be left out")
         names: list[list[str]] = []
         empty: set[int] = set()
-        for prefix, each in reversed(self._open):  # the inner ones first
+        for prefix, each in reversed(self._open):  # inner dicts first
             items = _items_of(each)
             kept = [(k, v) for k, v in items if not needing & {id(k), id(v)} and id(v) not in empty]
             names.append([f"{prefix}{k}" for k, v in items if needing & {id(k), id(v)}])
@@ -81,7 +82,7 @@ class SavedEntries:
                 empty.add(id(each))
             _set_items(each, kept)
         if id(self._obj) in needing | empty:
-            raise ValueError("nothing of it can be recovered, as each entry needs a lost storage")
+            raise ValueError("nothing can be recovered, because each entry needs a lost storage")
         return _Writer().written(self._obj), [name for each in reversed(names) for name in each]
 
     def _needing(self, lost: list[Any]) -> set[int]:
@@ -97,7 +98,7 @@ class SavedEntries:
 
 
 class _Global:
-    """A function or class, by its name."""
+    """The name of a function or class in a pickle."""
 
     def __init__(self, module: str, name: str) -> None:
         self.module = module
@@ -108,7 +109,7 @@ class _Global:
 
 
 class _Stored:
-    """A storage, by its persistent id."""
+    """The persistent id of a storage in a pickle."""
 
     def __init__(self, pid: Any) -> None:
         self.pid = pid
@@ -121,7 +122,7 @@ class _Stored:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes; -1 if the pickle does not give it."""
+        """The size in bytes; -1 if the pickle does not state the size."""
         kind, count = self.pid[1], self.pid[4] if len(self.pid) > 4 else None
         if type(kind) is not _Global or type(count) is not int or count < 0:
             return -1
@@ -130,7 +131,7 @@ class _Stored:
 
 
 class _Made:
-    """The result of a call, with all later changes to it."""
+    """The result of a call in a pickle, with all later changes to this result."""
 
     def __init__(self, function: Any, args: Any, opcode: bytes = pickle.REDUCE) -> None:
         self.function = function
@@ -165,7 +166,7 @@ else:
     _PythonUnpickler = pickle._Unpickler
 
 
-# The opcodes that hash keys, and where those are on the stack.
+# The opcodes that hash keys, and the places of the keys on the stack.
 _KEYS = {
     pickle.SETITEM[0]: slice(-2, -1),
     pickle.SETITEMS[0]: slice(0, None, 2),
@@ -175,9 +176,9 @@ _KEYS = {
 
 
 def _checked(load: Callable[[Any], None], where: slice) -> Callable[[Any], None]:
-    """Return a step that refuses keys whose hash takes too many steps for the pickle's size.
+    """Wrap `load` so that it refuses keys whose hash takes too long, measured by the pickle's size.
 
-    A tuple may hold the same tuple twice, and so on: the steps double at each level.
+    If each of many nested tuples holds the next tuple twice, each level doubles the time.
     """
 
     def load_checked(reader: _Reader) -> None:
@@ -186,7 +187,7 @@ def _checked(load: Callable[[Any], None], where: slice) -> Callable[[Any], None]
             parts = pending.pop()
             reader.n_to_hash -= len(parts)
             if reader.n_to_hash < 0:
-                raise ValueError("keys that take too long to hash")
+                raise ValueError("some keys take too long to hash")
             pending += [part for part in parts if type(part) is tuple]
         load(reader)
 
@@ -194,7 +195,7 @@ def _checked(load: Callable[[Any], None], where: slice) -> Callable[[Any], None]
 
 
 class _Reader(_PythonUnpickler):
-    """Python's unpickler, which imports nothing and calls nothing."""
+    """Python's unpickler, changed so that it imports nothing and calls nothing."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_PythonUnpickler.dispatch)
     n_to_hash: int
@@ -217,9 +218,9 @@ for _opcode, _where in _KEYS.items():
 
 
 class _Writer:
-    """Writes an object that `_Reader` has read as a pickle, without recursion.
+    """Writes the pickle of an object that `_Reader` has read, without recursion.
 
-    Each container is an iterator that writes its opcodes and yields its contents in between.
+    For each container, an iterator writes the container's opcodes and yields its contents.
     """
 
     def __init__(self) -> None:
@@ -229,9 +230,9 @@ class _Writer:
         self._open_sets: set[int] = set()
 
     def written(self, obj: Any) -> bytes:
-        """Return the pickle of an object, which must stay alive meanwhile.
+        """Return the pickle of `obj`.
 
-        Raises ValueError if a set holds itself, which the protocol cannot express.
+        Raises ValueError if a set contains itself, which the pickle protocol cannot express.
         """
         self._write(pickle.PROTO + bytes([_PROTOCOL]))
         pending = [iter([obj])]
@@ -246,7 +247,7 @@ class _Writer:
         return self._stream.getvalue()
 
     def _write_known(self, obj: Any) -> bool:
-        """Write an object from the memo if it has been written before; return whether it has."""
+        """If an object was written before, write its memo number; return whether it was."""
         number = self._numbers.get(id(obj))
         if number is None:
             return False
@@ -258,7 +259,7 @@ class _Writer:
         self._write(pickle.LONG_BINPUT + struct.pack("<I", number))
 
     def _parts(self, obj: Any) -> Iterator[Any]:
-        """Write an object, and yield its parts where they belong."""
+        """Write an object; the caller must write each yielded part before it asks for the next."""
         kind = type(obj)
         if kind is _Made:
             yield from self._made(obj)
@@ -286,7 +287,7 @@ class _Writer:
     def _made(self, obj: _Made) -> Iterator[Any]:
         yield obj.function
         yield obj.args
-        if id(obj) in self._numbers:  # an argument holds it, and has written it
+        if id(obj) in self._numbers:  # written already, inside an argument
             self._write(pickle.POP * 2)
             self._write_known(obj)
             return
@@ -299,7 +300,7 @@ class _Writer:
             self._write(pickle.BUILD)
 
     def _elements(self, elements: Collection[Any]) -> Iterator[Any]:
-        if elements:  # without elements none are appended: tensors have no append
+        if elements:  # an empty APPENDS fails for tensors
             self._write(pickle.MARK)
             yield from elements
             self._write(pickle.APPENDS)
@@ -314,7 +315,7 @@ class _Writer:
     def _tuple(self, obj: tuple[Any, ...]) -> Iterator[Any]:
         self._write(pickle.MARK)
         yield from obj
-        if id(obj) in self._numbers:  # a container in it holds it, and has written it
+        if id(obj) in self._numbers:  # written already, inside a container in it
             self._write(pickle.POP_MARK)
             self._write_known(obj)
             return
@@ -323,7 +324,7 @@ class _Writer:
 
     def _set(self, obj: set[Any] | frozenset[Any]) -> Iterator[Any]:
         if id(obj) in self._open_sets:
-            raise ValueError("a set in it holds itself")
+            raise ValueError("a set in the object contains itself")
         self._open_sets.add(id(obj))
         self._write(pickle.GLOBAL + f"__builtin__\n{type(obj).__name__}\n".encode())
         self._write(pickle.MARK + pickle.EMPTY_LIST)
@@ -332,13 +333,10 @@ class _Writer:
         self._memoize(obj)
 
     def _write_plain(self, obj: Any) -> None:
-        """Write an object that holds no others, such as a number, with Python's pickler.
-
-        That pickler keeps no memo; this class has its own.
-        """
+        """Write an object that holds no other objects, such as a number, with Python's pickler."""
         stream = BytesIO()
         pickler = pickle.Pickler(stream, _PROTOCOL)
-        pickler.fast = True
+        pickler.fast = True  # without a memo, because this class has one
         pickler.dump(obj)
         self._write(stream.getvalue()[2 : -len(pickle.STOP)])  # without PROTO
         if type(obj) is str:
@@ -346,11 +344,11 @@ class _Writer:
 
 
 def _open_dicts(obj: Any, closed: set[int]) -> list[tuple[str, Any]]:
-    """Return an object and the dicts that only dicts contain, but not `closed`, with prefixes."""
+    """Return (name prefix, dict) for `obj` and dicts in it, but not dicts with ids in `closed`."""
     found = [("", obj)] if _is_dict(obj) else []
     seen = {id(obj), *closed}
     depths = [0]
-    for (prefix, each), depth in zip(found, depths, strict=False):  # both grow meanwhile
+    for (prefix, each), depth in zip(found, depths, strict=False):  # the loop extends both lists
         for key, value in _items_of(each):
             if _is_dict(value) and id(value) not in seen and depth < MAX_DEPTH:
                 seen.add(id(value))
@@ -380,7 +378,7 @@ def _set_items(obj: Any, items: list[tuple[Any, Any]]) -> None:
 
 
 def _users_of(obj: Any, open_dicts: set[int]) -> tuple[dict[int, list[Any]], list[_Stored]]:
-    """Return the holders of each object, by its id, and all storages; `open_dicts` hold nothing."""
+    """Return each object's containers by its id, without `open_dicts`; and a list of storages."""
     users: dict[int, list[Any]] = {}
     stored = []
     seen: set[int] = set()

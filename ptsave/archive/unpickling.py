@@ -1,12 +1,12 @@
-"""Unpickles the object of an archive, overlapped with reading where that is safe.
+"""Unpickles the object of an archive; if this is safe, storages are read at the same time.
 
 With ``weights_only=True`` the engine's unpickler runs in place of torch's.  Otherwise Python's
 unpickler runs.
 
-The rule: code that can look at a tensor's values must not run before the bytes of its storages have
-arrived.  Rebuilding plain tensors in CPU memory only passes storages along.  So the steps of the
-pickle are checked first.  If the pickle only rebuilds plain tensors, unpickling starts while bytes
-are still arriving.  Otherwise it starts when all bytes have arrived and are verified.
+Code that can look at a tensor's values must not run before the bytes of its storages are read.
+Rebuilding plain tensors in CPU memory does not look at values.  So the steps of the pickle are
+checked first.  If the pickle only rebuilds plain tensors, unpickling starts while bytes are still
+being read.  Otherwise unpickling starts when all bytes are read and verified.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def unpickle(
 ) -> Any:
     """Rebuild the object of an archive, as :func:`torch.load` does.
 
-    `overall_storage` is the mapped file with ``mmap=True``.
+    With ``mmap=True``, `overall_storage` is the mapped file; otherwise, it is None.
     """
     fills = fills_storages(map_location)
     if overall_storage is not None or not fills or reader.reads_when_asked:
@@ -96,8 +96,8 @@ def unpickle(
             reader.engine.release_storages()
             return result
         except _C.LayoutMismatchError:
-            # The payloads are not where torch's writer would have put them.  Only blind rebuilding
-            # has happened so far, so it can be repeated.
+            # The payloads are not where torch's writer would have put them.  So far, no code has
+            # looked at storages, so unpickling can be repeated.
             if exact_offsets:
                 raise
         finally:
@@ -106,7 +106,7 @@ def unpickle(
 
 
 def _wait(reader: RecordReader) -> None:
-    """Wait until every storage is filled, and refuse the archive if any is damaged."""
+    """Wait until every storage is filled; raise an error if a storage is damaged."""
     damaged = reader.engine.wait_all(progress=reader.progress)
     if damaged:
         from ptsave.archive.damage import damage_of
@@ -125,10 +125,10 @@ def unpickle_unread(
     locations: set[str],
     first_at: dict[int, str] | None = None,
 ) -> Any:
-    """Rebuild an object in CPU memory whose storages are reserved places of ``reader.engine``.
+    """Rebuild an archive's object in CPU memory; its storages are reserved, but not read.
 
-    `can_defer_reading` has to hold.  `locations` gets the locations, other than the CPU, that
-    storages were saved from.  `first_at` gets each record's first location, by record number.
+    `can_defer_reading` must be true.  The saved devices of storages, such as "cuda:0" but not the
+    CPU, are added to `locations`.  `first_at` maps a record's number to its first saved device.
     """
 
     def stay(storage: Any, location: str) -> Any:
@@ -149,7 +149,7 @@ def unpickle_unread(
 def unpickle_without_bytes(
     archive: Any, map_location: Any, pickle_module: Any, pickle_load_args: Mapping[str, Any]
 ) -> Any:
-    """Rebuild the object of an archive, also a compressed one, if `fills_storages` is False."""
+    """Rebuild an archive's object without its storages' bytes; `fills_storages` must be False."""
     return _load(UnfilledView(archive), map_location, pickle_module, pickle_load_args)
 
 
@@ -162,7 +162,7 @@ def unpickle_received(
 ) -> Any:
     """Rebuild the object of an archive whose storages come from another rank.
 
-    `receive` fills the reserved storages of records, and the storages on other devices.
+    `receive` gets the records to fill in CPU memory, and the storages to fill on other devices.
     """
     if not fills_storages(map_location):
         module = faster(pickle_module, reader)
@@ -182,9 +182,9 @@ def unpickle_received(
 
 
 def refusal_of(data: bytes, *, allows_values: bool = False) -> str | None:
-    """Return why ``weights_only=True`` refuses to run a pickle; None if it runs the pickle.
+    """Return why ``weights_only=True`` refuses a pickle; None if it accepts the pickle.
 
-    `allows_values` accepts the harmless values that a restore accepts.  Storages are not needed.
+    With `allows_values`, harmless values such as NumPy's scalars are accepted, too.
 
     >>> refusal_of(pickle.dumps({"lr": 0.5}, 2)) is None
     True
@@ -222,7 +222,7 @@ class _PickleAlone:
 def _unpickle_to_places(
     reader: RecordReader, map_location: Any, pickle_module: Any, pickle_load_args: dict[str, Any]
 ) -> Any:
-    """Make the object with storages on their devices, and then read their bytes into them."""
+    """Make the object with its storages on their devices; then read the bytes of the storages."""
     _reserve(reader)
     placement = Placement(reader, map_location, verify=verifies_storages(reader))
     result = _load_reserved(reader, placement, pickle_module, pickle_load_args)
@@ -232,7 +232,7 @@ def _unpickle_to_places(
 
 
 def _reserve(reader: RecordReader) -> None:
-    """Give storages their places without reading them; `fill` reads them."""
+    """Reserve memory for the storages; `fill` reads their bytes later."""
     with reader.naming_what_needs_memory():
         reader.engine.reserve()
     reader.wait_for_bytes = False
@@ -241,7 +241,7 @@ def _reserve(reader: RecordReader) -> None:
 def _load_reserved(
     reader: RecordReader, map_location: Any, pickle_module: Any, pickle_load_args: dict[str, Any]
 ) -> Any:
-    """Make the object of an archive after `_reserve`; no code may look at storages meanwhile."""
+    """Make the object of an archive after `_reserve`; no code may look at values meanwhile."""
     module = faster(pickle_module, reader, storages_are_plain=True)
     return _load(reader.for_loader(), map_location, module, pickle_load_args)
 
@@ -253,7 +253,7 @@ def _load(
     pickle_load_args: Mapping[str, Any],
     overall_storage: torch.UntypedStorage | None = None,
 ) -> Any:
-    """Let torch load, with stand-ins for its reader and its unpickler."""
+    """Call torch's loader with `shown` as its file reader and `pickle_module` as its unpickler."""
     if LOADER_KNOWS_WEIGHTS_ONLY:  # tensors without bytes have no values to validate
         machine = getattr(pickle_module, "Unpickler", None)
         is_restricted = pickle_module is restricted_unpickler or (
@@ -266,12 +266,12 @@ def _load(
             shown, map_location, pickle_module, overall_storage=overall_storage, **pickle_load_args
         )
     finally:
-        # torch does not reset it when unpickling fails.
+        # torch does not reset this option when unpickling fails.
         options.map_location = None
 
 
 def fills_storages(map_location: Any) -> bool:
-    """Whether loading puts bytes into storages; it does not on the meta device, for example."""
+    """Whether loading reads bytes into storages; False, for example, for the meta device."""
     return not (
         is_meta_location(map_location) or options.skip_data or detect_fake_mode(None) is not None
     )
@@ -289,7 +289,7 @@ def is_meta_location(map_location: Any) -> bool:
 
 
 def _storages_are_plain(reader: RecordReader) -> bool:
-    """Whether a storage is exactly its record's bytes."""
+    """Whether every storage is exactly its record's bytes."""
     if os.environ.get("TORCH_SERIALIZATION_DEBUG", "0") == "1":  # torch compares offsets then
         return False
     # torch's own rule comes first: it returns CPU storages as they are.
@@ -298,7 +298,7 @@ def _storages_are_plain(reader: RecordReader) -> bool:
 
 
 def _gains_by_overlap(reader: RecordReader, data: bytes) -> bool:
-    """Whether reading takes longer than checking the pickle, which comes first."""
+    """Whether reading the storages takes longer than checking the steps of the pickle."""
     nbytes = len(data)
     if nbytes <= _SMALL_PICKLE_NBYTES:
         return True
@@ -306,7 +306,7 @@ def _gains_by_overlap(reader: RecordReader, data: bytes) -> bool:
 
 
 def _may_defer(reader: RecordReader, pickle_module: Any) -> bool:
-    """Whether unpickling may start before the bytes have arrived."""
+    """Whether unpickling may start before the storages' bytes are read."""
     if not _storages_are_plain(reader):
         return False
     data = reader.small_records()["data.pkl"]
@@ -322,7 +322,7 @@ def _may_defer(reader: RecordReader, pickle_module: Any) -> bool:
 
 
 def _is_blind(data: bytes, pickle_module: Any, *opaque: set[str]) -> bool:
-    """Whether the pickle looks at no values: it only makes plain tensors, or `opaque` objects."""
+    """Whether the pickle only makes plain tensors and `opaque` objects, and looks at no values."""
     known = pickle_module in (pickle, restricted_unpickler)
     return known and _C.rebuilds_blindly(data, _DTYPES, *opaque)
 
@@ -335,7 +335,7 @@ def _stay_on_cpu(map_location: Any) -> bool:
 
 
 def _overlapping(reader: RecordReader, pickle_module: Any) -> Any:
-    """Return a stand-in for `pickle_module` that waits for a storage before it leaves the CPU."""
+    """Wrap `pickle_module` so that it waits for the bytes of storages not saved on the CPU."""
 
     class Unpickler(pickle_module.Unpickler):  # type: ignore[misc]
         persistent_load: Callable[[Any], Any]  # set by torch
@@ -421,7 +421,7 @@ class Unpickler:
 
 
 def faster(pickle_module: Any, reader: RecordReader, *, storages_are_plain: bool = False) -> Any:
-    """Return a stand-in for torch's restricted unpickler, or any other module as it is."""
+    """Return the engine's unpickler for torch's restricted one; return other modules unchanged."""
     if pickle_module is not restricted_unpickler or not _knows_torchs_machine():
         return pickle_module
     # The class lives until the next garbage collection, and must not keep the archive open.

@@ -30,18 +30,18 @@ def async_save_safetensors(
     fsync: bool = False,
     when_full: Literal["wait", "raise"] = "wait",
 ) -> SaveFuture:
-    """Copy tensors now, and later write the same file as ``safetensors.torch.save_file``.
+    """Copy tensors now, and later write the file that ``safetensors.torch.save_file`` would write.
 
-    Each tensor must be contiguous and cover its own storage; `path` must be local.  Options, result
-    and errors are as for :func:`ptsave.async_save`.
+    Each tensor must be contiguous and fill a storage of its own.  `path` must be local.  Options,
+    result and errors are as for :func:`ptsave.async_save`.
     """
     check_safetensors(tensors)
-    # Copied in the file's order, so that the file can be written meanwhile.
+    # Copied in the file's order, so that the file can be written during the copy.
     plain = {name: tensors[name].detach() for name in names_in_order(tensors)}
     live = [each for each in plain.values() if each.device.type == "cpu"]
     _, storages = pickle_object(live, pickle, 2)
     nbytes = sum(each.untyped_storage().nbytes() for each in live)
-    with ExitStack() as undo:  # explicit, because a kept traceback would keep the memory
+    with ExitStack() as undo:  # explicit, because a traceback may keep the memory alive
         reservation = background.reserve(nbytes, None, wait=when_full == "wait")
         undo.callback(reservation.release)
         snapshot = _C.Snapshot(storages)
@@ -55,18 +55,18 @@ def async_save_safetensors(
             SaveOptions(fsync=fsync),
             compute_crcs=False,
         )
-        undo.pop_all()  # `save` releases them from here on
+        undo.pop_all()  # from here on, `save` releases the memory
     background.start(save, stage_in_background=False)
     return save.future
 
 
 def covers_its_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor covers its whole storage, so that a copy holds no other bytes."""
+    """Return whether a tensor fills its storage, so that a copied storage has no other bytes."""
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 class _PlanOfCopies:
-    """A plan to write a snapshot's copies, and copies that it makes of accelerators' tensors.
+    """Plans a file of the copies in a snapshot; the constructor copies tensors on accelerators.
 
     It wraps the engine's plan and adds the methods of ``_C.WritePlan`` that `BackgroundSave` needs.
     """
@@ -88,7 +88,7 @@ class _PlanOfCopies:
                 copies[name] = empty.set_(next(memory), 0, each.shape, each.stride())
             else:
                 copies[name] = each.cpu()
-        with ExitStack() as stack:  # stays empty: payloads in memory open no files
+        with ExitStack() as stack:  # stays empty, because payloads in memory need no files
             sources = PayloadSources(stack, scratch_folder(path))
             plan = SafetensorsPlan(copies, path, sources, metadata)
         self._memory: object = copies

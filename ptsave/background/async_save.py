@@ -40,12 +40,12 @@ def async_save(
     storage_options: Mapping[str, Any] | None = None,
     weights_only_check: bool = False,
 ) -> SaveFuture:
-    """Save an object as it is now, while the program goes on and changes it.
+    """Save the current state of an object, while the program goes on and may change the object.
 
     The call pickles the object and copies the bytes of its tensors, at the speed of memory.  After
-    the call has returned, threads that do not hold the GIL write the file.  It has the same bytes
-    as a file of :func:`ptsave.save`, and is as atomic and durable.  Saves are written one after
-    another, in the order of the calls.
+    the call has returned, threads that do not hold the GIL write the file.  The file has the same
+    bytes as a file of :func:`ptsave.save`, and the save is equally atomic and durable.  Saves are
+    written one after another, in the order of the calls.
 
     Parameters
     ----------
@@ -59,32 +59,33 @@ def async_save(
         the program may overwrite the tensors when ``future.wait_staged()`` returns.  Tensors
         outside of CPU memory are always copied in the call.
     max_staged_bytes : int or None
-        Bytes that all unfinished saves together may hold.  None means the environment variable
-        ``PTSAVE_MAX_STAGED_BYTES``, or else half of the memory that this process may use: the
-        memory of the machine or its container, divided by ``LOCAL_WORLD_SIZE``.  Without the
-        variable, the limit is also half of the free memory while other saves are unfinished.
+        The most bytes that all unfinished saves together may hold.  None means the value of the
+        environment variable ``PTSAVE_MAX_STAGED_BYTES``.  If it is not set, the limit is half of
+        the memory that this process may use (the memory of the machine or container, divided by
+        ``LOCAL_WORLD_SIZE``), and while other saves are unfinished, also half of the memory that
+        would be free without their copies.
     when_full : {"wait", "raise"}
-        What to do if there is no room now: "wait" until earlier saves are written, or "raise".
+        What to do if there is no room now: "wait" until others are written, or "raise".
 
     Returns
     -------
     SaveFuture
-        A :class:`concurrent.futures.Future` whose result is None.  ``future.result()`` raises an
-        error of writing (disk full, ...).  At exit, the interpreter waits for unfinished saves, and
-        warns of each failure that the program has not asked for.
+        A :class:`concurrent.futures.Future` whose result is None.  ``future.result()`` raises the
+        error if the write fails (disk full, ...).  At exit, the interpreter waits for unfinished
+        saves, and warns of each failed save whose result the program has not asked for.
 
     Raises
     ------
     StagingFullError
         If there is no room and ``when_full="raise"``, or if the tensors have more bytes than
-        `max_staged_bytes`.  Nothing is copied then.
+        the limit.  Nothing is copied then.
     SaveError
-        If `f` can never be written: its directory does not exist, it is a directory, or it is a URL
-        that fsspec cannot write to.
+        If `f` can never be written: `f` is a directory, the directory of `f` does not exist, or `f`
+        is a URL that fsspec cannot write to.
     ValueError
-        If an option has an unknown value, or the name ends with ``.safetensors``.  Also for formats
-        that only :func:`ptsave.save` writes: ``_use_new_zipfile_serialization=False``, and a
-        storage alignment above 32 KiB.
+        If an option has an unknown value, if the name ends with ``.safetensors``, or if only
+        :func:`ptsave.save` can write the format (``_use_new_zipfile_serialization=False``, or a
+        storage alignment above 32 KiB).
 
     Notes
     -----
@@ -117,7 +118,7 @@ def async_save_with(obj: object, f: Any, options: SaveOptions) -> SaveFuture:
     if not engine_can_save(options._use_new_zipfile_serialization):
         raise ValueError(
             "async_save writes only torch's zip format, with storages aligned to at most 32 KiB; "
-            "use ptsave.save for any other"
+            "use ptsave.save for any other format"
         )
     log_api_usage("torch.save")
     named = target = resolve_target(f, options.storage_options)
@@ -130,7 +131,7 @@ def async_save_with(obj: object, f: Any, options: SaveOptions) -> SaveFuture:
 
         warn_of_refusals(obj, *pickling, data)
     skip_data = stock.options.skip_data
-    with ExitStack() as undo:  # explicit, because a kept traceback would keep the memory
+    with ExitStack() as undo:  # explicit, because a traceback may keep the memory alive
         nbytes = 0 if skip_data else storages.staging_nbytes(storage_alignment())
         reservation = background.reserve(nbytes, limit, wait=options.when_full == "wait")
         undo.callback(reservation.release)
@@ -138,8 +139,8 @@ def async_save_with(obj: object, f: Any, options: SaveOptions) -> SaveFuture:
             snapshot = _C.Snapshot(storages, without_bytes=skip_data)
         except MemoryError:
             raise MemoryError(
-                f"the system has no memory for a copy of {nbytes} bytes of tensors: free some, or "
-                "use ptsave.save, which needs no copy"
+                f"the system has no memory for a copy of {nbytes} bytes of tensors: free memory, "
+                "or use ptsave.save, which needs no copy"
             ) from None
         undo.callback(snapshot.release)
         if not storages.in_reach and not skip_data:
@@ -152,7 +153,7 @@ def async_save_with(obj: object, f: Any, options: SaveOptions) -> SaveFuture:
             options,
             compute_crcs=get_crc32_options(),
         )
-        undo.pop_all()  # `save` releases them from here on
+        undo.pop_all()  # from here on, `save` releases the memory
     background.start(save, stage_in_background=options.staging == "background")
     return save.future
 
@@ -161,7 +162,7 @@ def release_staging_memory() -> None:
     """Free the memory that :func:`ptsave.async_save` keeps for the next save.
 
     If tensors were on an accelerator, this also frees the page-locked memory that torch keeps after
-    copies, by ptsave or other code.  Copies for unfinished saves stay.
+    copies of ptsave and of other code.  Copies for unfinished saves stay.
 
     Examples
     --------
@@ -173,11 +174,11 @@ def release_staging_memory() -> None:
 
 
 def _copy_from_devices(sources: _C.StorageList, copies: _C.StorageList) -> None:
-    # On the calling thread, whose streams compute the values; torch waits for the copies to end.
+    # On the calling thread, because its streams compute the values; torch waits for the copies.
     targets = _C.untyped_storages(copies)
     try:
         for i, source in enumerate(_C.untyped_storages(sources)):
             if targets[i].device != source.device:
                 targets[i].copy_(source)
     finally:
-        targets.clear()  # or a traceback would keep them
+        targets.clear()  # otherwise a traceback would keep the copies

@@ -21,8 +21,8 @@ class SaveFuture(concurrent.futures.Future[None]):
     ``result()`` and ``exception()`` wait until the file is written.  ``cancel()`` cancels a save
     that still waits for earlier saves, and frees its staging memory.  Callbacks run on the thread
     that writes, so they must not wait for another save.  The program learns of a failure from
-    ``result()``, ``exception()``, ``wait_staged()`` or a callback.  If it uses none of them, a
-    :class:`CheckpointWarning` reports the failure when the interpreter exits.
+    ``result()``, ``exception()``, ``wait_staged()`` or a callback.  If the program uses none of
+    these, a :class:`CheckpointWarning` reports the failure when the interpreter exits.
 
     Examples
     --------
@@ -80,7 +80,7 @@ class SaveFuture(concurrent.futures.Future[None]):
         Raises
         ------
         concurrent.futures.TimeoutError
-            If the tensors have not been copied in that time.
+            If the tensors have not been copied within `timeout`.
         concurrent.futures.CancelledError
             If the save was cancelled before the tensors were copied.
         Exception
@@ -135,7 +135,7 @@ class SaveFuture(concurrent.futures.Future[None]):
         if not self._observed:
             _unseen_failures[self._number] = f"{self._target}: {exception}"
         super().set_exception(exception)
-        if self._observed:  # since the check above
+        if self._observed:  # observed after the check above
             self._observe()
 
     def set_result(self, result: None) -> None:
@@ -150,15 +150,15 @@ class SaveFuture(concurrent.futures.Future[None]):
 
 
 class PendingSave(SaveFuture):
-    """A `SaveFuture` with the methods by which the threads of its save report progress."""
+    """A `SaveFuture` with methods for the threads that carry out the save."""
 
     def join_staging(self) -> BaseException | None:
-        """Wait for the copy, and return its error; called by the thread that writes."""
+        """Wait until copying ends; return its error or None.  Called by the thread that writes."""
         self._staged.wait()
         return self._staging_error
 
     def set_staged(self, error: BaseException | None = None) -> None:
-        """Note that the save no longer reads tensors; called by the thread that stages."""
+        """Note that the save no longer reads tensors; called by the thread that copies them."""
         self._staging_error = error
         self._staged.set()
 
@@ -167,7 +167,7 @@ class PendingSave(SaveFuture):
         self._nbytes_written = nbytes
 
     def fail_in_child(self, error: BaseException) -> None:
-        """Fail in a forked process, which does not have the threads of this save."""
+        """Let the future fail in a forked process, which does not have the threads of the save."""
         self._observed = True  # the parent reports the failure
         self._condition = threading.Condition()
         self._waiters: list[Any] = []
@@ -180,7 +180,7 @@ class PendingSave(SaveFuture):
 
 
 def report_failures() -> None:
-    """Warn of failures that the program has not observed."""
+    """Warn of each failed save whose result the program has not asked for."""
     failures = [_unseen_failures.pop(number) for number in list(_unseen_failures)]
     if failures:
         message = "saves failed, and the program never asked for their results: " + "; ".join(

@@ -1,25 +1,27 @@
 """Unfinished saves: their memory, their order, and their end at forks and exits.
 
-* The call decides on the file's contents: pickle, layout, options of torch and the environment, and
-  the directory of a relative path.  Then the storages are copied: by the call, or on a lane (a
-  worker thread) that only copies (`_staging`), so that a long write does not delay the copy.
+* The call of `async_save` fixes the file's contents: the pickle, the layout, the options of torch
+  and the environment, and the directory of a relative path.  Then the storages are copied, either
+  by the call or by the lane (worker thread) `_staging`.  This lane only copies, so a long write
+  does not delay the copy.
 * The lane `_writing` writes saves one at a time, in the order of the calls, because each write uses
-  all threads.  A save in this lane has its memory already, so the lane never waits for room.  A
-  callback runs on this lane's thread, which makes room.  If the callback saves again, and there is
-  no room, it writes the next save instead of waiting.
+  all threads.  A save in this lane has its memory already, so the lane never waits for memory.  The
+  callbacks of futures run on this lane's thread, whose writes free memory.  So if a callback saves
+  again, and there is no free memory, the callback writes the next save instead of waiting.
 * The default budget has two bounds.  The first is half of the memory that this process may ever
   use; a larger save is refused.  The second applies while other saves are unfinished: half of the
-  memory that would be free without them.  It is an estimate, so it only delays saves.
+  memory that would be free without them.  The second bound is an estimate, so it only delays saves.
 * Fresh staging memory can be slower than the disk, if the host of a virtual machine has taken free
-  memory back.  A copy that notices this lets the file be written at once, from its first byte on,
-  as in a foreground save.  The copy goes on from the last byte towards the writer, if the writer is
-  slower.  The copy may fail, so this is done only if the file is replaced as a whole.
+  memory back.  If a copy is slow for this reason, the write starts at once, from the file's first
+  byte on, as in a foreground save.  Meanwhile, the copy goes on backwards from the last byte.  It
+  ends where it meets the writer.  It may fail, so the file must be one that a rename replaces.
 * A traceback may keep plans and snapshots alive.  So each save releases their memory explicitly
   when it ends.
-* Forked children do not have the pool's memory.  They begin with an empty queue and budget, and
-  fail the futures that they inherited.  During a fork, hooks hold the locks of lanes and budget.
+* Forked children do not have the memory for staging.  They begin with an empty queue and budget,
+  and the futures that they inherited fail.  During a fork, hooks hold the locks of the lanes and
+  the budget.
 * At exit the interpreter waits for the lanes' threads, which are not daemons.  An atexit callback
-  waits for saves that other callbacks began; later saves are written in their call.
+  waits for saves that other callbacks began.  A save that begins later is written by its own call.
 """
 
 from __future__ import annotations
@@ -51,14 +53,14 @@ from ptsave.writing.targets import TargetWriter, is_url_file, name_of
 _NBYTES_WITHOUT_LOOKING = 32 << 20
 _FORKED = (
     "this process was forked while the save was unfinished: the parent process writes the file, "
-    "and only its future tells the outcome"
+    "and only the future in the parent process has the result"
 )
 
 # ------------------------------------------------------------------------- memory and order
 
 
 class Reservation:
-    """A part of the budget, held until it is released or garbage-collected."""
+    """A part of the memory budget, held until it is released or garbage-collected."""
 
     def __init__(self, budget: StagingBudget, number: int) -> None:
         self._budget = budget
@@ -73,14 +75,14 @@ class Reservation:
 
 
 class StagingBudget:
-    """Counts the bytes that unfinished saves have staged; waiting saves get room in order."""
+    """Counts the bytes that saves reserve for copies; waiting saves get memory in calling order."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self.forget()
 
     def forget(self) -> None:
-        """Start afresh in a forked process, because the staged bytes belong to the parent."""
+        """Start afresh in a forked process, because the copied bytes belong to the parent."""
         self.changed = threading.Condition()
         self._held: dict[int, int] = {}  # bytes, by the reservation's number
         self._waiting: deque[int] = deque()
@@ -95,15 +97,15 @@ class StagingBudget:
         room: Callable[[], int] | None = None,
         option: str = "max_staged_bytes",
     ) -> Reservation:
-        """Reserve room for `nbytes`; all reservations together have at most `limit` bytes.
+        """Reserve `nbytes`, with at most `limit` for all reservations; if full, wait or raise.
 
-        `help_out` is for a caller on the thread that makes room.  Instead of waiting, the caller
-        calls `help_out`, which writes a save and returns whether there was one.  This caller goes
-        before callers that wait, because it may run inside one of them.
+        `help_out` is for a caller on the thread that writes saves.  Instead of waiting for room,
+        this method then calls `help_out`, which writes a save and returns whether there was one.
+        This caller gets room first, because it may run inside the `help_out` of a waiting caller.
 
-        `room` returns how many bytes all reservations may have with the memory that is free now.
-        This is an estimate, so it can only delay a reservation: if there is no other reservation,
-        only `limit` counts.  `option` names the argument that sets the limit, for messages.
+        `room` returns how many bytes all reservations may have, given the memory that is free now.
+        The number is an estimate, so it can only delay a reservation: if there is no other
+        reservation, only `limit` counts.  `option` is the limit's name in messages.
         """
         if nbytes > limit:
             raise StagingFullError.too_large(nbytes, limit, option)
@@ -131,7 +133,7 @@ class StagingBudget:
                         self.changed.wait()
                         continue
                 if not help_out():
-                    time.sleep(0.02)  # another thread is staging a save and will hand it over
+                    time.sleep(0.02)  # another thread copies a save, and will then queue it
         finally:
             with self.changed:
                 if number in self._waiting:
@@ -143,7 +145,7 @@ class StagingBudget:
 
     def _limit_now(self, nbytes: int, limit: int, room: Callable[[], int] | None) -> int:
         held_nbytes = self._held_nbytes()
-        # Looking at the memory takes longer than a small copy.
+        # Checking the free memory takes longer than a small copy.
         if room is None or held_nbytes == 0 or held_nbytes + nbytes <= _NBYTES_WITHOUT_LOOKING:
             return limit
         return min(limit, room())
@@ -158,11 +160,11 @@ class StagingBudget:
 
 
 class WorkerLane:
-    """Runs calls on one thread, in the order in which they were put.
+    """Runs calls on one thread, in the order in which `put` added them.
 
     The thread starts for the first call and ends after the last call.  It is not a daemon, so the
     interpreter waits for it at exit.  If no thread can be started (no threads or memory left, or
-    the interpreter has already waited), a call runs on the thread that puts it.
+    the interpreter has already waited), a call runs on the thread that calls `put`.
     """
 
     def __init__(self, name: str) -> None:
@@ -171,13 +173,13 @@ class WorkerLane:
         self.forget()
 
     def forget(self) -> None:
-        """Start afresh in a forked process, because thread and calls belong to the parent."""
+        """Start afresh in a forked child; the thread and the calls belong to the parent process."""
         self.changed = threading.Condition()
         self._calls: deque[Call] = deque()
         self._thread: threading.Thread | None = None
 
     def put(self, call: Call) -> None:
-        """Add a call.  It may raise only MemoryError, and is then called again."""
+        """Add a call, which may raise only MemoryError; after this error, the call runs again."""
         thread = Thread(self._run, self._name)
         try:
             with self.changed:
@@ -217,7 +219,7 @@ class WorkerLane:
         return self._thread is threading.current_thread()
 
     def run_next(self) -> bool:
-        """Run the next call inside the running call, and return whether there was one."""
+        """Run the next call now, inside the running call; return whether there was a next call."""
         with self.changed:
             call = self._calls.popleft() if self._calls else None
         if call is not None:
@@ -225,7 +227,7 @@ class WorkerLane:
         return call is not None
 
     def finish(self) -> None:
-        """Wait until there is nothing to do; later calls run on the thread that puts them."""
+        """Wait until all calls have run; a later call runs on the thread that calls `put`."""
         with self.changed:
             self.closed = True
             self.changed.wait_for(lambda: self._thread is None)
@@ -263,8 +265,8 @@ _unfinished: dict[PendingSave, BackgroundSave] = {}
 
 
 class _Progress:
-    # Not a method of the save: then save and writer would refer to each other, and keep the target
-    # until the garbage collector runs.
+    # Not a method of the save, because then the save and the writer would refer to each other, and
+    # keep the target until the garbage collector runs.
     def __init__(self, future: PendingSave) -> None:
         self._future = future
         self.bar: ProgressCallback | None = None
@@ -276,10 +278,10 @@ class _Progress:
 
 
 class BackgroundSave:
-    """One save, from its staging to its end.
+    """One save, from the copying of its tensors to the end of the write.
 
-    `snapshot` has copies of the storages, still without bytes.  `plan` lays out the archive of
-    these copies.  `target` is an absolute path, a URL (`is_remote`), or an object with ``write``.
+    `snapshot` has memory for copies of the storages; `stage` copies.  `plan` is the layout of the
+    file.  `target` is an absolute path, a URL (`is_remote`), or an object with ``write``.
     """
 
     def __init__(
@@ -322,7 +324,7 @@ class BackgroundSave:
     # ------------------------------------------------------------------------------------- staging
 
     def stage(self) -> None:
-        """Copy the storages of the plan."""
+        """Copy the storages, so that the program may change its tensors."""
         self._copier = threading.current_thread()
         try:
             with self._copying:
@@ -337,7 +339,7 @@ class BackgroundSave:
             if self._is_followed:
                 self.future.set_staged(error)
                 if not self.future.cancel():
-                    self.future.exception()  # wait for the write, which has lost its tensors
+                    self.future.exception()  # wait for the write to end; it has lost its tensors
             else:
                 self._release()
             raise
@@ -349,7 +351,7 @@ class BackgroundSave:
         self.future.set_staged()
 
     def _write_meanwhile(self) -> bool:
-        """Write the file while its storages are copied, if the target allows it."""
+        """Let the write begin during the copy if the target allows it; return whether it does."""
         if _writing.closed or _writing.runs_here():
             return False
         if not self._writer.follow(self._snapshot, self._target):
@@ -361,7 +363,7 @@ class BackgroundSave:
         return self._is_followed
 
     def queue(self) -> None:
-        """Put the save into the writing lane, behind the saves before it."""
+        """Put the save at the end of the queue of saves to write."""
         if self.is_queued:
             return
         self.is_queued = True
@@ -371,7 +373,7 @@ class BackgroundSave:
         _writing.put(self.write)
 
     def stage_in_background(self) -> None:
-        """Copy the storages, and set the outcome on the future."""
+        """Copy the storages; if this fails, set the error on the future instead of raising it."""
         try:
             self.stage()
         except BaseException as error:
@@ -386,7 +388,7 @@ class BackgroundSave:
     def write(self) -> None:
         """Write the file, and set the outcome of the save on the future.
 
-        If this is called again after a MemoryError, it completes the missing steps.
+        A second call, after a MemoryError, completes the missing steps.
         """
         if self.future.done() and not self.future.cancelled():
             _unfinished.pop(self.future, None)
@@ -417,7 +419,7 @@ class BackgroundSave:
                 self.future.set_result(None)
             else:
                 self.future.set_exception(error)
-        except BaseException:  # a callback wants to end the thread, which has more to do
+        except BaseException:  # a callback tried to end the thread, which has more to do
             _log.exception("calling the callbacks of %r", self.future)
         finally:
             _unfinished.pop(self.future, None)  # only now: a forked process must find it
@@ -428,7 +430,7 @@ class BackgroundSave:
     # ------------------------------------------------------------------------------------- the end
 
     def _withdraw(self) -> bool:
-        """Cancel the save and free its memory, unless it is being written."""
+        """Cancel the save and free its memory if its write has not begun; return whether so."""
         if not _writing.withdraw(self.write):
             return False
         _unfinished.pop(self.future, None)
@@ -445,17 +447,17 @@ class BackgroundSave:
         return True
 
     def abandon(self) -> None:
-        """Undo a start that was interrupted, unless the file is being written already."""
+        """Undo an interrupted `start`, unless the file is being written already."""
         if self.future.cancel() or not concurrent.futures.Future.cancel(self.future):
             return
-        # Each lane may or may not have the save; from here on, neither copies or writes it.
+        # Either lane may have the save; from here on, no lane copies or writes it.
         _unfinished.pop(self.future, None)
         self._withdrawn = True
         with self._copying:
             self._release()
 
     def forget(self) -> None:
-        """Leave the save to the parent process."""
+        """Leave the save to the parent process; called in a forked child."""
         self.future.fail_in_child(RuntimeError(_FORKED))
         self._snapshot.abandon()
         self._plan.abandon()
@@ -469,7 +471,7 @@ class BackgroundSave:
 
 
 def limit_of(nbytes: int | None, option: str) -> int | None:
-    """Return an option's limit of staged bytes; None means the environment's limit, or None."""
+    """Return `nbytes` as the limit; for None, PTSAVE_MAX_STAGED_BYTES, or None if it is not set."""
     if nbytes is None:
         return config.current().max_staged_nbytes
     limit = operator.index(nbytes)
@@ -479,7 +481,7 @@ def limit_of(nbytes: int | None, option: str) -> int | None:
 
 
 def default_limit_nbytes() -> int:
-    """Return half of this process's share of the memory, beside other ranks in its container."""
+    """Return half of this process's share of the memory, which all local ranks divide equally."""
     return config.share_nbytes(config.local_world_size()) // 2
 
 
@@ -488,15 +490,15 @@ def reserve(
 ) -> Reservation:
     """Reserve room for a copy of `nbytes`: see :meth:`StagingBudget.reserve`.
 
-    Without `limit`, the limit is `default_limit_nbytes`, and also half of the free memory while
-    other saves hold memory.
+    If `limit` is None, the limit is `default_limit_nbytes`; while other saves have copies, it is
+    also at most `_room_nbytes`.
     """
     if wait and _held:
         try:
             return reserve(nbytes, limit, wait=False, option=option)
         except StagingFullError:
             release_own()
-    # A callback runs on the thread that makes room.
+    # A callback runs on the thread that writes, and so frees memory.
     help_out = _writing.run_next if _writing.runs_here() else None
     if limit is not None:
         return _budget.reserve(nbytes, limit, wait=wait, help_out=help_out, option=option)
@@ -507,19 +509,19 @@ def reserve(
     pool = _C.staging_statistics()
     kept_nbytes = pool["mapped_nbytes"] - pool["used_nbytes"]
     if kept_nbytes > nbytes and pool["mapped_nbytes"] > _room_nbytes():
-        _C.trim_staging_pool()  # free the memory kept for later saves, if memory is short
+        _C.trim_staging_pool()  # memory is short: free the memory kept for later saves
     return reservation
 
 
 def _room_nbytes() -> int:
-    """Return half of the memory that would be free without staging."""
+    """Return half of the memory that would be free without the copies for saves."""
     staged_nbytes = _C.staging_statistics()["mapped_nbytes"]
     available_nbytes = config.available_nbytes() // config.local_world_size()
     return (staged_nbytes + available_nbytes) // 2
 
 
 def _populate_pool() -> None:
-    """Get the staging memory that the last save did not use, so that the next save has it."""
+    """Let the system provide all memory of the staging pool now, so that the next save has it."""
 
     def stop_if_waited_for(_nbytes: int) -> None:
         if _writing.is_waited_for():
@@ -530,7 +532,7 @@ def _populate_pool() -> None:
 
 
 def start(save: BackgroundSave, *, stage_in_background: bool) -> None:
-    """Stage a save, now or in the background, and queue it behind the saves before it."""
+    """Copy a save's tensors, now or in the background, and queue the save to be written."""
     try:
         if stage_in_background:
             _unfinished[save.future] = save
@@ -542,23 +544,23 @@ def start(save: BackgroundSave, *, stage_in_background: bool) -> None:
         save.abandon()
         raise
     if _writing.closed:
-        report_failures()  # nothing runs after this at exit
+        report_failures()  # at exit, nothing else runs later that could report
 
 
 @contextmanager
 def writes_held_back() -> Iterator[Callable[[], object]]:
-    """Delay the writes of saves that begin in the block, so that no write slows their copies.
+    """Delay the writes of saves that begin in the block, so that no write slows the copies.
 
     The writes begin when the block ends.  They begin earlier if the block's thread waits for one of
-    these saves, or calls the function that this yields.  A call that waits for memory needs that
-    function, because only the end of these saves frees memory.
+    these saves, or calls the yielded function.  Code in the block must call the yielded function
+    before it waits for memory, because memory becomes free only when these saves end.
     """
     released = threading.Event()
     held = threading.get_ident(), released
     owner = threading.current_thread()
 
     def wait() -> None:
-        if threading.current_thread() is not owner:  # the owner writes if no thread can be started
+        if threading.current_thread() is not owner:  # if no thread can be started, the owner writes
             released.wait()
 
     _held.append(held)
@@ -582,10 +584,10 @@ def release_own() -> None:
 
 @functools.cache
 def _wait_before_executors_end() -> None:
-    """Make the interpreter's exit wait for remote saves while their network clients still work.
+    """Let the interpreter's exit wait for remote saves while their network clients still work.
 
-    The clients look up hosts in executors.  Executors accept no work once the exit has begun, long
-    before the exit waits for the lanes.  The callback that was registered last is called first.
+    The clients look up host names in executors.  When the exit begins, executors stop accepting
+    work, long before the exit waits for the lanes.  The callback registered last is called first.
     """
     register = getattr(threading, "_register_atexit", None)  # Python has it for its executors
     if register is not None:
@@ -597,7 +599,7 @@ def _wait_for_remote_saves() -> None:
     for future, save in list(_unfinished.items()):
         if save.is_remote:
             with suppress(concurrent.futures.CancelledError):
-                # Not the future's own method, which would count as observing the outcome.
+                # Not the future's own method, which would count as asking for the result.
                 concurrent.futures.Future.exception(future)
 
 

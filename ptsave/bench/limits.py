@@ -4,13 +4,13 @@
 
 * ``direct-write``: write a new, preallocated file with direct I/O, then fdatasync;
 * ``buffered-write``: write a new, preallocated file into the page cache;
-* ``tmpfs-write``: the same without preallocation, which on tmpfs would write all pages;
+* ``tmpfs-write``: the same, but not preallocated, which on tmpfs would write all pages;
 * ``direct-read``: drop the file at PATH from the page cache, and read it with direct I/O;
 * ``cached-read``: read the cached file at PATH into new memory made of huge pages.
 
-If the file system has no direct I/O, all modes use the page cache.  Python is fast enough, because
-each call moves 8 MiB.  Limits that need compiled code (mapped pages, memcpy) are in
-``benchmarks/cpp/io_limits.cpp``.
+If the file system has no direct I/O, all modes use the page cache.  Python is fast enough here,
+because each call moves 8 MiB.  Limits that need compiled code (mapped pages, memcpy) are measured
+by ``benchmarks/cpp/io_limits.cpp``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Move: TypeAlias = Callable[[int, int, int], None]
 
 
 def measure(mode: str, path: Path, nbytes: int) -> tuple[int, dict[str, float]]:
-    """Measure a mode in a fresh process; return the bytes moved, and seconds by thread count."""
+    """Measure a mode in a fresh process; return the bytes moved, and seconds per thread count."""
     arguments = [mode, str(path), str(nbytes), *map(str, THREAD_COUNTS)]
     answer = answer_of(f"measuring the limit ({mode})", "ptsave.bench.limits", *arguments)
     return answer["nbytes"], answer["seconds"]
@@ -149,7 +149,7 @@ def _fill(memory: mmap.mmap) -> None:
 
 
 def _in_threads(nbytes: int, n_threads: int, move: _Move) -> None:
-    """Move all chunks with `n_threads` threads; raise the first error."""
+    """Move `nbytes` in chunks with `n_threads` threads; raise the first error."""
     begins = iter(range(0, nbytes, _CHUNK_NBYTES))
 
     def work(thread: int) -> None:

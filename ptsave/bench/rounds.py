@@ -1,6 +1,6 @@
-"""Plans and runs benchmark rounds of the libraries and the hardware; draws the figures.
+"""Plans and runs benchmark rounds of the libraries and the hardware, and draws plots.
 
-Each figure comes from a fresh process.
+Each measurement is made in a fresh process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MeasureLimit: TypeAlias = Callable[[str, Path, int], tuple[int, Mapping[str, flo
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A task that users have, such as a durable save, and the hardware's limit for it."""
+    """A task to measure, such as a durable save, and the hardware limit to compare it with."""
 
     title: str
     action: str  # "save" or "load"
@@ -65,10 +65,11 @@ class Workload:
 
 @dataclass
 class Results:
-    """All figures of one workload, by contender, one per round.
+    """The measurements of one workload: for each contender (a library or the limit), one per round.
 
-    The limit's figures come from the thread count with the best median.  Taking the best thread
-    count of each round would favour the limit, because a contender has only one try per round.
+    A round measures each library once, but the limit with several thread counts.  `figures` has the
+    limit's measurements with the thread count whose median is best; to choose the best thread count
+    in each round would make the limit look too fast.
     """
 
     figures: dict[str, list[Figure]] = field(default_factory=dict)
@@ -78,21 +79,21 @@ class Results:
         self.figures.setdefault(contender, []).append(figure)
 
     def add_limit(self, nbytes: int, seconds: Mapping[str, float]) -> None:
-        """Keep a round's seconds by thread count."""
+        """Add one round of the limit: the seconds for each thread count."""
         for n_threads, figure in seconds.items():
             self.limits.setdefault(n_threads, []).append(Figure(figure, nbytes, 0, 0))
         self.figures[LIMIT] = self.limits[self.best_threads()]
 
     def best_threads(self) -> str:
-        """Return the thread count with the best median."""
+        """Return the thread count with the shortest median time."""
         return min(self.limits, key=lambda n: median(f.seconds for f in self.limits[n]))
 
     def speeds(self, contender: str) -> list[float]:
-        """Return the GB/s of every round."""
+        """Return the speed of each round in GB/s."""
         return [figure.nbytes / figure.seconds / 1e9 for figure in self.figures[contender]]
 
     def ratio(self, contender: str, reference: str) -> float:
-        """Return how many times faster the contender is: the median of the rounds' ratios."""
+        """Return the median over all rounds of the contender's speed divided by the reference's."""
         pairs = zip(self.speeds(contender), self.speeds(reference), strict=True)
         return median(speed / reference_speed for speed, reference_speed in pairs)
 
@@ -117,11 +118,11 @@ def is_available(contender: str) -> bool:
 
 @dataclass(eq=False)
 class Bench:
-    """Runs workloads on files in two empty folders, one on disk and one on tmpfs.
+    """Runs workloads on files in two folders, `disk` and `tmpfs`, which may be the same.
 
-    With `drop_all`, the page cache may drop all files if it cannot drop one alone.  `state` is one
-    of `ptsave.bench.system.STATES`.  Except when warmed up, free memory rests for `rest` seconds
-    before a measurement.  The limit's memory is always fetched in advance.
+    With `drop_all`, all files may be dropped from the page cache if one file cannot be dropped
+    alone.  `state` is one of `ptsave.bench.system.STATES`; unless `state` is WARMED_UP, each
+    measurement first waits for `rest` seconds.  Memory for the limit is always fetched in advance.
     """
 
     disk: Path
@@ -136,7 +137,7 @@ class Bench:
     _checksum: int = field(default=0, init=False)
 
     def prepare(self) -> None:
-        """Write the files to load; saved files are also compared with them."""
+        """Write the files to load; files that are saved later are compared with them."""
         for contender in {STOCK, *self.contenders} - {PTSAVE}:
             path = self.loaded_file(contender)
             path.parent.mkdir(exist_ok=True)
@@ -144,7 +145,7 @@ class Bench:
             self._checksum = figure.checksum
 
     def run(self, workload: Workload, contender: str, results: Results) -> None:
-        """Run a workload once with one contender or the limit, and keep the figure."""
+        """Run a workload once with one contender, and add the measurement to `results`."""
         os.sync()  # finishes earlier writes to the disk
         if contender == LIMIT:
             self._run_limit(workload, results)
@@ -155,7 +156,7 @@ class Bench:
 
     def loaded_file(self, contender: str) -> Path:
         """Return the file that a contender loads."""
-        # Saved files have the same name in another folder, because the name is in a file's bytes.
+        # Saved files are in another folder, but have the same names: a file contains its own name.
         name = "model.safetensors" if contender == SAFETENSORS else "model.pt"
         return self.disk / "loaded" / name
 
@@ -191,7 +192,7 @@ class Bench:
         results.add(contender, _run_worker(task))
         is_first = len(results.figures[contender]) == 1
         if is_first and not filecmp.cmp(path, self.loaded_file(contender), shallow=False):
-            raise RuntimeError(f"{contender} wrote a file that differs from stock's: {workload}")
+            raise RuntimeError(f"{contender} wrote a file that differs from torch's: {workload}")
         path.unlink()
 
     def _run_load(self, workload: Workload, contender: str, results: Results) -> None:
@@ -219,7 +220,7 @@ def run_rounds(
     *,
     progress: bool | None = None,
 ) -> dict[str, Results]:
-    """Run every workload once per round, on a prepared bench, contenders in a shuffled order."""
+    """Run every workload once per round on a prepared bench; shuffle the contenders each time."""
     from tqdm import tqdm
 
     order = [*contenders, LIMIT]
@@ -262,7 +263,7 @@ def aligned(header: Sequence[str], rows: Iterable[Sequence[str]], n_texts: int =
 
 
 def speed_rows(workload: Workload, results: Results) -> Iterator[list[str]]:
-    """Yield a row of `SPEED_HEADER` for each contender, and for the limit."""
+    """Yield a row with the columns of `SPEED_HEADER` for each contender, and for the limit."""
     for contender in (*CONTENDERS, LIMIT):
         if contender not in results.figures:
             continue
@@ -327,7 +328,7 @@ _IN_MEMORY = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Measurements to make with `nbytes` of tensors in each file.
+    """Measurements to make, with tensors of `nbytes` in each file.
 
     `remarks` say which measurements are left out, and why.  `state` is one of
     `ptsave.bench.system.STATES`.
@@ -343,7 +344,7 @@ class Plan:
 
     @property
     def n_files(self) -> int:
-        """Number of files that exist at once: the loaded ones, and the saved one."""
+        """Number of files that exist at once: the files to load, and the saved file."""
         return 2 + (SAFETENSORS in self.contenders)
 
     @property
@@ -360,7 +361,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measured workloads, their figures, and remarks on measurements that were left out."""
+    """The measured workloads, their results, and remarks on measurements that were left out."""
 
     workloads: dict[str, Workload]
     results: dict[str, Results]
@@ -372,8 +373,8 @@ def plan_disk(
 ) -> Plan:
     """Plan the measurements that a directory allows, and raise errors before any data is written.
 
-    The default of `nbytes` is 1 GiB, but at most a quarter of the free memory, and of the free
-    space in the directory.
+    The default of `nbytes` is 1 GiB, but at most a quarter of the free memory, and at most a
+    quarter of the free space in the directory.
     """
     refuse_url_target(directory)
     if not available_states([state]):
@@ -395,7 +396,7 @@ def plan_disk(
     workloads = WORKLOADS
     if in_memory := kind in ("tmpfs", "ramfs"):
         workloads = _IN_MEMORY
-        remarks.append(f"{directory} is in memory ({kind}): nothing there is durable, or cold")
+        remarks.append(f"{directory} is in memory ({kind}): nothing there is durable or cold")
     plan = Plan(folder.resolve(), nbytes, rounds, contenders, dict(workloads), remarks, state)
     _require_room(plan, directory, free, memory, in_memory=in_memory)
     return plan
@@ -406,20 +407,20 @@ def _require_room(plan: Plan, directory: str, free: int, memory: int, *, in_memo
     if needed > free:
         raise OSError(
             errno.ENOSPC,
-            f"{plan.n_files} files of {plan.nbytes >> 20} MiB need {needed >> 20} MiB, and "
+            f"{plan.n_files} files of {plan.nbytes >> 20} MiB need {needed >> 20} MiB, but only "
             f"{free >> 20} MiB are free: choose a smaller size",
             directory,
         )
     needed = _MEMORY_FACTOR * plan.nbytes + (plan.nbytes_on_disk if in_memory else 0)
     if needed > memory:
         raise MemoryError(
-            f"measuring {plan.nbytes >> 20} MiB of tensors needs {needed >> 20} MiB of memory, and "
-            f"{memory >> 20} MiB are free: choose a smaller size"
+            f"measuring {plan.nbytes >> 20} MiB of tensors needs {needed >> 20} MiB of memory, but "
+            f"only {memory >> 20} MiB are free: choose a smaller size"
         )
 
 
 def measure_disk(plan: Plan, *, progress: bool = False) -> Measurement:
-    """Carry out a plan, and always remove the files; a failed worker raises RuntimeError."""
+    """Carry out a plan, and always remove the files; if a worker fails, raise RuntimeError."""
     workloads, remarks = dict(plan.workloads), [*plan.remarks]
     with _scratch_folder(plan.directory) as folder:
         bench = Bench(
@@ -465,7 +466,7 @@ _TEXT = 0.15  # the width of a figure's text, as a fraction of the longest bar
 
 @dataclass(frozen=True)
 class Bar:
-    """One contender's median, its `low` to `high` spread, and a text; the limit is a line."""
+    """A bar of a plot: a median, its spread from `low` to `high`, and a text; a limit is a line."""
 
     label: str
     value: float
@@ -483,7 +484,7 @@ class Group:
     bars: Sequence[Bar]
 
     def longest(self) -> float:
-        """Return the value of the longest bar; the limit counts only without other bars."""
+        """Return the value of the longest bar; the limit counts only if there are no other bars."""
         values = [bar.value for bar in self.bars if not bar.is_limit]
         return max(values or [bar.value for bar in self.bars]) or 1.0
 
@@ -500,15 +501,15 @@ def require_matplotlib() -> Any:
 
 
 def check_plot(path: str) -> None:
-    """Raise the errors of plotting to a file now, before minutes of measuring or reading."""
+    """Raise the errors that writing a plot to `path` would raise after minutes of measuring."""
     refuse_url_target(path)
     formats = require_matplotlib()().canvas.get_supported_filetypes()
     suffix = Path(path).suffix.removeprefix(".").lower()
     if suffix and suffix not in formats:
         raise ValueError(
-            f"{path}: matplotlib writes no .{suffix}, but {', '.join(sorted(formats))}"
+            f"{path}: matplotlib cannot write .{suffix}, only {', '.join(sorted(formats))}"
         )
-    path = path if suffix else f"{path}.png"  # as matplotlib calls it
+    path = path if suffix else f"{path}.png"  # as matplotlib names the file
     folder = os.path.dirname(path) or "."
     for wrong, code in (
         (os.path.isdir(path), errno.EISDIR),
@@ -522,8 +523,8 @@ def check_plot(path: str) -> None:
 def draw_bars(groups: Sequence[Group], axis: str, title: str = "", *, mixed: bool = False) -> Any:
     """Return a matplotlib figure of the groups, from top to bottom.
 
-    `axis` is the name and unit of the figures.  With `mixed` each group has its own scale, so that
-    only bars of one group compare.
+    `axis` is the name and unit of the bars' values.  With `mixed`, or if the groups' values differ
+    much, each group has its own scale, so only bars of the same group can be compared.
     """
     longest = [group.longest() for group in groups]
     mixed = mixed or max(longest) > _COMPARABLE * min(longest)

@@ -23,9 +23,9 @@ from typing import Any
 MIB = 1 << 20
 
 # States of process and memory in which a call is measured.
-AS_FOUND = "as found"  # the first call of a process that has imported nothing ahead
-WARMED_UP = "warmed up"  # a later call, or one whose memory has been fetched
-COLD = "cold"  # as found, with free memory compacted into blocks that a host takes back
+AS_FOUND = "as found"  # the first call of a process, with nothing imported in advance
+WARMED_UP = "warmed up"  # a later call, or a call whose memory was fetched in advance
+COLD = "cold"  # as found, but free memory is compacted, so a VM's host takes it back
 STATES = (AS_FOUND, WARMED_UP, COLD)
 REST_SECONDS = 4.0
 _COMPACT_MEMORY = Path("/proc/sys/vm/compact_memory")
@@ -40,28 +40,28 @@ class Task:
     action: str  # "probe", "save" or "load"
     contender: str  # "torch", "ptsave" or "safetensors"
     path: str = ""
-    nbytes: int = 0  # least bytes of tensors, for a save
+    nbytes: int = 0  # for a save: the least bytes that the tensors have
     fsync: bool = False
     page_cache: str = "warm"  # or "cold", for a load
     mmap: bool = False
-    drop_all: bool = False  # if the file alone cannot be dropped from the page cache
+    drop_all: bool = False  # drop all files from the page cache if one cannot be dropped
     state: str = WARMED_UP  # of the process and of free memory
-    rest: float = REST_SECONDS  # wait before the call, unless the state is warmed up
+    rest: float = REST_SECONDS  # seconds to wait before the call, unless `state` is WARMED_UP
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure, sent back by a worker."""
+    """The result of one measurement, sent back by a worker."""
 
     seconds: float
     nbytes: int  # of tensors
-    peak_nbytes: int  # resident memory above the tensors
-    checksum: int  # over one byte of every page of every tensor
+    peak_nbytes: int  # peak of resident memory beyond the tensors
+    checksum: int  # the sum of one byte of every page of every tensor
     touch_seconds: float = 0.0  # the part of `seconds` spent on touching every page, for a load
 
 
 def answer_of(name: str, module: str, *arguments: str) -> Any:
-    """Return the JSON that a module prints in a fresh process; raise RuntimeError if it fails."""
+    """Run a module in a fresh process; return the JSON that it prints, or raise RuntimeError."""
     command = [sys.executable, "-m", module, *arguments]
     result = subprocess.run(command, cwd=_ROOT, check=False, capture_output=True, text=True)
     if result.returncode != 0:
@@ -123,8 +123,8 @@ def _status_nbytes(field: str) -> int:
 def fetch_free_memory(nbytes: int) -> None:
     """Touch and free `nbytes` of memory, so that the next measurement does not wait for the host.
 
-    A virtual machine's free memory may have gone back to its host, and fetching it costs up to ten
-    times the measurement's own time.  The kernel first hands out the memory that was freed last.
+    A virtual machine's free memory may have gone back to its host.  To get it back may take ten
+    times as long as the measurement.  The kernel first hands out the memory that was freed last.
     """
     # Private, because only private memory has huge pages, which the host takes back.
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
@@ -136,8 +136,8 @@ def fetch_free_memory(nbytes: int) -> None:
 def settle(state: str, nbytes: int = 0, *, rest: float = REST_SECONDS) -> None:
     """Bring free memory into one of `STATES`, right before the clock starts.
 
-    WARMED_UP fetches `nbytes`.  The other states wait for `rest` seconds, because a host takes
-    memory back some time after it is free.
+    For WARMED_UP, fetch `nbytes` of memory.  For the other states, wait for `rest` seconds, because
+    a virtual machine's host takes memory back some time after it is free.
     """
     os.sync()  # finishes earlier writes to the disk
     if state == WARMED_UP:
@@ -186,7 +186,7 @@ def filesystem_of(directory: Path) -> str:
 
 
 def describe_machine(directory: Path, command: list[str]) -> str:
-    """Return facts that figures depend on, as a markdown list without names of hosts or paths."""
+    """Return facts that affect speeds, as a markdown list without host names and paths."""
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     cpuinfo = Path("/proc/cpuinfo").read_text()

@@ -1,7 +1,7 @@
-"""Measures one figure in a fresh process: ``python -m ptsave.bench.worker TASK`` prints JSON.
+"""Makes one measurement: ``python -m ptsave.bench.worker TASK`` prints the result as JSON.
 
-Only the call is timed.  Imports, making the tensors, preparing the page cache and the free memory,
-checks and freeing are not.
+Only the call and, for a load, touching all pages are timed.  The time does not include imports,
+checks, making the tensors, preparing the page cache, and preparing or freeing memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FREE_MEMORY_FACTOR = 2  # for a file in the page cache, and the tensors
 
 
 def decoder_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
-    """Return the parameters of a GPT-2-like decoder of at least ``nbytes`` bytes in float32."""
+    """Return the parameters' shapes for a GPT-2-like float32 model of at least ``nbytes`` bytes."""
     width = 1024 if nbytes >= 1 << 29 else 128
     shapes: dict[str, tuple[int, ...]] = {
         "transformer.wte.weight": (VOCABULARY, width),
@@ -100,7 +100,7 @@ def load_call(task: Task) -> Callable[[], StateDict]:
 
 
 def warm_up(task: Task) -> None:
-    """Save and load a small tensor in the state WARMED_UP, so that no imports are measured."""
+    """In the state WARMED_UP, save and load a small tensor, so that no imports are measured."""
     if task.state == WARMED_UP:
         with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
             small = replace(task, path=f"{folder}/{Path(task.path).name}")
@@ -109,7 +109,7 @@ def warm_up(task: Task) -> None:
 
 
 def measure_save(task: Task) -> Figure:
-    """Save the tensors once."""
+    """Make random tensors, and measure one save of them."""
     warm_up(task)
     generator = torch.Generator().manual_seed(0)  # each process has the same tensors
     tensors = {
@@ -129,7 +129,7 @@ def measure_save(task: Task) -> Figure:
 
 
 def measure_load(task: Task) -> Figure:
-    """Load a file once, and touch every page of its tensors."""
+    """Measure one load of a file, until every page of its tensors has been touched."""
     warm_up(task)
     load = load_call(task)
     touch_every_page({"": torch.zeros(PAGE)})  # the operator's first call initialises torch
@@ -152,14 +152,14 @@ def measure_load(task: Task) -> Figure:
 
 
 def probe(task: Task) -> Figure:
-    """Fail if the contender cannot be imported."""
+    """Raise an error if the contender cannot be imported."""
     save_call(task)
     load_call(task)
     return Figure(0.0, 0, 0, 0)
 
 
 def main() -> None:
-    """Measure the task on the command line."""
+    """Measure the task that the command line gives as JSON."""
     task = Task(**json.loads(sys.argv[1]))
     measure = {"probe": probe, "save": measure_save, "load": measure_load}[task.action]
     print(json.dumps(asdict(measure(task))))

@@ -1,1 +1,1 @@
-"""Records inputs, outputs, gradients and statistics of the calls of modules."""
+"""Records the inputs, outputs, gradients and statistics of module calls."""

@@ -1,8 +1,8 @@
-"""Blocks of records on their way to the file, and the tensors that go with them.
+"""Writes a capture's file: blocks (records of calls and values), and the captured tensors.
 
-Tensors of up to 128 KiB are cloned and added together, because each addition to the archive takes
-as long as a copy of 100 KiB.  Tensors on accelerators are copied to the host behind the device's
-other work, and a thread waits for them, takes their statistics and adds them.
+Tensors of up to 128 KiB are cloned and added in groups, because one addition to the file takes as
+long as copying 100 KiB.  A hook starts to copy an accelerator's tensor to host memory, and does not
+wait.  A thread waits for each copy, computes its statistics and adds it to the file.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ptsave.capturing.tensors import keeps_storage, statistics_of, stored_nbytes
 from ptsave.errors import SaveError, StagingFullError
 from ptsave.support.threads import ThreadPool
 
-SMALL_NBYTES = 128 << 10  # the largest tensor that is added together with others
+SMALL_NBYTES = 128 << 10  # the largest tensor that is added in a group with others
 _MAX_PENDING_NBYTES = 4 << 20
 _MAX_PENDING = 256
-_ENTRY_NBYTES = 1 << 10  # a tensor's pickle takes at most this, unless its name is long
-MAX_VALUES = 8192  # of a block
+_ENTRY_NBYTES = 1 << 10  # a tensor's part of the pickle is smaller, unless its name is long
+MAX_VALUES = 8192  # records of values in one block
 
 _STORED, _NOTE, _STATISTICS = map(VALUE_FIELDS.index, ("stored", "note", "statistics"))
 
 _NO_ROOM = "dropped: no room in memory"
 _NO_BYTES = "dropped: max_bytes"
-# Errors of pickling a tensor that torch cannot save.
+# Errors that torch or pickle raises for a tensor that torch cannot save.
 _UNSAVABLE = (NotImplementedError, RuntimeError, TypeError, AttributeError, PicklingError)
 _MAX_REASON = 200
 
 
 class Options(NamedTuple):
-    """The options of a capture, checked."""
+    """The options of `capture`, which has checked them."""
 
     what: list[str]
     include: list[str]
@@ -57,17 +57,17 @@ class Options(NamedTuple):
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which a device is the current one.
+    """Return a context manager that makes `device` the current device.
 
-    Without it, events use the thread's device, which is device 0 in a new thread, and create a
-    context there that takes hundreds of MiB.
+    Otherwise a torch.Event uses the thread's current device, which is device 0 in a new thread, and
+    creates a context on device 0, which takes hundreds of MiB.
     """
     return torch.accelerator.device_index(device.index)
 
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Add the tensor's name to a StagingFullError."""
+    """If the ``with`` block raises StagingFullError, put the tensor's `name` before its message."""
     try:
         yield
     except StagingFullError as error:
@@ -77,18 +77,18 @@ def _naming(name: str) -> Iterator[None]:
 
 
 class Staged:
-    """A tensor on its way from an accelerator, and the row that waits for its statistics."""
+    """A tensor that is being copied from an accelerator; `row` is its record's index in a block."""
 
     def __init__(self, host: Tensor, event: Any, name: str) -> None:
-        self.host: Tensor | None = host  # until it has arrived
+        self.host: Tensor | None = host  # None after the copy was added to the file
         self.event = event
-        self.name = name  # "" if its values are not kept
+        self.name = name  # "" if only its statistics are kept
         self.row = -1
         self.found: tuple[Any, ...] | None = None
 
 
 class Block:
-    """Records of one step that go to the file together."""
+    """Records of one step that are written to the file together."""
 
     def __init__(self, step: int, number: int) -> None:
         self.step = step
@@ -99,12 +99,12 @@ class Block:
 
 
 class Blocks:
-    """Adds blocks and tensors to an archive, within the limits of memory and file size."""
+    """Adds blocks and tensors to a file, within the limits `max_memory_bytes` and `max_bytes`."""
 
     def __init__(self, writer: MeasuringWriter, options: Options, max_staged_bytes: int) -> None:
         self._writer = writer
         self._options = options
-        # A small part of the budget, so that tensors that are added together find room at once.
+        # A group of small tensors takes at most a quarter of the budget, so it finds room at once.
         part_nbytes = _MAX_PENDING_NBYTES
         if options.max_memory_bytes is not None:
             part_nbytes = options.max_memory_bytes // 4
@@ -114,7 +114,7 @@ class Blocks:
         self._lock = threading.Lock()
         self._pending: dict[str, Tensor] = {}
         self._pending_nbytes = 0
-        self._dropped: dict[str, str] = {}  # why, by name
+        self._dropped: dict[str, str] = {}  # why tensors were left out, by name
         self._unwritten: list[tuple[str, dict[str, Any]]] = []
         self._lane = ThreadPool(1, "ptsave-capture")
         self._room = threading.Condition()
@@ -124,7 +124,7 @@ class Blocks:
         self.n_dropped = 0
 
     def store(self, name: str, tensor: Tensor, nbytes: int) -> str:
-        """Add a CPU tensor as it is now; return why it was not added, or an empty string."""
+        """Add a CPU tensor as it is now; return "", or the reason why it was left out."""
         with self._lock:
             if nbytes > self._small_nbytes:
                 return self._store_large(name, tensor, nbytes)
@@ -139,9 +139,9 @@ class Blocks:
         return ""
 
     def store_measured(self, name: str, tensor: Tensor) -> tuple[str, tuple[Any, ...] | None]:
-        """Add a large tensor that keeps its storage, as it is now.
+        """Add a large tensor that fills its storage, as it is now.
 
-        Returns why it was not added, or "", and its statistics if they were taken during the copy.
+        Returns "" or the reason why it was left out, and its statistics if the copy computed them.
         """
         nbytes = tensor.untyped_storage().nbytes()
         with self._lock:
@@ -155,7 +155,7 @@ class Blocks:
             return "", found
 
     def stage(self, block: Block, name: str, tensor: Tensor) -> Staged | str:
-        """Copy a tensor from an accelerator without waiting for it, or return why not."""
+        """Start to copy a tensor from an accelerator; if there is no room, return the reason."""
         whole = unexpanded(tensor.detach())
         nbytes = whole.nbytes
         if name and not self._fits_file(nbytes):
@@ -164,13 +164,13 @@ class Blocks:
             if not self._reserve(nbytes):
                 return self._drop(_NO_ROOM)
         with _current(tensor.device):
-            # Page-locked, or the copy would wait for the device.
+            # Page-locked memory: without it, the copy would wait for the device.
             host = torch.empty_like(whole, device="cpu", pin_memory=True, requires_grad=False)
             host.copy_(whole, non_blocking=True)
             event = torch.Event(device=tensor.device)
             event.record(torch.accelerator.current_stream(tensor.device))
             staged = Staged(host.expand(tensor.shape), event, name)
-            del event  # only `staged` refers to it: it must be destroyed on its device
+            del event  # only `staged` keeps the event, which must be destroyed on its device
         if name:
             self.stored_nbytes += nbytes
         block.staged.append(staged)
@@ -178,7 +178,7 @@ class Blocks:
         return staged
 
     def finish(self, block: Block) -> None:
-        """Add a complete block."""
+        """Add a complete block, after its tensors."""
         self._raise_failure()
         if block.staged:
             self._lane.submit(self._finish_staged, block)
@@ -186,11 +186,11 @@ class Blocks:
             self._finish_block(block)
 
     def add(self, key: str, value: object) -> None:
-        """Add an entry that is never dropped, however small the budget is."""
+        """Add `value` under `key`, even if it is larger than `max_memory_bytes`."""
         self._writer.add_of_any_size(key, value, when_full="wait")
 
     def close(self) -> None:
-        """Wait for all pending tensors and blocks, and add them."""
+        """Wait for pending copies, and add all remaining tensors and blocks."""
         self._lane.shutdown()
         self._raise_failure()
         with self._lock:
@@ -200,7 +200,7 @@ class Blocks:
                 self._unwritten.pop(0)
 
     def cancel(self) -> None:
-        """Give up all pending tensors and blocks."""
+        """Discard all pending tensors and blocks."""
         self._lane.shutdown(cancel_futures=True)
         self._pending.clear()
         self._unwritten.clear()
@@ -228,7 +228,7 @@ class Blocks:
         return why_not
 
     def _add_tensor(self, name: str, tensor: Tensor, *, copy: bool) -> str:
-        """Add a tensor to the archive; return why it was not added, or an empty string."""
+        """Add a tensor to the file; return "", or the reason why it was left out."""
         try:
             with _naming(name):
                 added = self._writer.add(name, tensor, copy=copy)
@@ -268,7 +268,7 @@ class Blocks:
             when_full: WhenFull = "wait" if self._options.when_full == "wait" else "drop"
             while self._unwritten:
                 if not self._writer.add_of_any_size(*self._unwritten[0], when_full=when_full):
-                    return  # without room now, the rest waits for the next time
+                    return  # no room now: the next call adds the rest
                 self._unwritten.pop(0)
 
     def _without_dropped(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -280,7 +280,7 @@ class Blocks:
     # -------------------------------------------------------------------- from accelerators
 
     def _reserve(self, nbytes: int) -> bool:
-        """Reserve `nbytes`; a tensor larger than the whole budget gets the budget alone."""
+        """Reserve `nbytes`; without room, wait, raise or return False, as `when_full` says."""
         with self._room:
             if self._options.when_full == "wait":
                 self._room.wait_for(lambda: self._failure is not None or self._has_room(nbytes))
@@ -298,7 +298,7 @@ class Blocks:
         return not self._staged_nbytes or self._staged_nbytes + nbytes <= self._max_staged_bytes
 
     def _take_staged(self, staged: Staged, nbytes: int) -> None:
-        """Wait for a tensor, and hand it on."""
+        """Wait until the copy of a tensor is complete, and add the copy to the file."""
         try:
             if self._failure is None:
                 self._finish_tensor(staged)
@@ -317,7 +317,7 @@ class Blocks:
             staged.event.synchronize()
             staged.event = None
         if self._options.statistics:
-            staged.found = statistics_of(host, 1)  # the training has the other cores
+            staged.found = statistics_of(host, 1)  # one thread: training needs the other cores
         if staged.name and not self._writer.add(staged.name, host, copy=False):
             self._dropped[staged.name] = self._drop(_NO_ROOM)
 

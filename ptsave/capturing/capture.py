@@ -1,4 +1,4 @@
-"""`capture`: every layer's inputs, outputs, gradients and statistics, into one archive."""
+"""`capture`: records every layer's inputs, outputs, gradients and statistics in one file."""
 
 from __future__ import annotations
 
@@ -33,28 +33,27 @@ from ptsave.support.ranks import check_rank_of_file, checked_rank
 from ptsave.support.text import count_text
 
 WHAT = ("inputs", "outputs", "grads", "params")
-# Limit of page-locked copies from accelerators, unless max_memory_bytes is given.
+# The limit for page-locked copies from accelerators, unless max_memory_bytes is given.
 _MAX_STAGED_NBYTES = 1 << 30
 _MAX_STEPS_TEXT = 1000
-# The attributes in which wrappers hold their module: torch.compile, FSDP, checkpointing.
+# Attributes in which torch.compile, FSDP and activation checkpointing keep the wrapped module.
 _WRAPPING_NAMES = {WRAPPED_ATTRIBUTE, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _running: WeakSet[Capture] = WeakSet()
 
 
 class Capture:
-    """A capture that runs from :meth:`start` to :meth:`stop`; a context manager.
-
-    :func:`capture` creates it.
+    """Records a model's calls from `start` to `stop`, or in a ``with`` block; made by `capture`.
 
     Attributes
     ----------
     step_number : int
         The current step, counted from 0.
     stored_nbytes : int
-        Bytes of tensors for the file so far.
+        Bytes of the tensors that the capture has added to the file so far.
     dropped : int
-        Number of tensors that were left out for lack of memory, or by `max_bytes`.
+        Number of tensors that were left out of the file: memory had no room for them, they would
+        have exceeded `max_bytes`, or torch cannot save them.
     """
 
     def __init__(self, model: nn.Module, path: str | os.PathLike[str], options: Options) -> None:
@@ -77,21 +76,21 @@ class Capture:
         return self._blocks.n_dropped if self._running or self._done else 0
 
     def start(self) -> Capture:
-        """Install the hooks and begin the file.
+        """Install hooks on the model's modules, and begin the file.
 
         Raises
         ------
         RuntimeError
             If the capture was started before, or another capture or process is writing the file.
             Also if the job has several ranks (according to torch.distributed or the variable
-            ``WORLD_SIZE``), and `rank` is not this process's rank.
+            ``WORLD_SIZE``), and the capture's `rank` is not this process's rank.
         ValueError
             If no module is selected, or the optimizer has none of the model's parameters.
         SaveError
             If the file cannot be written.
         """
         if self._running or self._done:
-            raise RuntimeError("a capture can be started only once: make one with another path")
+            raise RuntimeError("a capture can start only once: create a new one with another path")
         if isinstance(self._path, (str, os.PathLike)):
             check_rank_of_file(os.fsdecode(self._path), self._options.rank, "capture(model, ")
         self._marks.check()
@@ -114,11 +113,11 @@ class Capture:
         if rivals := rivals_of(os.path.realpath(self._writer.temporary_path)):
             files = {os.path.realpath(each._writer.temporary_path): each for each in _running}
             first = next((files[rival] for rival in rivals if rival in files), None)
-            who = "another process, or a save of this one," if first is None else repr(first)
+            who = "another process, or a save in this process," if first is None else repr(first)
             raise RuntimeError(
-                f"{os.fspath(self._path)}: {who} is writing this file, as {rivals[0]}, and each "
-                "would replace that of the other: give this capture another path, or stop the "
-                "other one first"
+                f"{os.fspath(self._path)}: {who} is writing this file (as {rivals[0]}), and each "
+                "of the two would replace the other's file: give this capture another path, or "
+                "stop the other one first"
             )
 
     def _begin(self, sites: list[Site], skipped: dict[str, str]) -> None:
@@ -142,12 +141,13 @@ class Capture:
     def step(self) -> None:
         """End a step: later calls belong to the next step.
 
-        With an `optimizer`, each of its steps calls this.  A gradient that arrives later still
-        belongs to the call that used the value; a parameter's gradient belongs to the step in which
-        it arrives.  A leaf tensor is watched until its gradient arrives, or another call uses it.
+        If the capture has an `optimizer`, each step of the optimizer calls this method.  The
+        gradient of an input or output belongs to the step of its call, even if the gradient arrives
+        later.  A parameter's gradient belongs to the step in which it arrives.  If a leaf has no
+        gradient before a later step uses it again, its gradient belongs to the later step.
         """
         if not self._running:
-            raise RuntimeError("the capture is not running: start() it, or use it in a with block")
+            raise RuntimeError("the capture is not running: call start(), or use a with block")
         self._recorder.end_step()
         self.step_number += 1
         self._begin_step()
@@ -159,7 +159,7 @@ class Capture:
         self._recorder.begin_step(self.step_number, recording=wanted)
 
     def stop(self) -> None:
-        """Remove all hooks, and complete the file.
+        """Remove all hooks, and complete the file; do nothing if the capture is not running.
 
         Raises
         ------
@@ -175,9 +175,9 @@ class Capture:
         n_unmarked = self._marks.n_unmarked
         if self.step_number == 0 and n_unmarked > 1:
             reason = (
-                f"an optimizer of the model took {n_unmarked} steps, and all of them are step 0 of "
-                "the capture: call capture.step() at the end of each, or give capture() the "
-                "optimizer"
+                f"an optimizer of the model took {n_unmarked} steps, but the capture recorded all "
+                "of them as step 0: call capture.step() at the end of each step, or pass the "
+                "optimizer to capture()"
             )
         elif self._recorder.n_calls == 0:
             reason = f"no call was captured: {self._why_nothing()}"
@@ -201,7 +201,7 @@ class Capture:
         except BaseException:
             self._blocks.cancel()
             with suppress(SaveError):
-                self._writer.close()  # keeps the records that it has, often nearly all
+                self._writer.close()  # keeps the records that were written so far
             raise
 
     def __enter__(self) -> Capture:
@@ -241,8 +241,8 @@ class Capture:
             n_steps = count_text(self.step_number + 1, "step")
             return f"`steps` includes none of the {n_steps} of this run"
         return (
-            "the selected modules were not called in its steps, or only by code that runs no "
-            "hooks, such as a CUDA graph or an exported program"
+            "the selected modules were not called in the recorded steps, or only by code that runs "
+            "no hooks, such as a CUDA graph or an exported program"
         )
 
     def _sites(self) -> tuple[list[Site], dict[str, str]]:
@@ -253,14 +253,14 @@ class Capture:
         ]
         if not paths:
             raise ValueError(
-                f"no module is selected by include={include!r}, exclude={exclude!r}: the model has "
+                f"include={include!r} and exclude={exclude!r} select no module: the modules are "
                 f"{', '.join(map(repr, list(modules)[:8]))}, ..."
             )
         missed = [each for each in include if not any(fnmatchcase(path, each) for path in modules)]
         if missed:
             warn_user(
-                f"{os.fspath(self._path)}: no module of the model matches "
-                f"{', '.join(map(repr, missed))} of include",
+                f"{os.fspath(self._path)}: include: no module of the model matches "
+                f"{', '.join(map(repr, missed))}",
                 CheckpointWarning,
             )
         skipped = {
@@ -289,7 +289,7 @@ class Capture:
             "ptsave": torch_names.VERSION,
             "started": time.time(),
         }
-        # Not `add_of_any_size`: a budget without room for this is refused at the start.
+        # Not `add_of_any_size`: if the budget is too small for the header, `start` must fail.
         self._writer.add(HEADER, header, copy=False, when_full="wait")
 
     def _summary(self) -> dict[str, Any]:
@@ -321,82 +321,84 @@ def capture(
     fsync: bool = False,
     rank: int | None = None,
 ) -> Capture:
-    """Record the values that go through a network's modules, while it is trained, into one file.
+    """Record the inputs, outputs, gradients and parameters of a model's modules in one file.
 
-    Hooks copy values at the speed of memory; threads write them.  The model's outputs and gradients
-    are the same as without a capture.  The file is one dict that :func:`torch.load` opens, with
-    names such as ``"3/forward/layers.0.mlp#0/inputs/0"``; docs/format.md describes it.
+    Hooks copy the values, and other threads write the copies.  The model's outputs and gradients
+    are the same as without a capture.  :func:`torch.load` loads the file as a dict with keys like
+    ``"3/forward/layers.0.mlp#0/inputs/0"``; docs/format.md describes the keys.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Wrappers (DDP, DataParallel, FSDP, ...) are looked through.
+        The model.  The paths of its modules do not mention wrappers (DDP, FSDP, ...).
     path : str or os.PathLike
-        The file, which exists once the capture has stopped.
+        The file, which exists only after the capture has stopped.
     what : iterable of {"inputs", "outputs", "grads", "params"}
-        Values to keep.  "grads" are the gradients with respect to inputs and outputs (the tensor's
-        whole gradient, also from its other uses).  "grads" also includes the gradients of
-        parameters, each time they have been accumulated.  "params" are the parameters at the
-        beginning of each step.
+        Values to record.  "grads" are the gradients with respect to inputs and outputs; each is the
+        tensor's total gradient, including that from uses outside the module.  "grads" also includes
+        the gradients of parameters, recorded whenever a backward pass has changed them.  "params"
+        are the parameters at the beginning of each step.
     include, exclude : str or iterable of str
         Patterns of modules' paths, such as ``"layers.*.mlp"``.  A module is captured if a pattern
-        of `include` matches its path, and no pattern of `exclude`.  ``""`` is the path of the model
-        itself.  A pattern of `include` without a module is a warning; it is an error if no module
-        is selected.
+        of `include` matches its path, and no pattern of `exclude` does.  ``""`` is the path of the
+        model itself.  A pattern of `include` that matches no module causes a warning.  If no module
+        is selected, `start` raises an error.
     steps : container of int, callable or None
-        Steps to record, for example ``range(100, 103)``; None records all.  The first step is 0.
+        Steps to record, such as ``range(100, 103)``, or a function that takes a step's number and
+        returns whether to record the step.  None records all steps.  The first step is 0.
     statistics : bool
-        Whether to take count, mean, deviation, extremes, norm and checksum of each tensor.
+        Whether to compute count, mean, standard deviation, minimum, maximum, norm and checksum of
+        each tensor.
     tensors : bool
-        Whether to keep the tensors themselves.
+        Whether to write the tensors themselves to the file.
     call_stacks : bool
-        Whether to note where each call was made.
+        Whether to record the Python call stack of each module call.
     optimizer : torch.optim.Optimizer or None
-        The optimizer whose steps are the steps of the capture.  Without it, the program calls
-        :meth:`Capture.step` after each step.  If it never does, and an optimizer of the model has
-        taken more than one step, `stop` warns.
+        Each step of this optimizer ends a step of the capture.  Without an optimizer, the program
+        must call :meth:`Capture.step` after each step.  If the program never calls it, but an
+        optimizer of the model takes more than one step, `stop` warns.
     max_bytes : int, str or None
-        Limit of the tensors' bytes in the file, for example ``"8GB"``.  Later tensors are left out,
-        with a note.
+        Limit of the tensors' bytes in the file, for example ``"8GB"``.  Tensors beyond the limit
+        are left out, with a note in their records.
     max_memory_bytes : int, str or None
-        Limit of the bytes of tensors that wait to be written.  The default is that of
-        :func:`ptsave.async_save`, with at most 1 GiB for copies from accelerators.  Records of
-        calls and values are never left out.
+        Limit of the bytes of tensors that wait to be written.  The default is the default limit of
+        :func:`ptsave.async_save`, but at most 1 GiB for copies from accelerators.  Records of calls
+        and values are written even if they exceed the limit.
     when_full : {"wait", "drop", "raise"}
-        Behaviour if a tensor exceeds this memory limit: wait in the hook, leave the tensor out with
-        a note, or raise StagingFullError.  If a single tensor is larger than the whole limit,
-        "drop" leaves it out, too; otherwise the hook raises.
+        What a hook does if `max_memory_bytes` leaves no room for a tensor: it waits, leaves the
+        tensor out with a note, or raises StagingFullError.  If a single tensor is larger than the
+        limit, "wait" raises the error, too.
     fsync : bool
         Whether the file survives power loss once the capture has stopped.
     rank : int or None
-        This process's rank in a job of several ranks; the file has the calls of this rank.
+        This process's rank in a job with several ranks; the file contains only this rank's calls.
 
     Returns
     -------
     Capture
-        For a ``with`` block, or to be started and stopped.  An exception in the block completes the
-        file, too.
+        Use it in a ``with`` block, or call `start` and `stop`.  The file is completed even if the
+        block raises an exception.
 
     Raises
     ------
     ValueError, TypeError
-        For parameters that make no sense.
+        If an argument is not valid.
 
     Notes
     -----
-    Code of ``torch.compile`` is captured, too.  When the capture begins, all compiled code of the
-    process is compiled anew, with a break of the graph at each selected module.  When the capture
-    has ended, it is compiled once more.  ``fullgraph=True`` does not allow the breaks: dynamo
-    raises.  A graph in pieces may add gradients in another order than a whole graph, so the weights
-    may differ in their last bits.  That is so with any hook that dynamo does not compile.  If a
-    model is not compiled, every bit is the same with and without a capture.
+    Modules that ``torch.compile`` has compiled are captured, too.  When the capture begins, all
+    compiled code of the process is compiled again, with a graph break at each selected module.
+    When the capture has ended, the code is compiled once more.  ``fullgraph=True`` does not allow
+    graph breaks, so dynamo raises an error.  Graph breaks may change the order in which gradients
+    are added, so weights may differ in their last bits.  Any hook that dynamo does not compile has
+    the same effect.  If a model is not compiled, a capture does not change any bit of its results.
 
     If the file can no longer be written, for example because the disk is full, the next hook or
     step raises SaveError.  The message names the temporary file, which keeps the earlier records.
-    A killed process leaves such a file, too: ``ptsave.open(leftover, recover=True)`` reads it.
+    A killed process leaves such a file, too.  ``ptsave.open(..., recover=True)`` reads the file.
 
-    As with :func:`torch.save`, an expanded tensor, such as ``x.expand(10**10)``, is written without
-    the repetitions.  A tensor that is a part of its storage is written without the rest.
+    An expanded tensor, such as ``x.expand(10**10)``, is written without its repeated elements, as
+    :func:`torch.save` does.  If a tensor uses a part of its storage, only that part is written.
 
     Examples
     --------
@@ -445,7 +447,7 @@ def _texts(texts: Any, option: str) -> list[str]:
         return [texts]
     found = list(texts) if isinstance(texts, Iterable) else [texts]
     if not all(isinstance(text, str) for text in found):
-        raise TypeError(f"{option} must be a text or several, not {texts!r}")
+        raise TypeError(f"{option} must be one or more strings, not {texts!r}")
     return found
 
 
@@ -453,12 +455,12 @@ def _checked_what(what: str | Iterable[str]) -> list[str]:
     wanted = _texts(what, "what")
     unknown = set(wanted) - set(WHAT)
     if unknown or not wanted:
-        raise ValueError(f"what holds some of {', '.join(WHAT)}, not {wanted!r}")
+        raise ValueError(f"what must be one or more of {', '.join(WHAT)}, not {wanted!r}")
     return wanted
 
 
 def _steps_text(steps: Any) -> str | None:
-    """Return a text that names the steps of a capture, so that captures can be compared."""
+    """Return the option `steps` as text, so that the options of captures can be compared."""
     if callable(steps):
         return f"{getattr(steps, '__module__', '')}.{getattr(steps, '__qualname__', 'function')}"
     return None if steps is None else repr(steps)[:_MAX_STEPS_TEXT]
@@ -468,14 +470,14 @@ def _checked_steps(steps: Any) -> Any:
     is_container = isinstance(steps, Container) and not isinstance(steps, (str, bytes))
     if steps is not None and not is_container and not callable(steps):
         raise TypeError(
-            "steps must be a container of numbers, such as range(100, 103), or a function of a "
-            f"number, not {steps!r}"
+            "steps must be a container of numbers, such as range(100, 103), or a function that "
+            f"takes a number, not {steps!r}"
         )
     return steps
 
 
 def _modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all modules by path, without wrappers: ``module.layers.0`` is ``layers.0``."""
+    """Return modules by path, without parts for wrappers: not ``module.fc``, but ``fc``."""
     found: dict[str, nn.Module] = {}
     n_outer = int(isinstance(model, _WRAPPERS))
     for path, module in model.named_modules():  # a wrapped module comes after its wrapper

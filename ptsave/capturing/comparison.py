@@ -1,4 +1,4 @@
-"""`compare_captures`: how two captured runs differ, and where the first difference is."""
+"""`compare_captures`: finds the differences between two captured runs, in execution order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ptsave.support.text import count_text, some_of
 Kind = Literal[
     "numbers", "statistics", "shape", "layout", "type", "value", "not compared", "not comparable"
 ]
-# Plain values of these types may differ: they describe a run's device and format.
+# Values of these types may differ in equal runs, because they describe a run's device and format.
 _OF_THE_RUN = {"torch.device", "torch.dtype", "torch.layout"}
 # `_BY_DTYPE`: tolerances of torch.testing.assert_close, and additional ones for small floats.
 _EXACT = Tolerance(0.0, 0.0)
@@ -52,7 +52,7 @@ _BY_DTYPE = {
     torch.complex32: Tolerance(1e-3, 1e-5),
     torch.complex64: Tolerance(1.3e-6, 1e-5),
     torch.complex128: Tolerance(1e-7, 1e-7),
-    # torch has no tolerances for these: one unit in the last place, and the smallest number.
+    # torch has no tolerances for these: rtol is one unit in the last place, atol the least float.
     torch.float8_e4m3fn: Tolerance(2**-3, 2**-9),
     torch.float8_e4m3fnuz: Tolerance(2**-3, 2**-10),
     torch.float8_e5m2: Tolerance(2**-2, 2**-16),
@@ -64,38 +64,38 @@ _BY_DTYPE = {
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Counts and sizes of the differences between two tensors; the results of parts add up.
+    """How much two tensors differ; ``+`` combines the differences of two parts of the tensors.
 
     Attributes
     ----------
     numel : int
-        Count of numbers on each side.
+        Count of numbers in each of the two tensors.
     n_different : int
         Count of numbers with different bits or, between two dtypes, different values.
     n_outside : int
         Count of numbers outside the tolerance.
     n_nan_a, n_nan_b, n_inf_a, n_inf_b : int
-        Counts of NaN and of infinities of each side.
+        Counts of NaN and of infinities on each side.
     n_nan_only_a, n_nan_only_b : int
         Counts of NaN where the other side is not NaN.
     n_inf_mismatch : int
-        Infinities that meet a finite number, or one of another sign.
+        Count of unequal pairs in which one or both numbers are infinite, and none is NaN.
     max_abs : int or float
-        The largest distance of two numbers that are not NaN; exact for whole numbers.
+        The largest ``abs(a - b)`` of all pairs without a NaN; exact for integers.
     max_rel : float
-        The largest distance divided by the absolute value in b; inf where that is 0.
+        The largest ``abs(a - b) / abs(b)``; inf if b is 0 and a is not.
     product, squares_a, squares_b : float
-        Sums of a * b, a * a and b * b over the numbers that are finite on both sides, with a
-        divided by 2**scale_a and b by 2**scale_b.
+        Sums of a * b, a * a and b * b over all pairs of finite numbers.  In these sums, a is
+        divided by 2**scale_a, and b by 2**scale_b.
     scale_a, scale_b : int
-        0, unless squares would overflow or underflow float64.
+        0, unless squares would then overflow or underflow float64.
     ulps : tuple of int
-        Counts of numbers that are 0, 1, 2, 3 to 4, 5 to 8, 9 to 16, ... units in the last place
-        apart, in the coarser dtype.  The 66th counts numbers of opposite signs, and NaN and
-        infinities that only one side has.  Trailing zeros are left out.
+        Counts of pairs that are 0, 1, 2, 3 to 4, 5 to 8, 9 to 16, ... units in the last place
+        apart, in the coarser dtype.  The 66th is for pairs with opposite signs, and pairs in which
+        only one number is NaN or infinite.  Zeros at the end of the tuple are left out.
     first : tuple of int or None
-        The index of the first number that differs, in a's order of memory.  For nested tensors it
-        begins with the index of the component.
+        The index of the first number that differs, in the order of a's memory, or None.
+        For nested tensors, the tuple begins with the index of the component.
     problem : str
         Why the numbers could not be compared; empty if they were.
     """
@@ -123,10 +123,10 @@ class TensorDifference:
 
     @property
     def cosine(self) -> float:
-        """The cosine of the angle between the vectors of all numbers that are finite on both sides.
+        """The cosine of the angle between the tensors, from all pairs of finite numbers.
 
-        1.0 if both are 0 everywhere.  NaN if there is no angle: only one of them is 0, or there are
-        only zeros and numbers that are NaN or infinite on one side.
+        1.0 if both tensors are 0 everywhere.  NaN if the finite numbers are all 0 in only one
+        tensor, or in both tensors while a NaN or an infinity differs.
         """
         if not self.n_different:
             return 1.0
@@ -138,9 +138,9 @@ class TensorDifference:
 
     @property
     def relative_error(self) -> float:
-        """The largest distance, divided by the root mean square of b.
+        """The largest distance `max_abs`, divided by the root mean square of b.
 
-        Unlike `max_rel`, it stays small if only numbers near zero differ a little.
+        Unlike `max_rel`, this error stays small if only numbers near zero differ a little.
         """
         if not self.max_abs:
             return 0.0
@@ -166,7 +166,7 @@ class TensorDifference:
         )
 
     def _products(self, scale_a: int, scale_b: int) -> tuple[float, float, float]:
-        """Return the sums of products in the units of other scales."""
+        """Return `product`, `squares_a` and `squares_b`, converted to these scales."""
         down_a, down_b = self.scale_a - scale_a, self.scale_b - scale_b
         return (
             math.ldexp(self.product, down_a + down_b),
@@ -175,7 +175,7 @@ class TensorDifference:
         )
 
     def times(self, n: int) -> TensorDifference:
-        """Return the difference of n such parts."""
+        """Return the total for `n` parts that all have this difference."""
         sums = {name: getattr(self, name) * n for name in (*_SUMS, *_PRODUCTS)}
         return replace(self, **sums, ulps=tuple(n * count for count in self.ulps))
 
@@ -186,7 +186,7 @@ _SUMS = [field.name for field in fields(TensorDifference) if field.name not in _
 
 
 def _common_scale(squares: float, scale: int, other_squares: float, other_scale: int) -> int:
-    """Return a scale for two sums of squares together; a sum of zero fits any scale."""
+    """Return a common scale for two sums of squares; a sum of zero fits any scale."""
     if squares == 0:
         return other_scale
     return max(scale, other_scale) if other_squares else scale
@@ -194,24 +194,24 @@ def _common_scale(squares: float, scale: int, other_squares: float, other_scale:
 
 @dataclass(frozen=True, eq=False)
 class CapturedDifference:
-    """Two values of one name, and how they differ.
+    """Two values with the same name, and how they differ.
 
     Attributes
     ----------
     name : str
-        ``step/phase/module.path#call/argument``, as in the run.
+        The name of both values in their runs, ``step/phase/module.path#call/argument``.
     kind : str
         ``"numbers"``: the elements were compared.  ``"statistics"``: the statistics were compared,
-        because one side has no elements.  ``"value"``: values that are no tensors were compared.
-        ``"shape"``, ``"layout"``, ``"type"``: this property differs; the length of a container
-        counts as ``"shape"``.  ``"not compared"``: one side has not even statistics.  ``"not
-        comparable"``: torch cannot compare the elements.
+        because one side has no elements.  ``"value"``: two plain values were compared.
+        ``"shape"``: two tensors' shapes differ, or the lengths of two containers were compared.
+        ``"layout"``, ``"type"``: this property differs.  ``"not compared"``: one side has neither
+        elements nor statistics.  ``"not comparable"``: torch cannot compare the elements.
     equal : bool
-        Whether they are equal, within the tolerance.
+        Whether the values are equal, within the tolerance.
     a, b : CapturedValue
-        Records of both.
+        The records of the two values.
     numbers : TensorDifference or None
-        Counts and sizes, if their elements were compared.
+        Counts and sizes of the differences, if the elements were compared.
     """
 
     name: str
@@ -223,14 +223,15 @@ class CapturedDifference:
 
     @property
     def call(self) -> str:
-        """The call: ``step/phase/module.path#call``."""
+        """The name of the call, ``step/phase/module.path#call``."""
         return _call_of(self.name)
 
     @property
     def relative_error(self) -> float:
-        """The largest distance, divided by the root mean square of b; if need be, from statistics.
+        """The largest distance, divided by the root mean square of b.
 
-        inf if it is unknown: the shapes differ, or only one side has NaN.
+        If only statistics were compared, the distances are those between statistics.  The result is
+        inf if no distance is known, for example because shapes differ or only one side has NaN.
         """
         if self.numbers is not None:
             found = self.numbers
@@ -242,21 +243,21 @@ class CapturedDifference:
 
 @dataclass
 class CaptureComparison:
-    """The differences of two captured runs.
+    """The differences between two captured runs.
 
     Attributes
     ----------
     compared : list of CapturedDifference
         All values that both runs have, equal or not, in the first run's order of execution.
     only_in_a, only_in_b : list of str
-        Steps and calls that only one run has, and values that only one run has in a call of both.
-        In order of execution.
+        Steps, calls and values that only one run has, in order of execution.  If a step or call is
+        listed, its values are not listed.
     remarks : list of str
-        Parts that were not compared, and differences that do not count.
+        Texts about parts that were not compared, and about differences that `equal` ignores.
     nbytes : int
         Bytes of the first run's tensors that were compared.
     incomparable : dict of str to str
-        Names of values that cannot be compared, and why.  `compared` has them as equal.
+        For each value that cannot be compared, its name and the reason.  `equal` ignores them.
     """
 
     compared: list[CapturedDifference] = field(default_factory=list)
@@ -273,7 +274,7 @@ class CaptureComparison:
 
     @property
     def first(self) -> CapturedDifference | None:
-        """The first difference, in the first run's order of execution."""
+        """The first difference in the first run's order of execution, or None."""
         return next((each for each in self.compared if not each.equal), None)
 
     @property
@@ -299,24 +300,24 @@ def compare_captures(
 
     Values are matched by step, phase, module, call number and argument.  So runs may differ in
     dtype, device, compilation and the order of their calls.  Tensors are read and compared in
-    pieces, and the next pieces are read meanwhile.  This takes about 150 MiB of memory for tensors
-    of any size.  If one run has only statistics, the statistics are compared.
+    pieces: while some pieces are compared, the next ones are read.  This takes about 150 MiB of
+    memory for tensors of any size.  If one run has only statistics, the statistics are compared.
 
     Parameters
     ----------
     a, b : str, os.PathLike or file-like
         Two captures, or a capture and a checkpoint of any kind.  The checkpoint's tensors are
-        compared with the parameters of a step, by name.
+        compared with the run's parameters of the same names, in one step.
     rtol, atol : float, optional
         Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, and NaN equals any NaN.  The
-        defaults are those of :func:`torch.testing.assert_close` for the coarser dtype; for 8-bit
-        floats, one unit in the last place.  If only one is given, the other is 0.
+        defaults are those of :func:`torch.testing.assert_close` for the coarser dtype.  For 8-bit
+        floats, the default is one unit in the last place.  If only one is given, the other is 0.
     exact : bool, default False
-        Whether numbers must have the same bits; between two dtypes, the same values.
+        Whether equal numbers must have the same bits or, between two dtypes, the same values.
     step : int, optional
-        Compare only this step.  With a checkpoint, the default is the first step.
+        Compare only this step.  The default is all steps or, with a checkpoint, the first one.
     recover : bool, default False
-        Whether to read leftovers of killed runs, as :func:`ptsave.open` does.
+        Whether to read unfinished files of killed runs, as :func:`ptsave.open` does.
     progress : bool, default False
         Whether to show a progress bar.
     a_storage_options, b_storage_options : mapping, optional
@@ -329,9 +330,9 @@ def compare_captures(
     Raises
     ------
     ValueError
-        If neither is a capture, they have no step in common, or a tolerance is negative.
+        If neither a nor b is a capture, they have no common step, or a tolerance is negative.
     OSError, CorruptCheckpointError, pickle.UnpicklingError
-        As :func:`ptsave.open`.
+        If :func:`ptsave.open` raises it.
 
     Examples
     --------
@@ -360,7 +361,7 @@ _Keys: TypeAlias = tuple[str, str]
 
 
 class _Comparison:
-    """Compares the values of two sides, and collects the result."""
+    """Compares the values of two files, and collects the result."""
 
     def __init__(self, a: _Side, b: _Side, tolerances: Tolerances) -> None:
         self._a = a
@@ -369,7 +370,7 @@ class _Comparison:
         self._result = CaptureComparison()
 
     def result_of(self, step: int | None, *, progress: bool) -> CaptureComparison:
-        """Compare a step, or all."""
+        """Compare one step; None means all steps or, with a checkpoint, the first one."""
         result = self._result
         are_runs = self._a.run is not None and self._b.run is not None
         pairs = self._aligned(step) if are_runs else self._matched_parameters(step)
@@ -397,7 +398,7 @@ class _Comparison:
     # ----------------------------------------------------------------------------------- pairs
 
     def _aligned(self, step: int | None) -> _Pairs:
-        """Return the values that both runs have, in a's order; note the values of only one."""
+        """Return pairs of values that both runs have, in a's order; note values of only one run."""
         steps = self._common_steps(step)
         of_a, of_b = self._a.values_of(steps), self._b.values_of(steps)
         self._note_alone(_alone(of_a, of_b), _alone(of_b, of_a))
@@ -419,13 +420,13 @@ class _Comparison:
         return common
 
     def _note_alone(self, in_a: list[str], in_b: list[str]) -> None:
-        """Add names that only one run has to the differences, or to a remark if expected."""
+        """Note in the result which names only one run has; if the reason is known, in a remark."""
         for side, other, names, only in (
             (self._a, self._b, in_a, self._result.only_in_a),
             (self._b, self._a, in_b, self._result.only_in_b),
         ):
             if side.selection != other.selection:
-                reason = "the captures were asked for different values"
+                reason = "the captures have different options"
             elif not other.is_complete:
                 reason = f"the capture {other.path} was not completed"
             else:
@@ -433,20 +434,20 @@ class _Comparison:
                 continue
             if names:
                 listed = some_of(names, 3)
-                self._result.remarks.append(f"only in {side.path}, as {reason}: {listed}")
+                self._result.remarks.append(f"only in {side.path}, because {reason}: {listed}")
 
     def _matched_parameters(self, step: int | None) -> _Pairs:
         """Match the parameters of a run's step with the tensors of a checkpoint, by their names.
 
-        Names may differ by a prefix, as in :func:`moved_names`.  Other tensors of the checkpoint
-        are buffers, or an optimizer's: they give a remark.
+        Names match even if their prefixes differ (`moved_names`).  A remark counts the checkpoint's
+        other tensors, such as buffers and an optimizer's state.
         """
         a, b, result = self._a, self._b, self._result
         captured, checkpoint = (a, b) if b.run is None else (b, a)
         if captured.run is None:
             raise ValueError(
-                f"neither {a.path} nor {b.path} is a capture: ptsave.capture writes them; "
-                "compare() and ptsave diff without --capture compare checkpoints"
+                f"neither {a.path} nor {b.path} is a capture (a file of ptsave.capture); to "
+                "compare checkpoints, use compare(), or ptsave diff without --capture"
             )
         parameters, tensors = captured.parameters(step), checkpoint.checkpoint_values()
         names = {name: name for name in parameters if name in tensors}
@@ -459,8 +460,8 @@ class _Comparison:
         missing += [parameters[name].name for name in parameters if name not in names]
         if n_others := len(tensors) - len(names):
             result.remarks.append(
-                f"not compared, as no parameters: {count_text(n_others, 'tensor')} of "
-                f"{checkpoint.path}"
+                f"not compared: {count_text(n_others, 'tensor')} of {checkpoint.path}, because not "
+                "parameters"
             )
         return pairs if captured is a else [(y, x) for x, y in pairs]
 
@@ -469,7 +470,7 @@ class _Comparison:
     def _split(
         self, pairs: _Pairs
     ) -> tuple[dict[str, CapturedDifference], dict[_Keys, TensorPair]]:
-        """Return the differences that records show, and the pairs of tensors that must be read."""
+        """Return the differences known from the records alone, and the pairs of tensors to read."""
         compared: dict[str, CapturedDifference] = {}
         unread: dict[_Keys, TensorPair] = {}  # an output that is the next call's input is read once
         for x, y in pairs:
@@ -490,7 +491,7 @@ class _Comparison:
     def _of_numbers(
         self, x: CapturedValue, y: CapturedValue, numbers: TensorDifference
     ) -> CapturedDifference:
-        """Return the difference of two values that were read, or of their statistics."""
+        """Return the difference of two tensors or, if incomparable, of their statistics."""
         if not numbers.problem:
             equal = not (numbers.n_different if self._tolerances.exact else numbers.n_outside)
             return CapturedDifference(x.name, "numbers", equal, x, y, numbers)
@@ -518,25 +519,25 @@ class _Comparison:
 
 
 class _Side:
-    """An open capture, or a checkpoint that is compared with one; a checkpoint has no `run`."""
+    """An open capture, or a checkpoint to compare with one; for a checkpoint, `run` is None."""
 
     def __init__(self, contents: Contents, *, is_recovered: bool = False) -> None:
         self.source = ComparedCheckpoint(contents)
         self.path = contents.path
         is_run = is_capture(contents.obj)
         self.run = CapturedRun(contents.obj, contents.path) if is_run else None
-        # A recovered run may lack tensors that its records have.
+        # A recovered run may lack tensors that its records name.
         self._stored = contents.obj.keys() if is_run and is_recovered else None
 
     @property
     def selection(self) -> Any:
-        """The options of the capture that choose what is recorded."""
+        """The options that chose what the capture recorded."""
         header = {} if self.run is None else self.run.header
         return [header.get(name) for name in ("what", "include", "exclude", "steps")]
 
     @property
     def is_complete(self) -> bool:
-        """Whether the capture was stopped rather than killed."""
+        """Whether the capture was stopped, not killed; True for a checkpoint."""
         return self.run is None or self.run.totals is not None
 
     @cached_property
@@ -556,13 +557,13 @@ class _Side:
         return {_step_of(name) for name in self.values}
 
     def values_of(self, steps: set[int]) -> dict[str, CapturedValue]:
-        """Return the values of some steps."""
+        """Return the values of these steps."""
         if steps >= self.steps:
             return self.values
         return {name: value for name, value in self.values.items() if _step_of(name) in steps}
 
     def tensor(self, value: CapturedValue) -> Tensor:
-        """Return the unread tensor of a stored value."""
+        """Return the tensor of a stored value, without reading its elements."""
         return self._tensors[value.stored] if self.run is None else self.run.tensor(value.name)
 
     @cached_property
@@ -570,7 +571,7 @@ class _Side:
         return flat(self.source.obj, self.path)
 
     def parameters(self, step: int | None) -> dict[str, CapturedValue]:
-        """Return the parameters of a step, or of the first one, by their names in a state dict."""
+        """Return the parameters of `step` (None: the first step with any), by state-dict name."""
         found: dict[int, dict[str, CapturedValue]] = {}
         for name, value in self.values.items():
             parts = parse_name(name)
@@ -580,8 +581,8 @@ class _Side:
         wanted = min(found, default=0) if step is None else step
         if wanted not in found:
             raise ValueError(
-                f"{self.path} has no parameters of step {wanted}: it has parameters of "
-                f'{steps_text(found)}; a capture with what=("params",) keeps them'
+                f"{self.path} has no parameters of step {wanted}; steps with parameters: "
+                f'{steps_text(found)}. capture(what=("params",)) records parameters'
             )
         return found[wanted]
 
@@ -612,7 +613,7 @@ def _record_of(name: str, tensor: Tensor) -> CapturedValue:
 
 
 def _alone(names: Iterable[str], others: Mapping[str, Any]) -> list[str]:
-    """Return the calls that `others` lacks, and the values that it lacks in common calls."""
+    """Return the names that `others` lacks; instead of a call's values, return a missing call."""
     calls = {_call_of(name) for name in others}
     found = (
         name if _call_of(name) in calls else _call_of(name) for name in names if name not in others
@@ -637,7 +638,7 @@ def _kind_by_records(x: CapturedValue, y: CapturedValue) -> tuple[Kind | None, b
 
 
 def _same_shape(x: tuple[Any, ...], y: tuple[Any, ...]) -> bool:
-    """Whether two shapes may be equal: each run has its own symbols for sizes of nested tensors."""
+    """Return whether two shapes match; any two symbolic sizes of nested tensors match."""
     return len(x) == len(y) and all(
         one == other or type(one) is type(other) is str for one, other in zip(x, y, strict=True)
     )
@@ -650,7 +651,7 @@ def _same_plain(x: object, y: object) -> bool:
 
 
 def _kind_by_tensors(pair: TensorPair) -> Kind | None:
-    """Return the kind of difference of tensors whose elements cannot be paired, or None."""
+    """Return the kind of difference, or None if the elements can be compared in pairs."""
     if pair.a.is_nested or pair.b.is_nested:
         return "layout" if pair.a.is_nested != pair.b.is_nested else None
     if pair.a.shape != pair.b.shape:
@@ -690,8 +691,8 @@ def _statistics_error(a: Statistics, b: Statistics) -> float:
 class Tolerances:
     """Chooses the tolerance of a pair of tensors.
 
-    `rtol` and `atol` are for all dtypes; if only one is given, the other is 0.  With `exact`, only
-    the same bits are equal.
+    `rtol` and `atol` are for all dtypes; if only one is given, the other is 0.  With `exact`,
+    numbers are equal only if they have the same bits or, between two dtypes, the same values.
 
     >>> Tolerances(None, None).of(torch.float32, torch.bfloat16)
     Tolerance(rtol=0.016, atol=1e-05)
@@ -700,11 +701,11 @@ class Tolerances:
     def __init__(self, rtol: float | None, atol: float | None, *, exact: bool = False) -> None:
         self._given = checked_tolerance(rtol, atol)
         if exact and self._given is not None:
-            raise ValueError("exact and a tolerance exclude each other: give one of them")
+            raise ValueError("exact cannot be combined with a tolerance: pass one of them")
         self.exact = exact
 
     def of(self, a: torch.dtype, b: torch.dtype) -> Tolerance:
-        """Return the larger tolerance of two dtypes."""
+        """Return the tolerance for two dtypes: by default, the larger rtol and the larger atol."""
         if self.exact:
             return _EXACT
         if self._given is not None:
@@ -738,7 +739,7 @@ class _Measure:
         parts = a.unbind(), b.unbind()
         sizes = [[list(part.shape) for part in side] for side in parts]
         if sizes[0] != sizes[1]:
-            raise ValueError("their components have other shapes")
+            raise ValueError("the components have different shapes")
         total = TensorDifference()
         for i, (x, y) in enumerate(zip(*parts, strict=True)):
             found = self._of_dense(x, y)
@@ -750,21 +751,22 @@ class _Measure:
         x, y = dense_values(a, b)
         tolerance = self._tolerances.of(x.dtype, y.dtype)
         found = difference_of_rows(x, y, tolerance, self._n_threads)
-        if found is None and x.dtype == y.dtype:  # no numbers: compare their bytes
+        if found is None and x.dtype == y.dtype:  # not numbers: compare the bytes
             x, y = (each.contiguous().view(torch.uint8) for each in (x, y))
             found = difference_of_rows(x, y, tolerance)
         if found is None:
-            raise TypeError("one of them has no numbers")
+            raise TypeError("the elements of one tensor are not numbers")
         return found
 
 
 def difference_of_rows(
     a: Tensor, b: Tensor, tolerance: Tolerance, n_threads: int = 1
 ) -> TensorDifference | None:
-    """Compare two strided CPU tensors of one shape in one pass, whatever their dtypes.
+    """Compare two strided CPU tensors of the same shape, but of any dtypes, in one pass.
 
-    NaN is near any NaN.  Returns None if elements of one are not numbers (bits, or quantized).
-    Raises ValueError if their shapes differ, or only one is of torch.float4_e2m1fn_x2.
+    Two NaNs are within any tolerance.  Returns None if the elements of a tensor are not numbers,
+    but bits or quantized.  Raises ValueError if the shapes differ, or if only one dtype is
+    torch.float4_e2m1fn_x2.
     """
     if a.shape != b.shape:
         raise ValueError(f"tensors of {list(a.shape)} and {list(b.shape)} cannot be compared")
@@ -781,7 +783,7 @@ def difference_of_rows(
 
 
 def _index(flat: int, a: Tensor, dims: list[int]) -> tuple[int, ...]:
-    """Return the index in a tensor for a position in its row."""
+    """Convert a position in the order of memory to an index of the tensor."""
     if a.dtype == torch.float4_e2m1fn_x2:  # two numbers in an element
         flat //= 2
     index = [0] * len(dims)

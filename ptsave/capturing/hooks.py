@@ -17,9 +17,9 @@ from ptsave.support.torch_modules import parameters_of
 
 
 class _ModuleHooks:
-    """The two hooks of a module; nothing is compiled while they run, even below torch.compile.
+    """The two hooks of a module; torch.compile does not compile them or functions that they call.
 
-    Copies of the module, and modules that were pickled whole, get hooks that do nothing.
+    Copies of the module, and modules from a pickle, get hooks that do nothing.
     """
 
     def __init__(self, hooks: Hooks, site: Site) -> None:
@@ -56,20 +56,20 @@ class _ModuleHooks:
 
 
 class _Idle:
-    """Stands in for a recorder, and records nothing."""
+    """Takes the place of a `Recorder`, but records nothing."""
 
     recording = False
 
 
 def idle_hooks() -> _ModuleHooks:
-    """Return hooks that do nothing; modules that were pickled whole refer to this function."""
+    """Return hooks that do nothing; pickles of hooked modules refer to this function."""
     hooks = object.__new__(_ModuleHooks)
     vars(hooks)["_recorder"] = _Idle
     return hooks
 
 
 class Hooks:
-    """Installs the hooks of a capture, and removes all of them."""
+    """Installs and removes the hooks of a capture."""
 
     def __init__(self, recorder: Recorder, sites: Iterable[Site], what: Iterable[str]) -> None:
         wanted = set(what)
@@ -78,12 +78,12 @@ class Hooks:
         self.outputs = "outputs" in wanted
         self.grads = "grads" in wanted
         self.params = "params" in wanted
-        self.step = -1  # the step whose parameters are recorded
-        self.late: dict[Site, list[str]] = {}  # parameters that a lazy module does not have yet
+        self.step = -1  # the last step that `begin_step` has begun
+        self.late: dict[Site, list[str]] = {}  # parameters that are not initialized yet
         self._sites = list(sites)
         self._handles: list[Any] = []
         self._hooked: dict[int, tuple[Tensor, list[tuple[Site, str]]]] = {}
-        self._counts: dict[tuple[Site, str], int] = {}  # of gradients, in one step
+        self._counts: dict[tuple[Site, str], int] = {}  # gradients of a parameter in a step
         self._counted_step = -1
         self._is_watched = False
 
@@ -114,7 +114,7 @@ class Hooks:
     # ---------------------------------------------------------------------------- parameters
 
     def begin_step(self) -> None:
-        """Record the parameters, before the first call of a step."""
+        """Record the parameters before the first call of a step."""
         self.step = self.recorder.step
         for site in self._sites:
             site.counts.clear()
@@ -140,7 +140,7 @@ class Hooks:
                 self.recorder.parameter("params", site, 0, name, parameter)
 
     def _hook_parameters(self) -> None:
-        """Register hooks on trained parameters that have none yet."""
+        """Register hooks on trained parameters that have no hook yet."""
         if not self.grads:
             return
         for site in self._sites:
@@ -169,7 +169,7 @@ class Hooks:
         if self._counted_step != recorder.step:  # a backward can come before the first forward
             self._counted_step = recorder.step
             self._counts.clear()
-        # By names: FSDP2 makes two parameters of one, each with a gradient.
+        # Gradients are counted by name: FSDP2 makes two parameters from one, each with a gradient.
         for site, name in owners:
             number = self._counts.get((site, name), 0)
             self._counts[site, name] = number + 1
@@ -177,7 +177,7 @@ class Hooks:
 
 
 class OptimizerSteps:
-    """Calls `step` after each step of an optimizer; without it, counts optimizer steps."""
+    """Calls `step` after each step of `optimizer`; if None, counts the model's optimizer steps."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, step: Callable[[], None]
@@ -186,20 +186,20 @@ class OptimizerSteps:
         self._optimizer = optimizer
         self._step = step
         self._handle: Any = None
-        # By the id of a parameter: a program may make a new optimizer for each step.
+        # By the id of a parameter, because a program may create a new optimizer for each step.
         self._counts: dict[int, int] = {}
 
     def check(self) -> None:
-        """Raise a ValueError if the optimizer has no parameter of a model that is trained."""
+        """Raise a ValueError if the model is trained, but not by this optimizer."""
         optimizer = self._optimizer
         if optimizer is None or not hasattr(optimizer, "param_groups"):
             return
         is_trained = any(each.requires_grad for each in self._model.parameters())
         if is_trained and self._first_trained(optimizer) is None:
             raise ValueError(
-                f"optimizer, of {type(optimizer).__name__}, has none of the model's "
-                "parameters: give the one that trains it, or none and call capture.step() at the "
-                "end of each step"
+                f"the optimizer ({type(optimizer).__name__}) has none of the model's parameters: "
+                "pass the optimizer that trains the model; or pass no optimizer, and call "
+                "capture.step() at the end of each step"
             )
 
     def install(self) -> None:
@@ -215,7 +215,7 @@ class OptimizerSteps:
 
     @property
     def n_unmarked(self) -> int:
-        """The largest number of unmarked steps of one parameter's optimizers."""
+        """The most steps that one of the model's optimizers took; 0 if `optimizer` is given."""
         return max(self._counts.values(), default=0)
 
     @never_compiled
@@ -228,7 +228,7 @@ class OptimizerSteps:
             self._counts[first] = self._counts.get(first, 0) + 1
 
     def _first_trained(self, optimizer: Optimizer) -> int | None:
-        """Return the id of an optimizer's first parameter that is the model's, or None."""
+        """Return the id of the optimizer's first parameter that belongs to the model, or None."""
         own = {id(parameter) for parameter in self._model.parameters()}
         ids = (id(each) for group in optimizer.param_groups for each in group["params"])
         return next((each for each in ids if each in own), None)

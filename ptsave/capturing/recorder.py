@@ -1,7 +1,7 @@
-"""Turns values into rows of records, and tensors into entries of the archive.
+"""Makes records of calls and values, and adds the captured tensors to the file.
 
-Rows are plain tuples of the fields of `CapturedCall` and `CapturedValue`, because a hook has only
-20 us.
+A record, or row, is a plain tuple with the fields of `CapturedCall` or `CapturedValue`, because
+each hook must finish within 20 us.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ _MAX_TEXT = 200
 
 _COLON = "%3A"
 _MAX_DEPTH = 50
-# A tensor's key in the file, a note, its statistics, and its copy while that is in transfer.
+# A tensor's key in the file, a note, its statistics, and its unfinished copy to the host.
 _Kept: TypeAlias = tuple[str, str, tuple[Any, ...] | None, Staged | None]
 _GRADIENTS_OF = {"forward": "backward", "recompute": "recompute_backward"}
 
 
 class Site:
-    """A module and the path that it is called by."""
+    """A module, and its path in the model."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
         self.module = module
         self.text = escape(path)
         self.class_name = class_name(module)
-        self.counts: dict[str, Iterator[int]] = {}  # of calls, by phase
+        self.counts: dict[str, Iterator[int]] = {}  # counters of calls, by phase
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call that has begun; `frame` is torch's frame that makes the call, until its end."""
+    """A module call that has begun; until it ends, `frame` is the frame in torch that runs it."""
 
     site: Site
     step: int
@@ -77,7 +77,7 @@ class Call:
     order: int
     id: int
     name: str
-    error: BaseException | None  # the program's: the call may be in an except block
+    error: BaseException | None  # the error that was being handled when the call began
     parent: int | None = None
     stack: tuple[str, ...] = ()
     frame: FrameType | None = None
@@ -100,7 +100,7 @@ class Call:
 
 
 class Seen(NamedTuple):
-    """A tensor that was recorded, and how often it had been changed by then."""
+    """A recorded tensor, with the version (see `version_of`) that was recorded."""
 
     ref: weakref.ref[Tensor]
     version: int
@@ -109,7 +109,7 @@ class Seen(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Hooked:
-    """A tensor whose gradient is recorded, under the names of all calls that have its value."""
+    """A tensor whose gradient will be recorded under the names of all calls that used it."""
 
     ref: weakref.ref[Tensor]
     version: int
@@ -123,7 +123,7 @@ class _Thread(threading.local):
 
 
 class Recorder:
-    """Records the events of one run; `n_steps` is the last step that has records, plus 1."""
+    """Records the calls and values of one run; `n_steps` is 1 plus the last recorded step."""
 
     def __init__(self, blocks: Blocks, options: Options, n_threads: int) -> None:
         self.recording = False
@@ -144,7 +144,7 @@ class Recorder:
         self._block_number = count()
         self._block = Block(0, next(self._block_number))
         self._hooked: dict[int, Hooked] = {}
-        self._handles: list[Any] = []  # hooks of tensors that are no leaves
+        self._handles: list[Any] = []  # hooks of tensors that are not leaves
         self._leaves: dict[int, tuple[Hooked, Any]] = {}  # hooks of leaves, by id
         self._texts: dict[Any, str] = {}
 
@@ -157,12 +157,12 @@ class Recorder:
         self.recording = recording
 
     def end_step(self) -> None:
-        """Hand over the records of a step."""
+        """Pass the records of the step to `Blocks`, and forget the step's tensors."""
         self._seen.clear()
         self._hooked.clear()
         self._hand_over(more=False)
         self._handles = [handle for handle in self._handles if _is_alive(handle)]
-        # A leaf may get this step's gradient later.  Further gradients belong to other steps.
+        # A leaf may get this step's gradient later; gradients after that belong to other steps.
         for key, (hooked, handle) in list(self._leaves.items()):
             if hooked.n_gradients or not _is_alive(handle):
                 handle.remove()
@@ -216,7 +216,7 @@ class Recorder:
         return call
 
     def end_call(self, site: Site, result: object) -> Call | None:
-        """Record the end of a call; return the call, or None if it raised or began unseen."""
+        """Record that a call has ended; return its `Call` if it ended normally, otherwise None."""
         calls = self._thread.calls
         for i in range(len(calls) - 1, -1, -1):
             if calls[i].site is site:
@@ -233,7 +233,7 @@ class Recorder:
         return call if status == "returned" else None
 
     def _end_unseen(self, call: Call) -> None:
-        """Record a call whose end no hook saw: torch runs no hooks for a KeyboardInterrupt."""
+        """Record a call as unfinished, because no hook saw its end (KeyboardInterrupt, ...)."""
         call.frame = None
         self._block.calls.append(call.row(self._event(), "unfinished", ""))
         self._open.pop(call.id, None)
@@ -243,7 +243,7 @@ class Recorder:
     def arguments(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool, grads: bool
     ) -> None:
-        """Record the arguments of a call, or only hook their gradients."""
+        """If `keep`, record the arguments of a call; if `grads`, register gradient hooks."""
         for i, value in enumerate(args):
             self.value(call, f"inputs/{i}", value, keep, grads)
         for key, value in kwargs.items():
@@ -252,7 +252,7 @@ class Recorder:
     def value(  # noqa: PLR0917
         self, call: Call, path: str, value: Any, keep: bool, grads: bool, depth: int = 0
     ) -> None:
-        """Record a value of a call and everything in it, or only hook its gradients."""
+        """If `keep`, record a value and everything in it; if `grads`, register gradient hooks."""
         if isinstance(value, Tensor):
             if keep:
                 self.tensor(f"{call.name}/{path}", call.id, value)
@@ -296,7 +296,7 @@ class Recorder:
         )
 
     def tensor(self, name: str, call: int | None, tensor: Tensor) -> None:
-        """Record a tensor, as it is now."""
+        """Record a tensor as it is now."""
         version = version_of(tensor)
         seen = self._seen.get(id(tensor))
         if seen is not None and seen.version == version >= 0 and seen.ref() is tensor:
@@ -318,12 +318,12 @@ class Recorder:
             is_transformed = is_transforming() or is_wrapped(tensor)
             keep = self._keep_transformed if is_transformed else self._keep
             stored, note, found, staged = keep(name, tensor)
-        except NotImplementedError as error:  # the tensor is a wrapper
+        except NotImplementedError as error:  # a subclass without values of its own
             note = f"no values: {str(error).splitlines()[0]}"[:_MAX_TEXT]
         except RuntimeError:
             if not is_freed(tensor):
                 raise
-            note = "its memory was freed: no values"
+            note = "memory was freed: no values"
         row = (
             name,
             self._event(),
@@ -367,7 +367,7 @@ class Recorder:
         return ("", why_not, found, None) if why_not else (name, note, found, None)
 
     def _keep_transformed(self, name: str, tensor: Tensor) -> _Kept:
-        """Keep the values that a transform of ``torch.func`` works with."""
+        """Store the plain tensor inside a tensor that a transform of ``torch.func`` has wrapped."""
         shape = tensor.shape
         with outside_transforms():
             plain = unwrapped(tensor)
@@ -379,7 +379,7 @@ class Recorder:
         return stored, note, found, staged
 
     def _keep_large(self, name: str, tensor: Tensor) -> _Kept:
-        """Keep a large plain tensor; its statistics are taken during the copy."""
+        """Store a large plain tensor; if possible, compute its statistics during the copy."""
         if keeps_storage(tensor):
             why_not, found = self._blocks.store_measured(name, tensor)
         else:
@@ -416,10 +416,10 @@ class Recorder:
         handle = tensor.register_hook(partial(self._gradient, hooked))
         if tensor.is_leaf:
             if (earlier := self._leaves.pop(id(tensor), None)) is not None:
-                earlier[1].remove()  # from here on its gradients are this step's
+                earlier[1].remove()  # later gradients of the tensor belong to this step
             self._leaves[id(tensor)] = hooked, handle
         else:
-            self._handles.append(handle)  # the hook goes with the graph
+            self._handles.append(handle)  # the hook is freed together with the graph
 
     @never_compiled
     def _gradient(self, hooked: Hooked, grad: Tensor | None) -> None:
@@ -459,7 +459,7 @@ def _is_running(frame: FrameType | None) -> bool:
 
 
 def _outcome(call: Call, result: object) -> tuple[str, str]:
-    """Return status and error of a call whose result is None: it may have raised."""
+    """Return the status and error of a call whose result is None, perhaps because it raised."""
     error = sys.exc_info()[1]
     if error is None or error is call.error:
         return "returned", ""
@@ -494,12 +494,12 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 # ------------------------------------------------------------------------------- parts of names
-# The elements of a container have different parts: the key 1 beside the key "1" is ``1%3Aint``.  A
-# colon in a key is not escaped, so no other key gets such a part.
+# Each element of a container has a different part of the name.  With the keys "1" and 1, the key 1
+# gets the part ``1%3Aint``.  No other key gets this part, because colons in keys are not escaped.
 
 
 def _items_of(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the elements of a container, each with its part of a name; None for other objects.
+    """Return a container's elements, each after its part of the name; None for other objects.
 
     >>> _items_of({"a/b": 1.5, 1: 2.5, "1": 3.5})
     [('a%2Fb', 1.5), ('1%3Aint', 2.5), ('1', 3.5)]
@@ -524,7 +524,7 @@ def _items_of(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _keyword_part(name: str, n_positional: int) -> str:
-    """Return the part of a keyword argument, which differs from positional arguments' parts.
+    """Return a keyword argument's part of the name; it differs from positional arguments' parts.
 
     >>> _keyword_part("mask", 1), _keyword_part("0", 1), _keyword_part("1", 1)
     ('mask', '0%3Akeyword', '1')
@@ -534,7 +534,7 @@ def _keyword_part(name: str, n_positional: int) -> str:
 
 
 def _parts(keys: list[Any]) -> Iterable[str]:
-    """Return a different part for each key; text keeps its own."""
+    """Return a different part of the name for each key; for a text, it is the escaped text."""
     if set(map(type, keys)) <= {str} and len(set(keys)) == len(keys):
         return map(escape, keys)
     taken = {escape(key) for key in keys if type(key) is str}
@@ -552,7 +552,7 @@ def _parts(keys: list[Any]) -> Iterable[str]:
 
 
 def _free(part: str, taken: set[str]) -> str:
-    """Return the part; if it is taken, add a number from 2 on."""
+    """Return `part`; if another key has it, append the first free number, from 2 on."""
     numbered, number = part, 2
     while numbered in taken:
         numbered, number = f"{part}{_COLON}{number}", number + 1
@@ -564,5 +564,5 @@ def _text_of(key: Any) -> str:
         return key
     try:
         return str(key)[:_MAX_TEXT]
-    except Exception:  # the key's own code, which the model does not run
+    except Exception:  # `str` runs the key's own code, which may raise any error
         return type(key).__name__

@@ -1,7 +1,7 @@
-"""The calls and values of a capture, from the object of its file, and statistics of tensors.
+"""Reads the calls and values of a capture, and computes statistics of tensors.
 
-Records stay tuples until they are asked for, and are checked column by column. There may be 100,000
-calls, and making an object for each takes longer.
+Records are read as tuples and checked column by column, because creating an object for each of
+100,000 calls takes longer. Objects are created when a caller asks for them.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ _NAME, _CALL, _KIND, _DTYPE, _SHAPE, _NBYTES, _NOTE, _STATISTICS = map(
 
 
 class CapturedRun:
-    """An open capture; the tensors of the saved object `obj` may have no values.
+    """A capture that is read; `obj` is its loaded dict, whose tensors may not be read yet.
 
     docs/format.md lists the fields of `header`. `totals` is None if the process was killed before
-    the capture ended. A capture of a later version raises ValueError; damaged records raise
-    CorruptCheckpointError. For an object that may not be a capture, use `captured_run`.
+    the capture ended. A capture of a later format version raises ValueError; damaged records raise
+    CorruptCheckpointError. If it is unknown whether `obj` is a capture, use `captured_run`.
     """
 
     def __init__(self, obj: Any, path: str) -> None:
@@ -70,7 +70,7 @@ class CapturedRun:
         self.totals = self._dict_of(self._obj.get(SUMMARY))
         self.blocks = {key: value for key, value in self._obj.items() if is_block_key(key)}
         if not self.blocks and not isinstance(self.header.get("modules"), dict):
-            raise self._damaged("it has no records, and its header no modules")
+            raise self._damaged("there are no records, and the header lists no modules")
         self.call_rows: list[Row] = []
         self.value_rows: list[Row] = []
         for key, block in self.blocks.items():
@@ -87,7 +87,7 @@ class CapturedRun:
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """The names of the selected modules' classes, by the modules' paths."""
+        """The captured modules: each one's path, with the name of its class."""
         found = self._dict_of(self.header.get("modules"), {})
         return {path: name for path, name in found.items() if type(path) is type(name) is str}
 
@@ -99,7 +99,7 @@ class CapturedRun:
         return tuple(sorted(found))
 
     def total(self, name: str) -> int | None:
-        """Return a total from the end of the capture; None if it has no such total."""
+        """Return a total that the capture wrote at its end, or None if it is missing."""
         found = (self.totals or {}).get(name)
         return found if type(found) is int and 0 <= found < 1 << 64 else None
 
@@ -108,7 +108,7 @@ class CapturedRun:
         return list(self._calls)
 
     def values(self, phase: str | None = None, step: int | None = None) -> Iterator[CapturedValue]:
-        """Yield values in the order of their events, of all phases and steps or of one."""
+        """Yield all values (of `phase` and `step`, if given), in the order of their capture."""
         for row in self.value_rows:
             if phase is not None or step is not None:
                 of_step, of_phase, _ = row[_NAME].split("/", 2)
@@ -117,21 +117,21 @@ class CapturedRun:
             yield _value_of(row)
 
     def value(self, name: str) -> CapturedValue:
-        """Return the value with a name; an EntryNotFoundError suggests similar names."""
+        """Return the value called `name`, or raise EntryNotFoundError with similar names."""
         row = self._by_name.get(name)
         if row is None:
             raise entry_not_found(self.path, name, self._by_name)
         return _value_of(row)
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor of a value, as it is in the object.
+        """Return the tensor of the value called `name`, as it is in the loaded dict.
 
-        A tensor that the capture has left out raises EntryNotFoundError. One that the file should
-        hold, but does not, raises CorruptCheckpointError.
+        Raises TypeError if the value is not a tensor, EntryNotFoundError if the capture left it
+        out, and CorruptCheckpointError if the file should contain it, but does not.
         """
         value = self.value(name)
         if value.kind != "tensor":
-            raise TypeError(f"{self.path}: {name!r} is no tensor, but a {value.type}")
+            raise TypeError(f"{self.path}: {name!r} is not a tensor, but a {value.type}")
         if not value.stored:
             reason = value.note or "the capture was made with tensors=False"
             raise EntryNotFoundError(
@@ -139,7 +139,7 @@ class CapturedRun:
             )
         tensor = self._obj.get(value.stored)
         if not is_tensor(tensor):
-            raise self._damaged(f"{name!r} should be the tensor {value.stored!r}, which is missing")
+            raise self._damaged(f"the tensor {value.stored!r} of {name!r} is missing")
         return tensor
 
     def summary(self) -> CaptureSummary:
@@ -180,7 +180,7 @@ class CapturedRun:
         return calls
 
     def _unfinished(self, rows: list[Row]) -> CapturedCall | None:
-        """Return a call that has values but no record."""
+        """Return the call of values whose call has no record; None if they belong to no call."""
         values = list(map(_value_of, rows))
         name = parse_name(values[0].name)
         phase = GRADIENT_PHASES.get(name.phase, name.phase)
@@ -205,37 +205,37 @@ class CapturedRun:
 
     def _damaged(self, reason: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f"{self.path}: a damaged capture: {reason}", path=self.path, record="data.pkl"
+            f"{self.path}: the capture is damaged: {reason}", path=self.path, record="data.pkl"
         )
 
     def _check_version(self) -> None:
         version = self.header.get("version")
         if type(version) is not int:
-            raise self._damaged(f"its version is {type(version).__name__}, not int")
+            raise self._damaged(f"the version is {type(version).__name__}, not int")
         if version > VERSION:
             raise ValueError(
-                f"{self.path}: a capture of version {version}, and this ptsave reads up to "
-                f"{VERSION}: install a newer one"
+                f"{self.path}: the capture has version {version}, but this ptsave reads only "
+                f"versions up to {VERSION}: install a newer ptsave"
             )
 
     def _dict_of(self, value: Any, default: Any = None) -> Any:
-        """Return a plain copy of a dict, without methods that a file has replaced."""
+        """Return a dict's items as a plain dict, or `default`; never call a subclass's methods."""
         return dict(dict.items(value)) if isinstance(value, dict) else default
 
     def _rows(
         self, key: str, block: Any, kind: str, known: tuple[str, ...], defaults: dict[str, Any]
     ) -> Sequence[Row]:
-        """Return the rows of a block with the fields that this version knows, in their order."""
+        """Return the rows of a block; each row has the fields `known`, in this order."""
         block = self._dict_of(block, {})
         names, rows = block.get(f"{kind}_fields"), block.get(f"{kind}s")
         if type(names) is not tuple or type(rows) is not list or not _are_texts(names):
             raise self._damaged(f"{key!r} has no list of {kind}s with the names of their fields")
         if set(map(type, rows)) - {tuple} or set(map(len, rows)) - {len(names)}:
-            raise self._damaged(f"{key!r}: its {kind}s are not tuples of {len(names)} fields")
+            raise self._damaged(f"{key!r}: the {kind}s are not tuples of {len(names)} fields")
         if names != known:
             missing = [name for name in known if name not in names and name not in defaults]
             if missing:
-                raise self._damaged(f"{key!r}: its {kind}s have no {', '.join(missing)}")
+                raise self._damaged(f"{key!r}: the {kind}s have no {', '.join(missing)}")
             filled = [{**defaults, **dict(zip(names, row, strict=True))} for row in rows]
             rows = [tuple(row[name] for name in known) for row in filled]
         for name, column in zip(known, zip(*rows, strict=True), strict=False):
@@ -246,14 +246,14 @@ class CapturedRun:
     def _check_ids(self) -> None:
         ids = set(map(itemgetter(0), self.call_rows))
         if len(ids) < len(self.call_rows):
-            raise self._damaged("two calls have one id")
+            raise self._damaged("two calls have the same id")
         parent = CALL_FIELDS.index("parent")
         if any(row[parent] is not None and row[parent] >= row[0] for row in self.call_rows):
             raise self._damaged("a call began before the call that contains it")
 
 
 class _Values(Mapping[str, CapturedValue]):
-    """The values of a call by their paths, created at the first access."""
+    """The values of a call by their paths; the first access creates them."""
 
     def __init__(self, rows: Sequence[Row], phases: Iterable[str]) -> None:
         self._rows = rows
@@ -282,7 +282,7 @@ class _Values(Mapping[str, CapturedValue]):
 
 
 def _call_of(row: Row, values: Sequence[Row]) -> CapturedCall:
-    make: Any = CapturedCall  # its fields are those of a row, and the values
+    make: Any = CapturedCall  # its fields are a row's fields, then the values
     return make(*row, _Values(values, _CALL_PHASES), _Values(values, GRADIENT_PHASES))  # type: ignore[no-any-return]
 
 
@@ -308,10 +308,10 @@ _MAX_NUMBER = (1 << 64) - 1
 
 
 def _is_column_right(kind: str, field: str, column: Collection[Any]) -> bool:
-    """Return whether a field of records of a `kind`, ``call`` or ``value``, has its type."""
+    """Return whether a column has the type of its field; `kind` is ``call`` or ``value``."""
     try:
         return _CHECKS.get((kind, field), _are_texts)(column)
-    except TypeError:  # a value cannot be in a set
+    except TypeError:  # a value is not hashable
         return False
 
 
@@ -325,7 +325,7 @@ _are_tuples = _of_types(tuple)
 
 
 def _are_counts(column: Collection[Any]) -> bool:
-    """Return whether all are whole numbers of up to 64 bits."""
+    """Return whether all elements are non-negative integers of up to 64 bits, or bools."""
     if not set(map(type, column)) <= {int, bool}:
         return False
     return not column or (min(column) >= 0 and max(column) <= _MAX_NUMBER)
@@ -336,7 +336,7 @@ def _are_counts_or_none(column: Collection[Any]) -> bool:
 
 
 def _are_shapes(column: Collection[Any]) -> bool:
-    """Return whether all are tuples of sizes; sizes of nested tensors may be symbols."""
+    """Return whether all are tuples of sizes; a text is the symbolic size of a nested tensor."""
     sizes = set(chain.from_iterable(set(column))) if _are_tuples(column) else {None}
     return _are_counts([size for size in sizes if type(size) is not str])
 
@@ -347,7 +347,7 @@ def _are_statistics(column: Collection[Any]) -> bool:
     n_fields = len(Statistics._fields)
     if not _are_tuples(found) or min(map(len, found), default=n_fields) < n_fields:
         return False
-    columns = zip(*found, strict=False)  # there may be more fields
+    columns = zip(*found, strict=False)  # a later version may add fields
     return all(
         _STATISTICS_CHECKS[name](numbers)
         for name, numbers in zip(Statistics._fields, columns, strict=False)
@@ -396,7 +396,7 @@ _CHECKS: dict[tuple[str, str], Callable[[Collection[Any]], bool]] = {
 
 # ------------------------------------------------------------------------------------- statistics
 
-_PHASES = {  # in the order of the list, with the suffixes of names
+_PHASES = {  # in the order in which values are listed, with the suffixes of their names
     "forward": "",
     "recompute": " (recomputed)",
     "backward": ".grad",
@@ -408,9 +408,9 @@ _NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
 
 
 class PooledStatistics:
-    """The `Statistics` of several tensors, as if they were one.
+    """The `Statistics` of several tensors, as if they were one tensor.
 
-    The variance is that of all elements, by the parallel algorithm of Chan et al.
+    The variance is that of all finite elements, computed by the parallel algorithm of Chan et al.
     """
 
     def __init__(self) -> None:
@@ -423,7 +423,7 @@ class PooledStatistics:
         self.max: float = math.nan
         self.norm = 0.0
         self._n_finite = 0
-        self._deviation = 0.0  # the root of the mean square of the distances to the mean
+        self._deviation = 0.0  # root mean square of the distances to the mean
 
     @property
     def std(self) -> float:
@@ -432,7 +432,7 @@ class PooledStatistics:
         return self._deviation * math.sqrt(n / (n - 1)) if n > 1 else math.nan
 
     def add(self, statistics: Sequence[Any]) -> None:
-        """Add the fields of a tensor's `Statistics`."""
+        """Include a tensor, given the fields of its `Statistics`."""
         found = Statistics(*statistics[: len(Statistics._fields)])
         self.numel += found.numel
         self.n_nan += found.n_nan
@@ -447,13 +447,13 @@ class PooledStatistics:
         self._add_moments(n_finite, found.mean, found.std)
 
     def _add_moments(self, n: int, mean: complex, std: float) -> None:
-        # Not a sum of squares, which may overflow or underflow where its root does not.
+        # Not a sum of squares, which may overflow or underflow even if its root does not.
         deviation = std * math.sqrt((n - 1) / n) if n > 1 else 0.0
         if self._n_finite == 0:
             self._n_finite, self.mean, self._deviation = n, mean, deviation
             return
         before, total = self._n_finite, self._n_finite + n
-        half = mean / 2 - self.mean / 2  # the whole distance may exceed any float
+        half = mean / 2 - self.mean / 2  # the whole distance may exceed the largest float
         spread = math.hypot(half.real, half.imag) * (2 * math.sqrt(before) * math.sqrt(n) / total)
         self._deviation = math.hypot(
             self._deviation * math.sqrt(before / total), deviation * math.sqrt(n / total), spread
@@ -465,7 +465,7 @@ class PooledStatistics:
 
 @dataclass
 class ValueStatistics:
-    """Tensors of one name, from all calls and steps, as if they were one tensor."""
+    """All tensors with one name, from all calls and steps, as if they were one tensor."""
 
     name: str  # "inputs/0", "outputs.grad", "weight", "weight.grad", ...
     phase: str = ""  # as in the capture's names; empty for the entry of a checkpoint
@@ -493,27 +493,28 @@ class ValueStatistics:
 
 @dataclass
 class ModuleStatistics:
-    """A module of a capture, with its values."""
+    """A module of a capture, with the statistics of its values."""
 
     path: str  # as in `torch.nn.Module.named_modules`
     class_name: str  # full name
     n_calls: int = 0  # including recomputations
     values: list[ValueStatistics] = field(default_factory=list)  # by phase and first appearance
-    depth: int = 0  # number of listed modules around it
-    label: str = ""  # path in the innermost of these; the model's is its class name
+    depth: int = 0  # number of listed modules that contain this one
+    label: str = ""  # path within the innermost of them; for the model, the class name
 
 
 def module_statistics(
     run: CapturedRun, *, step: int | None = None, patterns: Sequence[str] = ()
 ) -> list[ModuleStatistics]:
-    """Return the modules of a capture, each in front of its submodules.
+    """Return the modules of a capture; each module comes before its submodules.
 
-    `patterns` are paths of modules, which include all submodules, or shell patterns.  Raises
-    EntryNotFoundError if a pattern matches no module, and ValueError if `step` has no records.
+    Each of `patterns` is a module's path or a shell pattern, and also selects all submodules.
+    Raises EntryNotFoundError if a pattern matches no module, and ValueError if `step` has no
+    records.
     """
     if step is not None and step not in run.steps:
         raise ValueError(
-            f"{run.path}: no records of step {step}: there are {steps_text(run.steps)}"
+            f"{run.path}: no records of step {step}: its steps are {steps_text(run.steps)}"
         )
     modules = {path: ModuleStatistics(path, name) for path, name in run.modules.items()}
     for row in run.call_rows:
@@ -528,7 +529,7 @@ def module_statistics(
 
 
 def steps_text(steps: Iterable[int]) -> str:
-    """Return numbers of steps as text: the first ones, and the last."""
+    """Return step numbers as text: the first ones, and the last one."""
     numbers = [*map(str, sorted(steps))]
     return ", ".join([*numbers[:7], "...", numbers[-1]] if len(numbers) > 8 else numbers) or "none"
 
@@ -536,8 +537,8 @@ def steps_text(steps: Iterable[int]) -> str:
 def _values_by_module(
     run: CapturedRun, step: int | None
 ) -> dict[str, dict[tuple[str, str], ValueStatistics]]:
-    """Return the values of each module by phase and path."""
-    found: dict[str, dict[tuple[str, str], ValueStatistics]] = {}  # by the quoted path in the name
+    """Return the statistics of each module's values, by phase and path."""
+    found: dict[str, dict[tuple[str, str], ValueStatistics]] = {}  # by the escaped path in the name
     of_step = None if step is None else str(step)
     for row in run.value_rows:
         if row[_KIND] != "tensor":
@@ -555,7 +556,7 @@ def _values_by_module(
 
 
 def _selected(file: str, paths: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """Return the paths that match a pattern, and the paths of all their submodules."""
+    """Return paths that match a pattern, and their submodules; all paths if there is no pattern."""
     paths = list(paths)
     if not patterns:
         return paths
@@ -569,7 +570,7 @@ def _selected(file: str, paths: Iterable[str], patterns: Sequence[str]) -> list[
 
 
 def _around(path: str) -> Iterable[str]:
-    """Yield a module's path and the paths of the modules around it, from inside."""
+    """Yield a module's path and the paths of the modules that contain it, the innermost first."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -577,7 +578,7 @@ def _around(path: str) -> Iterable[str]:
 
 
 def _nest(modules: Sequence[ModuleStatistics]) -> None:
-    """Set the depth of each module, and its path in the module that it is listed below."""
+    """Set `depth` and `label` of each of these modules."""
     by_path = {module.path: module for module in modules}
     for module in modules:
         outer = [path for path in _around(module.path) if path in by_path][1:]
@@ -592,7 +593,7 @@ def _nest(modules: Sequence[ModuleStatistics]) -> None:
 def entry_statistics(
     contents: Contents, listing: FileListing, numbers: Iterable[int]
 ) -> dict[int, ValueStatistics]:
-    """Read tensors one by one; return their statistics by the numbers of their nodes."""
+    """Read the tensors of the nodes `numbers` one by one; return statistics by node number."""
     found = {}
     for number in numbers:
         node = listing.tree.nodes[number]
@@ -604,7 +605,7 @@ def entry_statistics(
 
 
 def tensor_statistics(name: str, tensor: Tensor, nbytes: int) -> ValueStatistics:
-    """Return the statistics of one tensor, whose elements have `nbytes` bytes."""
+    """Return the statistics of one tensor, whose elements take `nbytes` bytes."""
     value = ValueStatistics(name, n_tensors=1, nbytes=nbytes)
     values, value.note = local_values(tensor)
     if values is not None:

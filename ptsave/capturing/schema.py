@@ -1,8 +1,7 @@
 """The records of a capture: the calls of modules, the values of each call, and totals.
 
-A capture is an archive of one dict. Beside tensors it holds only plain dicts, tuples, numbers and
-text, so that ``torch.load(..., weights_only=True)`` opens it; docs/format.md, "Captures", lists its
-keys.
+A capture's file contains one dict, with only tensors, plain dicts, tuples, numbers and text.  So
+``torch.load(..., weights_only=True)`` loads it. docs/format.md, "Captures", lists its keys.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from ptsave.support.text import (
 )
 
 VERSION = 1  # readers refuse a larger one
-SUMMARY = "capture/end"  # the key of the totals, the last entry; a killed run has none
+SUMMARY = "capture/end"  # the key of the last entry, the totals; a killed run has no totals
 
 Row = tuple[Any, ...]  # a record in the file
 
-# In the order of a step.  A gradient with respect to a value belongs to the value's call.
+# In their order within a step.  The gradient of a call's value belongs to the same call.
 PHASES = ("params", "forward", "recompute", "backward", "recompute_backward", "grads")
-# Phases of gradients with respect to the values of calls, and the phases of these calls.
+# For each phase of gradients: the phase of the calls whose values have these gradients.
 GRADIENT_PHASES = {"backward": "forward", "recompute_backward": "recompute"}
 
 
 class Name(NamedTuple):
-    """The parts of ``step/phase/module.path#call/argument/path``: docs/format.md, "Captures"."""
+    """The parts of a value's name, ``step/phase/module.path#call/argument/path``."""
 
     step: int
     phase: str
@@ -47,19 +46,19 @@ class Name(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of one tensor; all but the counts and the checksum cover finite elements only.
+    """Statistics of one tensor; mean, std, min, max and norm cover only its finite elements.
 
     Attributes
     ----------
     numel : int
-        Number of elements; of a sparse tensor, of its stored values.
+        Number of elements; for a sparse tensor, the number of its stored values.
     n_nan, n_inf, n_zero : int
-        Numbers of elements that are NaN, infinite, zero.
+        Numbers of elements that are NaN, infinite and zero.
     mean, std : float or complex
         Accumulated in double precision; std is the square root of the unbiased variance.  NaN if
-        there are too few elements.  The mean of complex elements is complex.
+        too few elements are finite.  The mean of complex elements is complex.
     min, max : int or float
-        Exact; for complex elements, of their absolute values.  NaN if there are no elements.
+        Exact; for complex elements, extremes of the absolute values.  NaN if none is finite.
     norm : float
         The L2 norm.
     checksum : int
@@ -85,33 +84,34 @@ class CapturedCall:
     Attributes
     ----------
     id : int
-        Unique in the run, in the order in which the calls began.
+        Unique in the run; ids increase in the order in which the calls began.
     step, phase, module, call
-        As in a value's name.  The phase is ``forward``, or ``recompute`` where activation
+        The parts of the call's name.  The phase is ``forward``, or ``recompute`` where activation
         checkpointing runs a forward again during the backward.
     class_name : str
         The module's class, for example ``"torch.nn.modules.linear.Linear"``.
     order, end : int
-        Event numbers of the call's beginning and end; a run's events are counted from 0.
+        Numbers of the call's beginning and end: a run numbers all beginnings and ends of calls, and
+        all values, from 0, in the order of execution.
     parent : int or None
-        `id` of the call that contains this one, in the same thread.
+        `id` of the call, in the same thread, that contains this call; None if there is none.
     status : {"returned", "raised", "stopped", "unfinished"}
-        "stopped" is a recomputation that ended early, when it had all that the backward needs.
+        "stopped" is a recomputation that ended early, because the backward needs no more values.
         "unfinished" is a call whose end no hook saw, for example because of a KeyboardInterrupt;
-        its `end` is the beginning of the next call.  If the process was killed, only the call's
-        values are known.
+        its `end` is when the capture noticed that.  If the process was killed, only the values of
+        an unfinished call are known.
     error : str
-        Type and message of the exception of a call that raised.
+        Type and message of the exception, if the call raised one.
     stack : tuple of str
-        Where it was called, outermost first, as ``"file:line function"``.  Empty without
-        `call_stacks`.
+        The call stack, outermost frame first, as ``"file:line function"``.  Empty if the
+        capture does not record call stacks.
     values : mapping of str to CapturedValue
-        Arguments and results by their paths in the name, ``"inputs/0"`` or ``"outputs/logits"``,
-        and the containers around them.  Filled in only when a capture is read.
+        Arguments and results, and the containers around them, by paths such as ``"inputs/0"`` or
+        ``"outputs/logits"``.  Filled in only when a capture is read.
     grads : mapping of str to CapturedValue
         Gradients with respect to `values`, by the same paths.
     inputs, outputs : list of CapturedValue
-        The tensors in `values`.
+        The tensors among the arguments, and those in the result, from `values`.
     """
 
     id: int
@@ -136,7 +136,7 @@ class CapturedCall:
 
     @property
     def outputs(self) -> list[CapturedValue]:
-        """The tensors in the call's result: one, several in a tuple, or none if the call raised."""
+        """The tensors in the call's result, also nested ones; none if the call raised."""
         return self._tensors("outputs")
 
     def _tensors(self, root: str) -> list[CapturedValue]:
@@ -149,37 +149,37 @@ class CapturedCall:
 
 @dataclass(frozen=True)
 class CapturedValue:
-    """An argument, a result, a gradient or a parameter, or a container or plain value in one.
+    """An argument, result, gradient or parameter, or an element of a container among them.
 
     Attributes
     ----------
     name : str
-        ``step/phase/module.path#call/argument/path``; `parse_name` takes it apart.
+        ``step/phase/module.path#call/argument/path``; `parse_name` returns the parts.
     order : int
-        Event number, as in :class:`CapturedCall`.
+        Number of the value in the order of execution, as in :class:`CapturedCall`.
     call : int or None
-        `id` of the call; None for ``params`` and ``grads``.
+        `id` of the call; None in the phases ``params`` and ``grads``.
     kind : {"tensor", "container", "plain"}
         A container's elements follow as values of their own, with longer paths.
     type : str
         ``"Tensor"``, ``"tuple"``, ``"transformers.modeling_outputs.BaseModelOutput"``, ...
     dtype, device, layout : str
-        Of a tensor, as torch writes them: ``"torch.float32"``, ``"cuda:0"``, ``"torch.strided"``.
+        For a tensor, as torch writes them: ``"torch.float32"``, ``"cuda:0"``, ``"torch.strided"``.
     shape : tuple of int
-        Of a tensor; of a container, its length alone.
+        The shape of a tensor; for a container, a tuple of its length.
     nbytes : int
         Bytes of the tensor's elements.
     requires_grad : bool
         Whether a tensor requires gradients.
     stored : str
-        The archive's key that holds the tensor: its own name, or the name of an earlier tensor
-        with the same bytes.  ``""`` if the archive does not hold it.
+        The key of the tensor in the file: its own name, or the name of an earlier tensor with the
+        same bytes.  ``""`` if the tensor is not in the file.
     value : object
-        A plain value: None, a bool, a number or a text.  Other values are a shortened `repr`.
+        None, a bool, a number or a text; for other plain values (bytes, ...), a shortened `repr`.
     note : str
-        Why something is missing or different: ``"meta: no values"``, ``"dropped: memory"``, ...
+        Why something is missing or different: ``"meta: no values"``, ``"dropped: max_bytes"``, ...
     statistics : Statistics or None
-        A tensor's statistics, if the capture takes them and the tensor has values.
+        A tensor's statistics, if the capture computes them and the tensor has values.
     """
 
     name: str
@@ -200,7 +200,7 @@ class CapturedValue:
 
 
 def escape(text: str) -> str:
-    """Return a part of a name with ``/``, ``#`` and ``%`` as ``%2F``, ``%23`` and ``%25``.
+    """Escape a part of a name: ``/``, ``#`` and ``%`` become ``%2F``, ``%23`` and ``%25``.
 
     >>> escape("a/b"), escape("layers.0")
     ('a%2Fb', 'layers.0')
@@ -220,14 +220,14 @@ def parse_name(name: str) -> Name:
     module, separator, call = module_call.rpartition("#")
     if phase not in PHASES or not separator or not (step.isdecimal() and call.isdecimal()):
         raise ValueError(
-            f"{name!r} names no captured value: it should be step/phase/module.path#call/argument, "
+            f"{name!r} is not the name of a captured value, step/phase/module.path#call/argument, "
             f"where the phase is one of {', '.join(PHASES)}"
         )
     return Name(int(step), phase, unquote(module), int(call), tuple(map(unquote, path)))
 
 
 def block_key(step: int, number: int) -> str:
-    """Return the key of a block of records: a step has one or more, numbered from 0."""
+    """Return the key of a block of records; `number` counts the blocks of a step from 0."""
     return f"{step}/records/{number}"
 
 
@@ -237,7 +237,7 @@ def is_block_key(key: object) -> bool:
 
 
 def block_to_plain(calls: list[Row], values: list[Row]) -> dict[str, Any]:
-    """Return a block of records as it is written."""
+    """Return the dict that is written to the file for a block of records."""
     return {
         "call_fields": CALL_FIELDS,
         "calls": calls,
@@ -261,7 +261,7 @@ _OUTPUT = "[^/]*/(?:forward|recompute)/[^/]*/outputs"
 
 @dataclass(frozen=True)
 class ClassSummary:
-    """Totals of the calls of modules of one class.
+    """Totals of all calls of the modules of one class.
 
     Attributes
     ----------
@@ -272,12 +272,12 @@ class ClassSummary:
     shapes : tuple of tuple
         Shapes of tensors in outputs, each once, in the order of their first appearance.
     dtypes : tuple of str
-        Dtypes of tensors in arguments, results and gradients, ``"torch.float32"``, each once.
+        Dtypes of tensors in arguments, results and gradients, each once.
     n_tensors, nbytes : int
-        Number of such tensors, and the bytes of their elements.  A tensor counts each time that it
-        is an argument or a result.
+        Number of tensors in arguments, results and gradients, and the bytes of their elements.  A
+        tensor counts each time that it is an argument or a result.
     n_nan, n_inf : int
-        Their elements that are NaN or infinite; 0 if the capture has no statistics.
+        Numbers of NaN and infinite elements in these tensors; 0 if there are no statistics.
     """
 
     class_name: str
@@ -299,7 +299,7 @@ class ClassSummary:
 
 @dataclass(frozen=True)
 class CaptureSummary:
-    """Totals of a capture; ``str()`` is a table of up to 80 columns.
+    """Totals of a capture; ``str()`` is a table whose lines have up to 80 characters.
 
     Attributes
     ----------
@@ -310,16 +310,16 @@ class CaptureSummary:
     steps : tuple of int
         The steps that have records.
     n_calls, n_values : int
-        Numbers of the records of calls, and of values: arguments, results, gradients, parameters
+        Numbers of recorded calls, and of recorded values: arguments, results, gradients, parameters
         and containers.
     stored_nbytes : int or None
-        Bytes of tensors in the file; None if the capture was killed.
+        Bytes of tensors in the file; None if the process was killed.
     n_dropped : int or None
-        Tensors that were left out for lack of room; None if the capture was killed.
+        Number of tensors that were left out of the file; None if the process was killed.
     is_finished : bool
-        Whether the capture was stopped.  If not, the process was killed, and the file recovered.
+        Whether the capture was stopped.  If not, the process was killed.
     classes : tuple of ClassSummary
-        In the order of their first calls.
+        The totals of each class of modules, in the order of the classes' first calls.
     """
 
     path: str
@@ -333,7 +333,7 @@ class CaptureSummary:
     classes: tuple[ClassSummary, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as dicts, lists, numbers and text, for ``json.dumps``."""
+        """Return the totals as a dict of plain values, for ``json.dumps``."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Statistics of tensors of every kind: strided, sparse, nested, distributed, without values."""
+"""Computes statistics of tensors of all kinds, such as sparse, nested and distributed ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 def statistics_of(tensor: Tensor, n_threads: int) -> tuple[Any, ...] | None:
     """Return the fields of `Statistics` for a strided tensor in CPU memory.
 
-    Uses up to `n_threads` of torch's threads.  Returns None if the tensor has no statistics:
-    `why_no_statistics` says why.
+    Uses up to `n_threads` of torch's threads.  Returns None if the tensor has no statistics;
+    `why_no_statistics` returns the reason.
     """
     try:
         return _C.tensor_statistics(tensor, n_threads)
-    except TypeError:  # it is not contiguous, or is to be conjugated
+    except TypeError:  # not contiguous, or with a conjugate or negative bit
         if is_expanded_far(tensor):
             return None
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -32,7 +32,7 @@ def statistics_of(tensor: Tensor, n_threads: int) -> tuple[Any, ...] | None:
 
 
 def why_no_statistics(tensor: Tensor) -> str:
-    """Return a note on a tensor whose elements are no numbers, or far too many to read.
+    """Return why a tensor has no statistics: it has no numbers, or far too many elements.
 
     >>> why_no_statistics(torch.zeros(1).expand(1 << 40))
     'expanded to 4.00 TiB: no statistics'
@@ -43,7 +43,7 @@ def why_no_statistics(tensor: Tensor) -> str:
 
 
 def is_expanded_far(tensor: Tensor) -> bool:
-    """Return whether a strided tensor is far larger than its memory, too large to write."""
+    """Return whether an expanded strided tensor exceeds the default limit for writing it whole."""
     return nbytes_of(tensor) > default_limit(stored_nbytes(tensor))
 
 
@@ -59,7 +59,7 @@ def unexpanded(tensor: Tensor) -> Tensor:
 
 
 def keeps_storage(tensor: Tensor) -> bool:
-    """Return whether a strided tensor fills its storage; otherwise a copy is written."""
+    """Return whether a strided tensor fills its storage; if not, a contiguous copy is written."""
     return tensor.untyped_storage().nbytes() <= unexpanded(tensor).nbytes
 
 
@@ -69,7 +69,7 @@ def stored_nbytes(tensor: Tensor) -> int:
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Return whether a tensor's storage was freed while the tensor exists, as FSDP does."""
+    """Return whether a tensor's storage was freed while the tensor exists (FSDP does this)."""
     try:
         return tensor.untyped_storage().nbytes() == 0 < tensor.numel()
     except (NotImplementedError, RuntimeError):
@@ -77,7 +77,7 @@ def is_freed(tensor: Tensor) -> bool:
 
 
 def local_values(tensor: Tensor) -> tuple[Tensor | None, str]:
-    """Return a strided tensor of this process's values, or None, and a note that says why."""
+    """Return a tensor's values in this process as a strided tensor or None, and a note on them."""
     if tensor.is_meta:
         return None, "meta: no values"
     if type(tensor) not in PLAIN_TYPES:
@@ -108,4 +108,4 @@ def _values_of_subclass(tensor: Tensor) -> tuple[Tensor | None, str]:
     is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if is_plain and tensor.layout == torch.strided and not tensor.is_quantized:
         return tensor.detach().as_subclass(Tensor), f"subclass {kind}: as a plain tensor"
-    return None, f"{kind}: no values"  # a file with it would need its code
+    return None, f"{kind}: no values"  # to load such a tensor, a program would need its class

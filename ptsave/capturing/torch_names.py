@@ -3,9 +3,9 @@
 Checked with torch 2.13.0; if a name is missing, `private` raises an ImportError that names it.
 
 Code compiled by `torch.compile` must notice when module hooks are added or removed.  Dynamo
-compiles a module's call without hooks if the module has none at that moment.  Neither calls nor
-guards look for new hooks later (`skip_nnmodule_hook_guards`).  So code that was compiled before,
-even for another instance of the class, would silently ignore the hooks.
+compiles a module's call without hooks if the module has none at that moment.  By default, compiled
+code does not look for new hooks later (`skip_nnmodule_hook_guards`).  So code that was compiled
+before, even for another instance of the class, would silently ignore the hooks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # The number of the backward pass that this thread works on; -1 outside of a pass.
 graph_task_id: Callable[[], int] = private(torch._C, "_current_graph_task_id")
-# Ends a recomputation that has all values for the backward pass.
+# Activation checkpointing raises this to end a recomputation that has all needed values.
 StopRecomputationError: type[Exception] = private(checkpoint, "_StopRecomputationError")
 _functorch: Any = private(torch._C, "_functorch")
 _interpreter: Callable[[], object] = private(_functorch, "peek_interpreter_stack")
-# Whether a tensor is wrapped by a transform, which may have ended.
+# Whether a transform (vmap, grad, ...) has wrapped a tensor, even if the transform has ended.
 is_wrapped: Callable[[Tensor], bool] = private(_functorch, "is_functorch_wrapped_tensor")
 _is_functional: Callable[[Tensor], bool] = private(_functorch, "is_functionaltensor")
 _unwrap: Callable[[Tensor], Tensor] = private(_functorch, "get_unwrapped")
-# A context manager in which no transform sees operations.
+# A context manager in which operations bypass all transforms.
 outside_transforms: Callable[[], AbstractContextManager[None]] = private(
     pyfunctorch, "temporarily_clear_interpreter_stack"
 )
@@ -46,14 +46,14 @@ _eval_frame: Any = private(private(torch._C, "_dynamo"), "eval_frame")
 _set_strategy: Callable[[Any, Any], None] = private(_eval_frame, "set_code_exec_strategy")
 _FrameExecStrategy: Any = private(_eval_frame, "_FrameExecStrategy")
 _FrameAction: Any = private(_eval_frame, "_FrameAction")
-# Skips a frame, and the frames of everything that it calls.
+# Makes dynamo skip a frame, and the frames of all functions that it calls.
 _NEVER = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 WRAPPED_ATTRIBUTE = "_orig_mod"  # the module inside a module of `torch.compile`
 private(torch.ones(()), "_version")
 
 
 def never_compiled(function: _Function) -> _Function:
-    """Make dynamo break graphs at a function, and run the function uncompiled: a decorator.
+    """Decorate a function so that dynamo breaks the graph, and runs the function uncompiled.
 
     ``torch.compiler.disable`` does the same, but imports dynamo, which takes seconds.
     """
@@ -64,14 +64,14 @@ def never_compiled(function: _Function) -> _Function:
 
 
 def is_transforming() -> bool:
-    """Return whether ``torch.func`` transforms the code that runs: ``vmap``, ``grad``, ..."""
+    """Return whether a transform of ``torch.func`` is running: ``vmap``, ``grad``, ..."""
     return _interpreter() is not None
 
 
 def unwrapped(tensor: Tensor) -> Tensor | None:
-    """Return the plain tensor in the wrappers of ``torch.func``; None if it may be out of date.
+    """Return the plain tensor inside ``torch.func``'s wrappers; None if ``functionalize`` made one.
 
-    Under ``vmap`` it has all samples, and so one more dimension.
+    Under ``vmap`` the plain tensor has all samples, and so one more dimension.
     """
     while is_wrapped(tensor):
         if _is_functional(tensor):
@@ -81,20 +81,20 @@ def unwrapped(tensor: Tensor) -> Tensor | None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; -1 if torch does not count."""
+    """Return how often a tensor was changed in place; -1 if torch does not count changes."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 _DYNAMO = "torch._dynamo"
-_AFTER_CONFIG = f"{_DYNAMO}.convert_frame"  # is imported once the configuration exists
+_AFTER_CONFIG = f"{_DYNAMO}.convert_frame"  # dynamo imports this module after its configuration
 _OPTION = "skip_nnmodule_hook_guards"
 
 
 class HookWatch:
-    """Makes dynamo recompile code that ran without hooks, and guard code against new hooks.
+    """Makes dynamo compile code again when hooks were added or removed, so that hooks are called.
 
-    It drops compiled code of all modules, because nothing tells which modules a piece of code
-    calls.  It does not import dynamo, which takes seconds.
+    All compiled code is dropped, because the watch cannot know which modules the code calls.
+    The watch does not import dynamo, because that takes seconds.
     """
 
     def __init__(self) -> None:
@@ -127,12 +127,12 @@ class HookWatch:
                 self._forget_code()
 
     def guard_hooks(self) -> None:
-        """Make dynamo guard all code that it compiles from now on against new hooks."""
+        """Make dynamo check for new hooks in all code that it compiles from now on."""
         if self._was_skipped is not None or not self._n:
             return
         config = _config()
         entry = private(config, "_config")[_OPTION]
-        # The default is for all threads; a value that was set in this thread overrides it.
+        # The default applies to all threads; a value that this thread has set overrides it.
         self._was_skipped, entry.default = entry.default, False
         self._is_overridden = getattr(config, _OPTION)
         if self._is_overridden:
@@ -151,7 +151,7 @@ class HookWatch:
 
 
 class _Finder(MetaPathFinder):
-    """Notices when dynamo is imported, and finds nothing."""
+    """Notices when dynamo is imported; it finds no modules itself."""
 
     def __init__(self, watch: HookWatch) -> None:
         self._watch = watch

@@ -24,12 +24,12 @@ ptsave bench --plot speeds.png --markdown > speeds.md
 
 
 def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    """Parse a size: 4GiB, 512M, 1.5g, 1000000."""
+    """Parse a size such as 4GiB, 512M, 1.5g or 1000000."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.I | re.A)
     if match is None:
-        raise click.BadParameter(f"{text!r} is no size, such as 512MiB or 4GiB", ctx, option)
+        raise click.BadParameter(f"{text!r} is not a size, such as 512MiB or 4GiB", ctx, option)
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -38,7 +38,7 @@ def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int 
 @click.option(
     "--size",
     callback=_size,
-    help="Tensors in each file.  [default: 1GiB, at most a quarter of free memory and disk]",
+    help="Tensor bytes in each file.  [default: 1GiB, at most a quarter of free memory and disk]",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option(
@@ -46,7 +46,7 @@ def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int 
     type=click.Choice(["as-found", "warmed-up", "cold"]),
     default="as-found",
     show_default=True,
-    help="First calls of processes, later ones, or first ones with cold memory (root).",
+    help="Measure a first call, a later call, or (as root) a first call with cold memory.",
 )
 @click.option("--markdown", is_flag=True, help="Print a markdown report with the machine's data.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
@@ -70,8 +70,8 @@ def bench_command(
     The command saves a GPT-2-like model with and without fsync, and loads it from the disk (cold)
     and from the page cache (warm).  The libraries take turns, in a shuffled order.  Each figure is
     the first call of a fresh process, unless --state says otherwise.  A load ends when every page
-    has been touched.  s and GB/s are medians; ratios are medians of the ratios within a round.  The
-    command removes its files at the end.
+    has been touched.  The columns s and GB/s show medians.  Each ratio is computed within a round,
+    and its median over the rounds is shown.  The command removes its files at the end.
     """
     from ptsave.bench.rounds import (
         SPEED_HEADER,
@@ -91,7 +91,7 @@ def bench_command(
     note(
         ctx,
         f"writes {size_text(plan.nbytes_written)} in all to {directory}, "
-        f"{size_text(plan.nbytes_on_disk)} at a time, and removes them",
+        f"{size_text(plan.nbytes_on_disk)} at a time, and removes the files",
     )
     found = measure_disk(plan, progress=shows_progress(ctx))
     for remark in found.remarks:

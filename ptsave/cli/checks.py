@@ -46,7 +46,7 @@ from ptsave.support.text import count_text, printable, size_text
 _N_SHOWN = 5
 _VERIFY_EXAMPLES = """
 ptsave verify checkpoint.pt
-ptsave verify --list checkpoint.pt   # names every damaged tensor, and every one that is whole
+ptsave verify --list checkpoint.pt   # names all damaged and all undamaged tensors
 ptsave verify *.pt && rm -r backup
 ptsave verify .run.pt.4f1c0a93b2d7e856.ptsave --recover  # what a killed process has left
 ptsave verify path/to/checkpoint-500 # every checkpoint in a directory, shards with their index
@@ -71,15 +71,15 @@ def verify_command(
     recover: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
-    """Check that files are whole: every checksum, size and position.
+    """Check files for damage: every checksum, size and position.
 
     In a directory, the command checks all checkpoints, whatever their names: shards with their
     index, distributed checkpoints with the files of all ranks, and single files. It names the files
     that it does not check.
 
     Exit code: 1 if anything is damaged. The command then prints the damaged records, the tensors
-    that use them, and the tensors that are whole. Files without checksums (safetensors, torch
-    before 1.6) get the checks that are possible.
+    that use them, and the undamaged tensors. Files without checksums (safetensors, torch before
+    1.6) get only the other checks.
     """
     report = _Report(ctx, list_all, as_json)
     found = []
@@ -88,7 +88,7 @@ def verify_command(
         try:
             checkpoints = checkpoint_files(file, storage_options)
             for each in checkpoints.sets:
-                each.close()  # many files would use up the descriptors
+                each.close()  # many open files would use up the descriptors
             # The size of a remote file is fetched only once.
             sizes = {path: _nbytes(each, path) for each in checkpoints.sets for path in each.paths}
             found.append((argument, checkpoints, sizes))
@@ -129,7 +129,7 @@ def _nbytes(files: ShardFiles, path: str) -> int:
 def _verify(
     path: str, files: ShardFiles, recover: bool, progress: ProgressCallback | None
 ) -> Verification:
-    """Verify one file, an undamaged plain one without importing torch, which takes a second."""
+    """Verify one file; import torch only if necessary, because that takes a second."""
     found = None if recover else whole_file(path, progress)
     if found is not None:
         return found
@@ -150,7 +150,7 @@ class _Report:
         self._arguments: list[dict[str, Any]] = []
 
     def begin(self, path: str) -> dict[str, Any]:
-        """Start the report on an argument; return its JSON object for the other methods."""
+        """Start the report on one argument; return its JSON object, which other methods fill in."""
         self._arguments.append(
             {"path": path, "files": [], "problems": [], "not_looked_at": [], "error": None}
         )
@@ -163,7 +163,7 @@ class _Report:
         return one_line(error)
 
     def add(self, argument: dict[str, Any], found: Verification) -> None:
-        """Report on a file."""
+        """Print what was found in a file, or add it to the argument's JSON object."""
         if found.problems:
             self._code = max(self._code, NEGATIVE)
         if self._as_json:
@@ -176,7 +176,7 @@ class _Report:
     def add_problems(
         self, argument: dict[str, Any], files: CheckpointFiles, problems: list[Problem]
     ) -> None:
-        """Report files that are inconsistent with each other, and names that are not verified."""
+        """Report files that do not fit together, and names of files that were not verified."""
         ignored = [f"{name} ({what})" if what else name for name, what in files.ignored.items()]
         names = ignored + [f"{name}/" for name in files.directories]
         if problems:
@@ -261,7 +261,7 @@ def _file_json(found: Verification) -> dict[str, Any]:
 
 _GLOBALS_EXAMPLES = """
 ptsave globals checkpoint.pt
-ptsave globals --all checkpoint.pt  # those that torch allows by default, too
+ptsave globals --all checkpoint.pt  # also the ones that torch allows by default
 ptsave globals - < checkpoint.pt
 """
 _ALLOWED, _NOT, _NEVER = "allowed", "not allowed", "never allowed"
@@ -274,7 +274,7 @@ Allow them only if you know what each one does, and trust the author of the file
 
 @click.command("globals", cls=Command, examples=_GLOBALS_EXAMPLES)
 @click.argument("file", type=SOURCE)
-@click.option("--all", "show_all", is_flag=True, help="Show those that are allowed, too.")
+@click.option("--all", "show_all", is_flag=True, help="Also show allowed functions and classes.")
 @with_json
 @with_storage_options("FILE")
 @click.pass_context
@@ -289,10 +289,10 @@ def globals_command(
     """List the functions and classes that FILE needs beyond torch's default allow-list.
 
     The command does not run the file's pickle. Exit code: 1 if FILE needs any. Then torch.load with
-    weights_only=True refuses FILE until they are allowed.
+    weights_only=True refuses FILE until you allow these functions and classes.
 
-    With --json: an object with path and globals, a list of objects with name (the full name) and
-    state: "allowed", "not allowed" or "never allowed". The list also has the allowed ones.
+    With --json: an object with path and globals. globals is a list of objects with name (the full
+    name) and state: "allowed", "not allowed" or "never allowed".
     """
     ordinary = _ordinary_globals(file, storage_options)
     possible: dict[str, Any] = {}
@@ -330,7 +330,7 @@ def globals_command(
 
 
 def _ordinary_globals(file: str, storage_options: dict[str, Any] | None) -> set[str] | None:
-    """Return the globals, or None if any is not in `ORDINARY_GLOBALS`, without importing torch."""
+    """Without torch, return a file's globals if all are in `ORDINARY_GLOBALS`; otherwise None."""
     from ptsave.inspection.pickle_globals import ORDINARY_GLOBALS, globals_in_pickle
 
     found: set[str] = set()

@@ -1,6 +1,6 @@
-"""The group of all commands, and the arguments, options, errors and remarks that they share.
+"""The group of all commands, and what they share: arguments, options, errors and remarks.
 
-Functions import the modules that ``ptsave --help`` does not need.
+Modules that ``ptsave --help`` does not need are imported inside functions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ptsave.errors import CheckpointWarning, CorruptCheckpointError, SaveError
 from ptsave.sources.locations import is_url
 from ptsave.support.text import printable
 
-# Each command's purpose, so that help and completion import no command's module.
+# Each command's purpose is here, so that help and completion do not import its module.
 PURPOSES = {
-    "ls": "List what files hold.",
+    "ls": "List the entries of files.",
     "show": "Show one value, or a tensor's numbers.",
-    "verify": "Check that files are whole.",
+    "verify": "Check files for damage.",
     "globals": "List the code that a file needs.",
     "extract": "Write parts of a file to a new file.",
     "convert": "Write a file in another format.",
@@ -131,7 +131,7 @@ class Command(click.Command):
         self._examples = examples
         self.params += [
             _flag("--quiet", "-q", help="No progress bars and no remarks, only results."),
-            _flag("--debug", help="Show where an error comes from."),
+            _flag("--debug", help="Show the traceback of an error."),
         ]
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -172,9 +172,9 @@ class Command(click.Command):
 
 @contextmanager
 def exits_if_unwritable() -> Iterator[None]:
-    """Exit as `Command` does if standard output cannot be written.
+    """If standard output cannot be written, exit as `Command` does.
 
-    Otherwise Python's flush at exit prints several lines, and the exit code is 120.
+    Without this, Python's flush at exit would print several lines, and the exit code would be 120.
     """
     try:
         try:
@@ -218,7 +218,7 @@ def one_line(error: BaseException) -> str:
     """Return the message of an error as one line."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
-    elif isinstance(error, OSError) and error.strerror:  # from standard output
+    elif isinstance(error, OSError) and error.strerror:  # writing to standard output failed
         text = error.strerror
     elif isinstance(error, UnpicklingError) and _WEIGHTS_ONLY in str(error):
         text = _short_refusal(str(error), getattr(error, "path", "the file"))
@@ -229,8 +229,8 @@ def one_line(error: BaseException) -> str:
         text = text or type(error).__name__
         if type(error) is CorruptCheckpointError and not is_url(error.path):
             is_storage = (error.record or "").startswith("data/")
-            taken = ", `ptsave extract --whole` takes it" if is_storage and error.entries else ""
-            text += f" (`ptsave verify FILE` says what is whole{taken})"
+            taken = ", `ptsave extract --whole` copies them" if is_storage and error.entries else ""
+            text += f" (`ptsave verify FILE` lists undamaged tensors{taken})"
     shown = text[:_MAX_SCANNED].partition(_CPP_FRAMES)[0]
     line = printable(" ".join(shown.split()))
     more = "... (--debug shows all of it)" if len(line) > _MAX_LENGTH else ""
@@ -242,7 +242,7 @@ def _short_refusal(message: str, path: str) -> str:
     needs = f"{path} needs more than torch.load(weights_only=True) allows"
     found = _REFUSED.search(message)
     if found:
-        return f"{needs}: {found[1]} (`ptsave globals FILE` lists what, and runs nothing)"
+        return f"{needs}: {found[1]} (`ptsave globals FILE` lists all, and runs no code)"
     reason = _REASON.search(message)  # allowing a global would not help
     return f"{needs}: {reason[1]}" if reason else needs
 
@@ -263,7 +263,7 @@ def _say(text: str, color: str | None = None) -> None:
 
 
 def note(ctx: click.Context, text: str) -> None:
-    """Print a remark on standard error, unless ``--quiet``."""
+    """Print a remark on standard error, unless ``--quiet`` is given."""
     if not _is_set(ctx, "quiet"):
         _say(text)
 
@@ -271,30 +271,30 @@ def note(ctx: click.Context, text: str) -> None:
 def _show_warning(
     ctx: click.Context, message: Warning | str, category: type[Warning], *place: object
 ) -> None:
-    """Show a warning about the file; only ``--debug`` shows warnings for programmers."""
+    """Show a warning about a file; with ``--debug``, also show warnings for programmers."""
     if issubclass(category, CheckpointWarning) or _is_set(ctx, "debug"):
         note(ctx, one_line(message) if isinstance(message, Warning) else message)
 
 
 def result(ctx: click.Context, text: str) -> None:
-    """Print the result of a command, unless ``--quiet``."""
+    """Print the result of a command, unless ``--quiet`` is given."""
     if not _is_set(ctx, "quiet"):
         click.echo(printable(text))
 
 
-with_json = click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
+with_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 with_recovery = click.option(
     "--recover",
     is_flag=True,
-    help="Read a file that was cut short, or the leftover of a killed process that wrote a growing "
-    "archive or a capture, .NAME.<16 hex digits>.ptsave, up to its last whole batch. Entries that "
-    "are damaged or missing are named and left out.",
+    help="Read the complete part of a file that was cut short. A killed process leaves such a file "
+    "(.NAME.<16 hex digits>.ptsave) if it used ptsave.ArchiveWriter or ptsave.capture. Damaged and "
+    "missing entries are left out, and their names are printed.",
 )
 
 
 def _trust(ctx: click.Context, param: click.Parameter, names: tuple[str, ...]) -> None:
-    """Allow the named classes until the command ends."""
+    """Let torch build objects of the named classes until the command ends."""
     if not names:
         return
     from torch.serialization import safe_globals
@@ -335,7 +335,7 @@ _EXPECTED = "pass an object such as '{\"anon\": true}'"
 
 
 class _File(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """The name of a file, directory or URL, kept as typed, because a URL is not a path."""
+    """The name of a file, directory or URL, which click passes on unchanged."""
 
     name = "file"
 
@@ -359,14 +359,14 @@ SOURCE = _Source()
 
 
 def path_of_standard_input(ctx: click.Context, *, needs_values: bool = True) -> str:
-    """Return a path for a file that holds all of standard input.
+    """Return the path of a file that holds all of standard input.
 
     Reading a checkpoint starts at its end, so a pipe is copied to an unnamed temporary file, which
     replaces descriptor 0.  Without `needs_values`, only the header of a safetensors file is copied,
     and a hole in the temporary file replaces the tensors.
     """
     if ctx.meta.get(_TAKEN):
-        raise click.UsageError("Standard input can be one argument only.", ctx)
+        raise click.UsageError("Only one argument can be standard input.", ctx)
     ctx.meta[_TAKEN] = True
     try:
         status = os.fstat(0)
@@ -388,7 +388,7 @@ def path_of_standard_input(ctx: click.Context, *, needs_values: bool = True) -> 
 
 
 def copy_header(stream: IO[bytes], copy: IO[bytes]) -> bool:
-    """Copy a safetensors header, and extend the copy to the file's size; False without header."""
+    """Copy a safetensors header, and extend the copy to the file's size; False if impossible."""
     import json
 
     from ptsave.sources.kinds import is_safetensors
@@ -415,7 +415,7 @@ def complete_names(
 ) -> list[CompletionItem]:
     """Return the entries of the command's file whose names begin with `incomplete`."""
     found: dict[str, None] = {}
-    of_modules = ctx.params.get("stats", False) is not False  # only ls has it; its default is None
+    of_modules = ctx.params.get("stats", False) is not False  # only ls has --stats, None by default
     try:
         for name in names_in(ctx.params["file"], ctx.params.get("storage_options"), of_modules):
             if name.startswith(incomplete) and name.isprintable():
@@ -428,7 +428,7 @@ def complete_names(
 def names_in(
     file: str, storage_options: Mapping[str, Any] | None, of_modules: bool
 ) -> Iterator[str]:
-    """Yield the names of a file's entries; with `of_modules`, a capture's module paths."""
+    """Yield the names of a file's entries or, for a capture with `of_modules`, its module paths."""
     from ptsave.contents.captures import HEADER, is_capture
     from ptsave.contents.directories import find_files
     from ptsave.inspection.reports import list_files
@@ -456,11 +456,11 @@ def _json_object(ctx: click.Context, option: click.Parameter, text: str | None) 
 
 
 def with_storage_options(argument: str, prefix: str = "") -> Callable[[Any], Any]:
-    """Add ``--storage-options`` for an argument to a command; `prefix` begins the option's name."""
+    """Return a decorator that adds ``--storage-options`` for `argument` to a command."""
     return click.option(
         f"--{prefix}-storage-options" if prefix else "--storage-options",
         callback=_json_object,
         metavar="JSON",
-        help=f"If {argument} is a URL: an object of arguments for its file system, for example "
+        help=f"If {argument} is a URL: a JSON object of options for its file system, for example "
         "'{\"anon\": true}'.",
     )

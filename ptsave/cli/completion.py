@@ -1,8 +1,9 @@
-"""``ptsave completion``: prints a completion script for bash, zsh or fish, and answers it.
+"""``ptsave completion``: prints a completion script for bash, zsh or fish.
 
-click's own scripts need a set-up that a new user account lacks, and lose names with commas, blanks
-or colons.  The scripts here send the line up to the cursor, and quote the answers.  An answer is a
-line of kind, value and description, separated by tabs.
+The script asks this module for completions.  click's own scripts need a set-up that a new user
+account lacks, and lose names with commas, blanks or colons.  The scripts here send the line up to
+the cursor, and quote the answers.  Each answer is a line: kind, value and description, separated by
+tabs.
 """
 
 from __future__ import annotations

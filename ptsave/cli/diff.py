@@ -1,4 +1,4 @@
-"""``ptsave diff``: shows the differences of two checkpoints, or of two captured runs."""
+"""``ptsave diff``: shows the differences between two checkpoints or two captured runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ptsave.support.text import printable
 _COLORS = {"-": "red", "+": "green", ">": "cyan", "~": "yellow", "!": "red"}
 _EXAMPLES = """
 ptsave diff before.pt after.pt
-ptsave diff model.pt model.safetensors      # kinds may differ: tensors are compared
+ptsave diff model.pt model.safetensors      # in different formats: only tensors are compared
 ptsave diff old/ new/ --rtol 1e-3 --top 20  # directories of shards; the 20 largest differences
 ptsave diff a.pt b.pt --shapes              # names, types, dtypes and shapes: reads no values
 ptsave diff a.pt b.pt --only 'model.*' --ignore-dtype --json
@@ -34,20 +34,20 @@ ptsave diff run.pt model.pt --capture --step 0  # the parameters of a step
 @click.command("diff", cls=Command, examples=_EXAMPLES)
 @click.argument("a", type=SOURCE)
 @click.argument("b", type=SOURCE)
-@click.option("--rtol", type=float, help="Relative tolerance, to values in B.")
+@click.option("--rtol", type=float, help="Tolerance relative to the values in B.")
 @click.option("--atol", type=float, help="Absolute tolerance.")
 @click.option("--names-only", is_flag=True, help="Compare names and types only.")
 @click.option("--shapes", is_flag=True, help="Compare names, types, dtypes and shapes only.")
-@click.option("--ignore-dtype", is_flag=True, help="Compare values across dtypes.")
-@click.option("--only", metavar="GLOB", multiple=True, help="Compare only entries of such names.")
+@click.option("--ignore-dtype", is_flag=True, help="Compare values of different dtypes.")
+@click.option("--only", metavar="GLOB", multiple=True, help="Compare only entries that match GLOB.")
 @click.option(
     "--top", metavar="N", type=click.IntRange(min=0), help="Show the N largest differences only."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--capture", is_flag=True, help="Compare captured runs, or one with a checkpoint.")
+@click.option("--capture", is_flag=True, help="Compare captured runs, or a run with a checkpoint.")
 @click.option("--step", type=click.IntRange(min=0), help="With --capture: this step only.")
-@click.option("--exact", is_flag=True, help="With --capture: only equal bits are equal.")
-@click.option("--recover", is_flag=True, help="With --capture: read what killed runs left.")
+@click.option("--exact", is_flag=True, help="With --capture: values must have equal bits.")
+@click.option("--recover", is_flag=True, help="With --capture: read files of killed runs.")
 @click.option("--plot", metavar="PNG", help="With --capture: draw the errors along the network.")
 @with_storage_options("A", "a")
 @with_storage_options("B", "b")
@@ -74,20 +74,20 @@ def diff_command(
     """Compare two checkpoints: names, types, dtypes, shapes, values.
 
     A and B are files (.pt, .safetensors), directories, or URLs. For two directories, all files are
-    compared: checkpoints of the same name or step, other files byte by byte. Tensors are equal if
-    they have the same bits: 0.0 and -0.0 differ (by 0), NaN equals the same NaN.  With --rtol or
-    --atol, values are equal if |a - b| <= atol + rtol * |b|, as for torch.testing.assert_close, and
-    NaN equals any NaN.
+    compared: checkpoints with the same name or step, and other files byte by byte. Tensors are
+    equal if they have the same bits: 0.0 and -0.0 differ (by 0), and NaNs with other bits differ.
+    With --rtol or --atol, values are equal if |a - b| <= atol + rtol * |b|, as for
+    torch.testing.assert_close, and NaN equals any NaN.
 
     With --capture, A and B are runs that ptsave.capture has recorded. Their calls are matched by
     step, module and call number. The first call that differs is printed first, then the worst
     values of each module. The error is the largest distance divided by the root mean square of B.
-    The cosine of two all-zero tensors is 1; "-" means that there is no angle. The tolerance is
-    assert_close's default for the coarser dtype, unless --rtol, --atol or --exact is given. A or B
-    may be a checkpoint: its tensors are compared with the parameters of a step.
+    The cosine of two all-zero tensors is 1; "-" means that the tensors form no angle. The tolerance
+    is assert_close's default for the coarser dtype, unless --rtol, --atol or --exact is given. If A
+    or B is a checkpoint, its tensors are compared with the parameters of a step.
 
-    Exit code: 0 if A and B are equal, 1 if they differ, 2 if a value could not be compared. If both
-    runs recorded the same things, a step or call that only one run has is a difference.
+    Exit code: 0 if A and B are equal, 1 if they differ, 2 if a value could not be compared. A step
+    or call that only one run has is a difference, if both captures have the same options.
     """
     options["progress"] = shows_progress(ctx)
     if capture:
@@ -97,7 +97,7 @@ def diff_command(
 
         if names_only or shapes or ignore_dtype or only:
             raise click.UsageError(
-                "--names-only, --shapes, --ignore-dtype and --only are not for --capture"
+                "--names-only, --shapes, --ignore-dtype and --only cannot be used with --capture"
             )
         if plot is not None:
             check_plot(plot)

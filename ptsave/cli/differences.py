@@ -1,4 +1,4 @@
-"""Shows the differences of two checkpoints, or captured runs, as text, JSON and a picture."""
+"""Shows the differences between two checkpoints or captured runs: text, JSON or a picture."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def comparison_lines(a: str, b: str, found: Comparison, top: int | None) -> Iterator[str]:
-    """Yield text lines about entries on one side only, differing types and differing numbers."""
+    """Yield lines for entries that only one side has, other differences, and differing numbers."""
     numbers = [each for each in found.differences if each.kind == "numbers"]
     others = [each for each in found.differences if each.kind != "numbers"]
     yield from _alone_lines(a, b, [each for each in others if each.kind.startswith("only")])
@@ -152,11 +152,11 @@ def _summary(a: str, b: str, found: Comparison) -> str:
 
 
 def _name(difference: EntryDifference) -> str:
-    return printable(difference.name) or "(the whole)"
+    return printable(difference.name) or "(the whole object)"
 
 
 def _largest(numbers: list[EntryDifference], top: int | None) -> list[EntryDifference]:
-    """Return the `top` largest differences, largest first; without `top`, all in their order."""
+    """Return the `top` largest differences, the largest first; if `top` is None, all, unsorted."""
 
     def size(difference: EntryDifference) -> tuple[bool, float]:
         found = difference.numbers
@@ -223,14 +223,14 @@ _NAME_WIDTH = 34
 _SIZES_WIDTH = 19  # max abs and max rel
 _N_MODULES = 20
 _N_ALONE = 10
-_TINY = 1e-12  # equal values are drawn here
+_TINY = 1e-12  # the relative error at which equal values are drawn
 
 
 # -------------------------------------------------------------------------------------------- text
 
 
 def capture_lines(a: str, b: str, found: CaptureComparison, top: int | None) -> Iterator[str]:
-    """Yield text lines: the first difference, then each module's largest ones."""
+    """Yield text lines: the first difference, then the largest differences of each module."""
     first = found.first
     if first is not None:
         yield from _first_lines(found, first)
@@ -276,7 +276,7 @@ def _details(difference: CapturedDifference) -> Iterator[str]:
             )
         yield f"ULPs: {_ulps_text(numbers)}"
     elif difference.kind == "statistics" and a.statistics and b.statistics:
-        yield f"{_types(difference)}: other statistics, as one run has no tensors"
+        yield f"{_types(difference)}: the statistics differ (one run has no tensors)"
         yield from _statistics_lines(a.statistics, b.statistics)
     elif difference.kind == "shape":
         yield f"shape {shape_text(a.shape)} / {shape_text(b.shape)}"
@@ -307,7 +307,7 @@ def _cosine_text(cosine: float, form: str) -> str:
 
 
 def _ulp_counts(numbers: TensorDifference) -> dict[str, int]:
-    """Return the nonzero counts by their distances in ULPs: "0", "1", "3-4", ..., "more"."""
+    """Return the nonzero counts by distance in ULPs: "0", "1", "3-4", ..., "more"."""
     found = {}
     for i, count in enumerate(numbers.ulps):
         if count:
@@ -318,7 +318,7 @@ def _ulp_counts(numbers: TensorDifference) -> dict[str, int]:
 
 
 def _ulps_text(numbers: TensorDifference) -> str:
-    """Return the first four counts, and the sum of the rest."""
+    """Return the first four counts, and the sum of the other counts, as text."""
     counts = _ulp_counts(numbers)
     shown = dict([*counts.items()][:4])
     rest = sum(counts.values()) - sum(shown.values())
@@ -362,7 +362,7 @@ def _module_line(module: str, differences: list[CapturedDifference]) -> str:
 def _capture_summary(found: CaptureComparison) -> str:
     text = f"{count_text(len(found.compared), 'value')} compared ({size_text(found.nbytes)})"
     if found.incomparable:
-        text += f", {len(found.incomparable)} of which cannot be compared"
+        text += f", but {len(found.incomparable)} cannot be compared"
     if found.equal:
         equal = "not known to differ" if found.incomparable else "equal within the tolerance"
         return f"{equal}: {text}"
@@ -431,7 +431,7 @@ def _number(number: float | None) -> float | str | None:
 
 
 def plot_errors(path: str, found: CaptureComparison, title: str) -> None:
-    """Draw the relative errors along the network, in A's order of execution."""
+    """Draw the relative error of each tensor, in A's order of execution, to the file `path`."""
     from ptsave.bench.rounds import require_matplotlib
 
     tensors = [each for each in found.compared if each.a.kind == "tensor"]

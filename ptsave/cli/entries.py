@@ -1,4 +1,4 @@
-"""``ptsave ls`` and ``ptsave show``: the entries of a checkpoint."""
+"""``ptsave ls`` lists the entries of checkpoints; ``ptsave show`` prints one entry."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ptsave ls checkpoint.pt --depth 1           # only the top level
 ptsave ls model.safetensors --sort size     # the largest tensors first
 ptsave ls s3://bucket/checkpoint.pt         # reads the directory and the pickle, no tensors
 ptsave ls path/to/model                     # a directory of shards
-ptsave ls checkpoints/1000 --chunks         # of many ranks: the parts of each tensor
+ptsave ls checkpoints/1000 --chunks         # a distributed checkpoint: the parts of each tensor
 ptsave ls checkpoint.pt --json | jq '.tensors[].name'
 ptsave ls checkpoint.pt --stats             # reads the tensors: mean, std, min, max, NaN, Inf
 ptsave ls run.pt                            # a capture: the statistics of its modules
@@ -93,7 +93,7 @@ def _complete(
     "-l",
     "--long",
     is_flag=True,
-    help="Add each tensor's place: its size in bytes, offset, record and storage; and --chunks.",
+    help="Add each tensor's place: size in bytes, offset, record and storage. Includes --chunks.",
 )
 @click.option(
     "--chunks",
@@ -101,15 +101,15 @@ def _complete(
     help="Show the parts of each tensor of a distributed checkpoint, with their files.",
 )
 @click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object for each FILE, for programs."
+    "--json", "as_json", is_flag=True, help="Print one JSON object for each FILE, for programs."
 )
 @click.option(
     "--stats/--no-stats",
     default=None,
-    help="Show statistics: of a capture by modules, over all calls and steps (the default for a "
-    "capture); of any other file by reading its tensors now.",
+    help="Show statistics of a capture's modules over all calls and steps (the default for "
+    "captures), or of any other file's tensors, which are read for this.",
 )
-@click.option("--step", type=click.IntRange(0), help="Statistics of this step of a capture only.")
+@click.option("--step", type=click.IntRange(0), help="Show statistics of only this step.")
 @with_recovery
 @with_storage_options("FILE")
 @click.pass_context
@@ -126,16 +126,17 @@ def ls_command(
     """List the entries of FILE: names, dtypes, shapes and sizes.
 
     FILE is a .pt or .safetensors file, a URL, a directory of shards (or their index), or a
-    directory of torch.distributed.checkpoint. Each NAME is the name of an entry, which includes its
-    contents, a pattern such as '*.weight', or a path of keys such as "('a.b', 0)". Without --stats,
-    no tensor is read.
+    directory of torch.distributed.checkpoint. Each NAME is the name of an entry (its contents are
+    listed, too), a pattern such as '*.weight', or a path of keys such as "('a.b', 0)". Without
+    --stats, no tensor is read.
 
-    There may be several FILEs. Another argument is a FILE if the first FILE has no entry of that
-    name, and the argument is a URL, exists, or ends in .pt, .safetensors, ... Each NAME is searched
-    in all FILEs. If a FILE cannot be listed, that is an error, but the others are still listed.
+    There may be several FILEs. Another argument is a FILE if the first FILE has no entry with that
+    name, and the argument is a URL, an existing path, or ends in .pt, .safetensors, ... Each NAME
+    is searched in all FILEs. If a FILE cannot be listed, the command reports an error, but still
+    lists the others.
 
-    For statistics of a capture, each NAME is the path of a module, which includes its submodules.
-    Lines are cut to the terminal's width; mean, std, min, max and norm cover only finite elements.
+    For statistics of a capture, each NAME is the path of a module, and includes its submodules.
+    Lines are cut to the terminal's width. mean, std, min, max and norm cover only finite elements.
     """
     if gc.isenabled():  # all objects live until the end, so collecting finds nothing
         gc.disable()
@@ -143,7 +144,7 @@ def ls_command(
     stats = True if step is not None and stats is None else stats
     is_entries = options["sort"] != "file" or options["long"] or options["chunks"]
     if step is not None and stats is False:
-        raise click.UsageError("--step is for --stats")
+        raise click.UsageError("--step needs --stats")
     if is_entries and stats:
         raise click.UsageError(
             "--stats lists tensors in the order of the file: leave --sort, --long and --chunks out"
@@ -181,7 +182,7 @@ def ls_command(
 def _places(
     file: str, others: Sequence[str], of_modules: bool, storage_options: dict[str, Any] | None
 ) -> set[str]:
-    """Return the other arguments that are files rather than names of entries."""
+    """Return those of `others` that are files, not names of entries in `file`."""
     places = {
         each
         for each in others
@@ -200,12 +201,12 @@ def _listed(ctx: click.Context, file: str, asked: ListOptions) -> str:
     """Return the listing of one file as text."""
     files = find_files(file, asked.storage_options, distributed=True)
     listings = [] if asked.stats else list(list_files(files, recover=asked.recover))
-    # A reference cycle keeps objects until the process ends, because freeing 100,000 takes longer.
+    # This reference cycle keeps all objects until the process ends, because freeing them is slow.
     circle: list[object] = [listings]
     circle.append(circle)
     gc.freeze()
     if asked.stats is None and len(listings) == 1 and is_capture(listings[0].tree.obj):
-        files = find_files(file, asked.storage_options)  # from the beginning
+        files = find_files(file, asked.storage_options)  # opened again
         asked = asked._replace(stats=True)
     if asked.stats:
         from ptsave.cli.statistics import statistics_text
@@ -231,7 +232,7 @@ def _note_others(ctx: click.Context, folder: Folder, files: ShardFiles) -> None:
     ]
     if names:
         listed = printable(some_of(names, 3))
-        note(ctx, f"not listed: {count_text(len(names), 'other checkpoint')} there, {listed}")
+        note(ctx, f"not listed: {count_text(len(names), 'other checkpoint')} here ({listed})")
 
 
 def _write(text: str) -> None:
@@ -245,7 +246,7 @@ def _lines(
 ) -> list[str]:
     shown_on = terminal()
     style = Style(shown_on, with_places=asked.long, with_chunks=asked.chunks or asked.long)
-    keys = dict(zip(files.paths, files.ranks or (), strict=False))  # of a rank's file
+    keys = dict(zip(files.paths, files.ranks or (), strict=False))  # for each rank's file
     lines: list[str] = []
     for listing, numbers in zip(listings, chosen, strict=True):
         if files.source is None:
@@ -291,13 +292,13 @@ def show_command(
 
     For a tensor, the command prints dtype, shape, size, the device it was saved from, its numbers
     as torch prints them, and statistics of its finite elements. It reads no other tensor. A
-    container that holds tensors is listed without reading them. An object whose class is not built
-    is an error, which names the class.
+    container that holds tensors is listed without reading them. Objects of unknown classes are not
+    built: the error names the class (see --trust).
 
-    With --json: an object with path, name, type and value. If JSON cannot express the value, it is
-    null, and text has Python's form. A tensor has dtype, shape, nbytes, location, note and
-    statistics, and value if it has up to 1,000 elements; NaN and infinities are null. A container
-    that holds tensors is an object as in `ptsave ls --json`.
+    With --json: an object with path, name, type and value. If JSON cannot express the value, value
+    is null, and text is the value's repr. A tensor also has dtype, shape, nbytes, location, note
+    and statistics; its value is null if it has more than 1,000 elements. NaN and infinities are
+    null. A container that holds tensors is an object as in `ptsave ls --json`.
     """
     from ptsave.capturing.run import tensor_statistics
     from ptsave.cli.statistics import statistics_json, statistics_line
@@ -310,7 +311,7 @@ def show_command(
     contents = open_checkpoint(file, OpenOptions(storage_options, recover=recover))
     entry = find_entry(EntryNames(contents.obj, contents.path).find, name)
     tensors = tensors_over(entry)
-    if tensors and is_container(entry):  # none of its tensors is read
+    if tensors and is_container(entry):  # its tensors are not read
         listing = listing_of(contents)
         (numbers,) = select([listing], [name] if name else [])
         if as_json:

@@ -39,7 +39,7 @@ _AT_HOME = {None, "cpu"}
 
 
 class ListOptions(NamedTuple):
-    """The options of one call of ``ptsave ls``, for each file."""
+    """The options of one call of ``ptsave ls``; they apply to each of its files."""
 
     names: tuple[str, ...]
     depth: int | None
@@ -54,9 +54,9 @@ class ListOptions(NamedTuple):
 
 
 class Style(NamedTuple):
-    """How to show entries: `with_places` adds positions in the file, `with_chunks` ranks' parts.
+    """How to show entries: `with_places` adds positions, `with_chunks` adds the parts of tensors.
 
-    Lines are cut to the terminal's width, names in the middle, other text at the end.
+    Lines are cut to the terminal's width: names in the middle, other text at the end.
     """
 
     terminal: Terminal = PLAIN
@@ -67,7 +67,7 @@ class Style(NamedTuple):
 def tree_lines(
     listing: FileListing, numbers: Sequence[int], max_depth: int | None, style: Style
 ) -> list[str]:
-    """Return the lines for the numbered nodes, each container before its contents."""
+    """Return the lines for the nodes `numbers`, each container before its contents."""
     nodes = listing.tree.nodes
     if max_depth is not None:
         numbers = [number for number in numbers if nodes[number].depth < max_depth]
@@ -83,7 +83,7 @@ def _key_text(key: str) -> str:
 
 
 def lines_by_size(listing: FileListing, numbers: Sequence[int], style: Style) -> list[str]:
-    """Return the lines for the tensors among the numbered nodes, the largest first."""
+    """Return the lines for the tensors among the nodes `numbers`, the largest first."""
     nodes, facts = listing.tree.nodes, listing.facts
     numbers = [number for number in numbers if nodes[number].tensor >= 0]
     numbers.sort(key=lambda number: -facts[nodes[number].tensor][4])
@@ -93,7 +93,7 @@ def lines_by_size(listing: FileListing, numbers: Sequence[int], style: Style) ->
 def _lines(
     listing: FileListing, numbers: Sequence[int], names: Sequence[str], style: Style
 ) -> list[str]:
-    """Return a line for each node, and after a tensor's line one for each of its parts."""
+    """Return a line for each node and, after a tensor's line, a line for each of its parts."""
     lines = _Table(listing, style).lines(numbers, names)
     if not style.with_chunks:
         return lines
@@ -128,7 +128,7 @@ def parts_text(chunks: Sequence[ChunkInfo]) -> str:
 
 
 class _Table:
-    """Formats the columns after the names; tensors with the same facts are formatted once."""
+    """Formats entries as lines with columns; columns of the same dtype and shape only once."""
 
     def __init__(self, listing: FileListing, style: Style) -> None:
         self._listing = listing
@@ -208,7 +208,7 @@ class _Table:
         return f"{text}{cut(remark, free)}"
 
     def _remarkable(self, tensors: Sequence[int]) -> list[int]:
-        """Return the positions of tensors that are shared, in parts, or from a device."""
+        """Return the indexes of tensors that get a remark: shared, in parts, or from a device."""
         if self._with_places:
             return [at for at, i in enumerate(tensors) if i >= 0]
         places, sharing, chunks = self._listing.places, self._listing.sharing, self._listing.chunks
@@ -242,7 +242,7 @@ class _Table:
         return "".join(f"  {remark}" for remark in remarks)
 
     def _place_text(self, tensor: int) -> str:
-        """Return a tensor's size and place in bytes, and its storage's size if that is larger."""
+        """Return a tensor's size, its position, and its storage's size if that is larger."""
         _, _, _, begin, nbytes, storage_nbytes = self._listing.facts[tensor]
         _, record, offset, _ = self._listing.places[tensor]
         text = f"{nbytes} B" if offset is None else f"{nbytes} B at {offset + begin}"
@@ -266,7 +266,7 @@ def _joined(row: tuple[str, str, str, str], widths: Sequence[int]) -> str:
 
 def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     expected = 1
-    if 0 in shape or len(stride) != len(shape):  # the latter is no strided tensor
+    if 0 in shape or len(stride) != len(shape):  # the latter: not a strided tensor
         return True
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size != 1 and step != expected:
@@ -340,14 +340,14 @@ def totals_lines(
     lines = [terminal.paint("; ".join(sums), bold=True)]
     if totals.unused_nbytes:
         lines.append(
-            f"{size_text(totals.unused_nbytes)} of the storages are in no tensor: `ptsave compact` "
-            "leaves them out"
+            f"{size_text(totals.unused_nbytes)} of the storages belong to no tensor: `ptsave "
+            "compact` removes these bytes"
         )
     return lines
 
 
 def file_json(listing: FileListing, numbers: Sequence[int]) -> dict[str, Any]:
-    """Return the JSON object for the numbered nodes of a file."""
+    """Return the JSON object for the nodes `numbers` of a file."""
     nodes = listing.tree.nodes
     tensors = [number for number in numbers if nodes[number].tensor >= 0]
     values = [

@@ -30,7 +30,7 @@ from ptsave.support.text import count_text, printable, size_text, some_of
 _CONVERT_EXAMPLES = """
 ptsave convert pytorch_model.bin model.safetensors
 ptsave convert model.safetensors model.pt
-ptsave convert checkpoint.pt model.safetensors --drop   # leave out what is no tensor
+ptsave convert checkpoint.pt model.safetensors --drop   # leave out other values
 ptsave convert checkpoint.pt shards/ --max-shard-size 2GB
 ptsave convert shards/ model.pt
 ptsave convert .run.pt.4f1c0a93b2d7e856.ptsave run.pt --recover  # what a killed process has left
@@ -49,16 +49,16 @@ ptsave convert model.pt checkpoint --format dcp         # for torch.distributed.
     help="The format of a directory (default: safetensors), or of a file with an unknown suffix; "
     "dcp is a directory for torch.distributed.checkpoint.",
 )
-@click.option("--max-shard-size", metavar="SIZE", help="For a directory; default: 5GB.")
+@click.option("--max-shard-size", metavar="SIZE", help="Most bytes in one shard. Default: 5GB.")
 @click.option(
     "--max-size",
     metavar="SIZE",
-    help="The most that all tensors may take; expanded and shared ones are written in full. "
-    "Default: 8 times their storages, at least 1GiB.",
+    help="The most bytes that all tensors may take. Expanded and shared ones are written in full. "
+    "Default: 8 times the size of their storages, at least 1GiB.",
 )
 @click.option("--drop", is_flag=True, help="Leave out what the format cannot hold.")
-@click.option("-f", "--force", is_flag=True, help="Replace what is there.")
-@click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
+@click.option("-f", "--force", is_flag=True, help="Replace TARGET if it exists.")
+@click.option("--fsync", is_flag=True, help="Wait until all data is on the disk.")
 @with_json
 @with_recovery
 @with_trust
@@ -78,7 +78,7 @@ def convert_command(
     With --json: an object with path, tensors (how many), nbytes, seconds and remarks.
     """
     if target == "-":
-        raise click.UsageError("TARGET is a file or a directory: ./- if it is called -")
+        raise click.UsageError("TARGET cannot be standard output: for a file called -, pass ./-")
     from ptsave.conversion.converting import convert
 
     begin = time.perf_counter()
@@ -109,10 +109,10 @@ ptsave compact path/to/model -o small   # a directory of shards
 @click.command("compact", cls=Command, examples=_COMPACT_EXAMPLES)
 @click.argument("file", type=SOURCE)
 @click.option("-o", "--output", type=FILE, metavar="OUT", help="Where to write the compact file.")
-@click.option("--in-place", is_flag=True, help="Replace FILE, if that makes it smaller.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be saved.")
-@click.option("-f", "--force", is_flag=True, help="Replace OUT if it is there.")
-@click.option("--fsync", is_flag=True, help="Wait until all is on the disk, past all caches.")
+@click.option("--in-place", is_flag=True, help="Replace FILE if the new file is smaller.")
+@click.option("--dry-run", is_flag=True, help="Only print how many bytes would be saved.")
+@click.option("-f", "--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--fsync", is_flag=True, help="Wait until all data is on the disk.")
 @with_json
 @with_trust
 @with_storage_options("FILE")
@@ -141,7 +141,7 @@ def compact_command(
     nbytes_before, nbytes and written (whether there is a new file).
     """
     if output == "-":
-        raise click.UsageError("OUT is a file or a directory: ./- if it is called -")
+        raise click.UsageError("OUT cannot be standard output: for a file called -, pass ./-")
     if in_place and file == STANDARD_INPUT:
         raise click.UsageError("Standard input cannot be replaced: pass --output OUT")
     from ptsave.conversion.compacting import compact
@@ -157,9 +157,9 @@ def compact_command(
     saved = done.nbytes_before - done.nbytes
     where = f"wrote {done.path}" if done.is_written else file
     if done.n_storages == 0:
-        found = "nothing to save: its tensors use all of their storages"
+        found = "nothing to gain: the tensors use all of their storages"
     elif saved <= 0:
-        found = "nothing to save: it gets no smaller"
+        found = "nothing to gain: the new file would not be smaller"
     else:
         could = "saved" if done.is_written else "could be saved"
         found = f"{size_text(done.nbytes_before)} -> {size_text(done.nbytes)}, "
@@ -189,15 +189,15 @@ ptsave extract checkpoint.pt model -o - | ssh host 'cat > model.pt'
     "-o",
     "--output",
     type=FILE,
-    help="A .pt, .safetensors or .npy file, or - for standard output. Default: NAME.pt, here.",
+    help="A .pt, .safetensors or .npy file, or - for standard output. Default: NAME.pt.",
 )
 @click.option(
     "--whole",
     is_flag=True,
-    help="Instead of NAMEs: every entry that is whole, even of a file that was cut short. Damaged "
-    "and missing entries are named.",
+    help="Write all undamaged entries, instead of NAMEs, even from a file that was cut short. The "
+    "names of damaged and missing entries are printed.",
 )
-@click.option("-f", "--force", is_flag=True, help="Replace the file if it is there.")
+@click.option("-f", "--force", is_flag=True, help="Replace the file if it exists.")
 @click.option(
     "--verify/--no-verify",
     default=True,
@@ -206,8 +206,8 @@ ptsave extract checkpoint.pt model -o - | ssh host 'cat > model.pt'
 @click.option(
     "--max-size",
     metavar="SIZE",
-    help="The most that tensors may take in a .safetensors or .npy file, which holds expanded ones "
-    "in full. Default: 8 times their storages, at least 1GiB.",
+    help="The most bytes that tensors may take in a .safetensors or .npy file, where expanded "
+    "tensors are written in full. Default: 8 times the size of their storages, at least 1GiB.",
 )
 @with_json
 @with_recovery
@@ -232,17 +232,17 @@ def extract_command(
 ) -> None:
     """Write entries of FILE to a new file.
 
-    NAMEs are dotted names, as `ptsave ls` shows them, of tensors, containers such as model, or
-    other values. One entry is written as it is, several as a dict. No other entry is read. If a
-    name is ambiguous, give a Python tuple of keys: "('a.b', 0)".
+    Each NAME is the dotted name of a tensor, a container such as model, or another value, as
+    `ptsave ls` shows it. One entry is written as it is; several entries are written as a dict. No
+    other entry is read. If a name is ambiguous, pass a Python tuple of keys: "('a.b', 0)".
 
-    With --json: an object with path, entries (the names), tensors and
-    values (how many) and nbytes (of the tensors); with --whole left_out, too.
+    With --json: an object with path, entries (the names), tensors and values (how many), and nbytes
+    (of the tensors); with --whole, also left_out (names).
     """
     if whole is bool(names):
-        raise click.UsageError("Names of entries, or --whole for all that are not damaged")
+        raise click.UsageError("Pass names of entries, or --whole for all undamaged entries")
     if whole and output is None:
-        raise click.UsageError("--whole needs a name for the file: -o OUT")
+        raise click.UsageError("--whole needs a name for the new file: pass -o OUT")
     if whole and not verify:
         raise click.UsageError("--whole finds damage by checksums, which --no-verify turns off")
     from ptsave.inspection.extraction import (
@@ -253,12 +253,12 @@ def extract_command(
     )
 
     if output is None and len(names) > 1:
-        raise click.UsageError("Several entries need a name for the file: -o OUT")
+        raise click.UsageError("Several entries need a name for the new file: pass -o OUT")
     target = default_output(names[0]) if output is None else output
     if target == "-" and as_json:
         raise click.UsageError("--json and the checkpoint cannot both go to standard output")
     if target == "-" and sys.stdout.isatty():
-        raise click.UsageError("A checkpoint cannot be shown on a terminal: -o OUT, or redirect it")
+        raise click.UsageError("A checkpoint cannot be shown on a terminal: use -o OUT, or a pipe")
     lost: list[str] = []
     if whole:
         rest, lost = read_whole(file, storage_options=storage_options)
@@ -280,7 +280,7 @@ def extract_command(
         click.echo(json.dumps(found))
         return
     if lost:
-        note(ctx, f"left out, as damaged or not built: {some_of(lost, _N_SHOWN)}")
+        note(ctx, f"left out, because damaged or not built: {some_of(lost, _N_SHOWN)}")
     parts = [count_text(counts.tensors, "tensor")] if counts.tensors else []
     parts += [count_text(counts.values, "value")] if counts.values else []
     parts += [size_text(counts.nbytes)] if counts.tensors else []
@@ -296,7 +296,7 @@ def _read_named(
     try:
         return read_entries(file, names, verify=verify, recover=recover, storage_options=options)
     except CorruptCheckpointError as error:
-        # A record that differs from its checksum; the engine's own findings are other damage.
+        # A record differs from its checksum; for other kinds of damage, `finding` is set.
         if type(error) is CorruptCheckpointError and error.advice and not error.finding:
             words = error.brief.removesuffix(".")
             error.args = (f"{words}, or use --no-verify to read it as it is.",)

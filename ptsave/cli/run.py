@@ -21,27 +21,27 @@ _TO_THE_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": Fa
 
 
 @click.command("run", cls=Command, examples=_EXAMPLES, context_settings=_TO_THE_PROGRAM)
-@click.option("--safetensors", is_flag=True, help="safetensors.torch's functions, too.")
+@click.option("--safetensors", is_flag=True, help="Replace safetensors.torch's functions, too.")
 @click.option("--fsync", is_flag=True, help="Files survive power loss once they are saved.")
 @click.option("--no-atomic", is_flag=True, help="Overwrite files in place.")
 @click.option("--no-verify", is_flag=True, help="Do not compare checksums.")
-@click.option("--distributed", is_flag=True, help="torch.distributed.checkpoint's storage, too.")
+@click.option("--distributed", is_flag=True, help="Replace torch.distributed.checkpoint's storage.")
 @click.option("--weights-only-check", is_flag=True, help="Warn of objects that need code to load.")
 @click.option("-m", "module", metavar="MODULE", help="Run a module, as python -m does.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [ARGUMENTS]...")
 def run_command(*, module: str | None, arguments: tuple[str, ...], **switches: bool) -> None:
-    """Run SCRIPT with ptsave.install() in it and in every Python that it starts.
+    """Run SCRIPT with ptsave.install(), also in every Python process that it starts.
 
-    So workers of launchers, multiprocessing and data loaders use ptsave, too. The installation
+    So the workers of launchers, multiprocessing and data loaders use ptsave, too. The installation
     happens when torch is imported, before any module can bind torch's functions to its own names.
     Child processes read the variable PTSAVE_INSTALL, and find ptsave's start-up code through
-    PYTHONPATH. A program that clears these variables, and python -E, -I or -S, runs without ptsave.
+    PYTHONPATH. Programs that clear these variables, and python -E, -I or -S, do not use ptsave.
     """
     if module is None and not arguments:
         raise click.UsageError("Name a script, or -m MODULE.")
     if module is None and arguments[0].startswith("-") and arguments[0] != "-":
         raise click.UsageError(
-            f"No such option: {arguments[0]}. Options of the program go behind its name: "
+            f"No such option: {arguments[0]}. Options of the program go after its name: "
             "ptsave run SCRIPT --epochs 3"
         )
     asked = [word.replace("_", "-") for word, is_asked in switches.items() if is_asked]

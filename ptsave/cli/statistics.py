@@ -44,7 +44,7 @@ _INDENT = "  "
 _MIN_NAME_WIDTH = 16
 _COLUMNS = ("dtype", "shape", "mean", "std", "min", "max", "norm")
 _TEXTS = {"dtype", "shape"}  # aligned to the left
-_DISPENSABLE = ("norm", "dtype", "shape", "std")  # left out in this order if there is no room
+_DISPENSABLE = ("norm", "dtype", "shape", "std")  # if there is no room, left out in this order
 _JSON_FIELDS = ("numel", "n_nan", "n_inf", "n_zero", "mean", "std", "min", "max", "norm")
 
 
@@ -54,7 +54,7 @@ def statistics_text(files: ShardFiles, asked: ListOptions) -> str:
     if len(contents) == 1 and is_capture(contents[0].obj):
         return _statistics_of_run(captured_run(contents[0].obj, contents[0].path), asked)
     if asked.step is not None:
-        raise click.UsageError(f"{files.path} is no capture, and has no steps: leave --step out")
+        raise click.UsageError(f"{files.path} is not a capture, and has no steps: leave --step out")
     listings = [listing_of(each) for each in contents]
     chosen = select(listings, asked.names)
     if asked.as_json:
@@ -74,7 +74,7 @@ def _statistics_of_run(run: CapturedRun, asked: ListOptions) -> str:
         f"{count_text(len(run.steps), 'step')}, {count_text(len(run.call_rows), 'call')}, "
         f"{count_text(len(run.value_rows), 'value')}"
     )
-    if asked.names or asked.step is not None:  # of the listed modules or step
+    if asked.names or asked.step is not None:  # count only the listed modules and step
         where = "" if asked.step is None else f" in step {asked.step}"
         n_calls = sum(module.n_calls for module in modules)
         n_tensors = sum(value.n_tensors for module in modules for value in module.values)
@@ -136,7 +136,7 @@ def _entry_lines(
     statistics: Mapping[int, ValueStatistics],
     terminal: Terminal,
 ) -> list[str]:
-    """Return the lines of the numbered nodes: containers, and tensors with statistics."""
+    """Return the lines of the nodes `numbers`: containers, and tensors with statistics."""
     lines = []
     for number in numbers:
         node = listing.tree.nodes[number]
@@ -177,7 +177,7 @@ def statistics_line(value: ValueStatistics) -> str:
 
 
 def _number_text(number: complex) -> str:
-    """Return a real number in up to nine characters, or a complex one in more.
+    """Return a number as text with three significant digits; small integers are exact.
 
     >>> _number_text(12345), _number_text(0.1234567), _number_text(-1.5e-7)
     ('12345', '0.123', '-1.5e-07')
@@ -218,7 +218,7 @@ def _table(lines: Sequence[_Line], terminal: Terminal) -> Iterator[str]:
 
 
 def _fitted(widths: dict[str, int], name_width: int, width: int) -> int:
-    """Leave out columns until the names fit; return the width of the names."""
+    """Remove columns from `widths` until the names fit; return the width of the names."""
     for name in _DISPENSABLE:
         free = width - sum(widths.values()) - 2 * len(widths)
         if free >= name_width:
@@ -242,7 +242,7 @@ def _cells(line: _Line, widths: Mapping[str, int]) -> str:
 
 
 def _run_json(run: CapturedRun, modules: Iterable[ModuleStatistics]) -> dict[str, Any]:
-    """Return the JSON object for some modules of a capture."""
+    """Return the JSON object for the chosen `modules` of a capture."""
     return {
         "path": run.path,
         "format": "capture",
@@ -264,7 +264,7 @@ def _run_json(run: CapturedRun, modules: Iterable[ModuleStatistics]) -> dict[str
 def _with_statistics(
     file: dict[str, Any], statistics: Mapping[int, ValueStatistics]
 ) -> dict[str, Any]:
-    """Return the JSON object of a file with statistics, in the order of its tensors."""
+    """Add the tensors' statistics, which are in the same order, to the JSON object of a file."""
     for tensor, value in zip(file["tensors"], statistics.values(), strict=True):
         tensor |= {"note": value.note, "statistics": statistics_json(value.statistics)}
     return file
@@ -284,7 +284,7 @@ def _value_json(value: ValueStatistics) -> dict[str, Any]:
 
 
 def statistics_json(found: PooledStatistics | None) -> dict[str, Any] | None:
-    """Return the JSON object for statistics, or None."""
+    """Return the JSON object for statistics; None if there are no statistics."""
     if found is None:
         return None
     return {name: number_json(getattr(found, name)) for name in _JSON_FIELDS}

@@ -1,6 +1,6 @@
 """The terminal: its width, its colours and Ctrl-C.
 
-The command imports this small module first, because before that Ctrl-C prints a traceback.
+The command imports this small module first, because until then Ctrl-C prints a traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MIN_WIDTH = 20
 
 
 class Terminal(NamedTuple):
-    """A terminal, or a file, for which `width` is None and lines are not cut."""
+    """A terminal or a file; for a file, `width` is None, and lines are not cut."""
 
     width: int | None = None
     has_colors: bool = False
@@ -32,10 +32,10 @@ PLAIN = Terminal()
 
 
 def colors_by_environment() -> bool | None:
-    """Return whether the user wants colours; None if it depends on the output's kind.
+    """Return whether the user wants colours; None if only a terminal gets colours.
 
-    NO_COLOR (https://no-color.org) comes first, then FORCE_COLOR, then TERM; an empty variable
-    counts as not set.
+    NO_COLOR (https://no-color.org) takes precedence over FORCE_COLOR, and both over TERM.  An empty
+    variable counts as not set.
     """
     if os.environ.get("NO_COLOR"):
         return False
@@ -45,7 +45,7 @@ def colors_by_environment() -> bool | None:
 
 
 def terminal() -> Terminal:
-    """Return the kind of standard output: a terminal, a file or a pipe."""
+    """Return the width and the colours of standard output."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     wanted = colors_by_environment()
     has_colors = is_terminal if wanted is None else wanted
@@ -61,7 +61,7 @@ INTERRUPTED = 130  # the exit code
 
 
 def exit_when_interrupted() -> None:
-    """End the process at Ctrl-C, because a traceback in the middle of an import helps no user."""
+    """End the process at Ctrl-C, because a traceback from an import does not help the user."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the signal may be ignored
         signal.signal(signal.SIGINT, _exit)
 

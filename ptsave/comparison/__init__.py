@@ -1,1 +1,1 @@
-"""The differences of two checkpoints."""
+"""Finds the differences between two checkpoints."""

@@ -1,4 +1,4 @@
-"""`compare`: the differences of two checkpoints."""
+"""`compare`: finds the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _CHUNK_NBYTES = 1 << 20
 
 
 class _Shown(str):
-    """A word that describes a file, shown in place of an entry's value."""
+    """A text to show in place of an entry's value; shown without quotes."""
 
     __slots__ = ()
 
@@ -61,22 +61,22 @@ _FILE, _OTHER_FILE = _Shown("a file"), _Shown("other bytes")
 
 @dataclass
 class Comparison:
-    """The differences of two checkpoints.
+    """The differences between two checkpoints.
 
     Attributes
     ----------
     differences : list of EntryDifference
-        Everything that makes them different.
+        All differences, except those of numbers that are within the tolerance.
     within_tolerance : list of EntryDifference
-        Tensors whose values differ by no more than the tolerance.
+        Tensors whose values differ, but not by more than the tolerance.
     not_compared : dict of str to str
-        Files that could not be compared, or have no counterpart, with the reasons.
+        Names of files that were not compared, and the reasons.
     remarks : list of str
-        Differences that do not count, and entries that were not compared.
+        Texts about differences that are not in `differences`, and about entries not compared.
     n_tensors : int
         Number of pairs of tensors whose values were compared.
     nbytes : int
-        Bytes of these tensors in a.
+        Bytes of the compared tensors in checkpoint a.
     """
 
     differences: list[EntryDifference] = field(default_factory=list)
@@ -107,29 +107,29 @@ def compare(
 ) -> Comparison:
     """Compare two checkpoints: their entries, types, dtypes, shapes and values.
 
-    Two tensors are equal if they have the same bytes, element by element.  So 0.0 and -0.0 differ,
-    as do two NaNs with different bits, both by a distance of 0.  With `rtol` or `atol`, values are
-    compared instead: 0.0 equals -0.0, and NaN equals any NaN.  Strides, devices, ``requires_grad``
-    and the order of dicts are not compared.  If tensors share memory on only one side, the result
-    has a remark, but no difference.
+    Two tensors are equal if each element has the same bytes in both.  So 0.0 and -0.0 differ, and
+    two NaNs with different bits differ; such differences have the size 0.  With `rtol` or
+    `atol`, the values are compared: 0.0 equals -0.0, and NaN equals any NaN.  Strides, devices,
+    ``requires_grad`` and the order of dicts are not compared.  If tensors share memory in only one
+    checkpoint, the result has a remark about them, but no difference.
 
     Parameters
     ----------
     a, b : str, os.PathLike or file-like
-        The checkpoints, as for :func:`ptsave.open`.  If one of them is a safetensors file, or
-        several files, only tensors are compared, by their dotted names.  Two directories are
-        compared file by file: their models, however each is split into files; other checkpoints of
-        the same name or step; and all other files byte by byte.
+        The checkpoints, as for :func:`ptsave.open`.  If one of them is a safetensors file, or has
+        several files, only tensors are compared, by their dotted names.  Of two directories, the
+        models are compared, even if they are divided into different shards.  Other checkpoints in
+        them that have the same name or step are compared, too, and other files byte by byte.
     rtol, atol : float, optional
         Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, as for
-        :func:`torch.testing.assert_close`.  If only one is given, the other is 0.
+        :func:`torch.testing.assert_close`.  If only one tolerance is given, the other is 0.
     detail : {"values", "shapes", "names"}, default "values"
-        Depth of the comparison: ``"shapes"`` leaves out values, ``"names"`` also dtypes and shapes.
-        Both read only the directories of the files.
+        ``"shapes"`` compares no values of tensors; ``"names"`` compares no values, dtypes or
+        shapes.  Neither reads the values of tensors.
     ignore_dtype : bool, default False
-        Whether tensors of two dtypes are compared by their values, in float64.
+        Whether tensors with different dtypes are compared by their values, in float64.
     patterns : sequence of str
-        Only entries whose dotted names match one of these are compared (:mod:`fnmatch`).
+        Only entries whose dotted names match one of these patterns (:mod:`fnmatch`) are compared.
     progress : bool, default False
         Whether to show a progress bar.
     a_storage_options, b_storage_options : mapping, optional
@@ -142,14 +142,14 @@ def compare(
     Raises
     ------
     ValueError
-        If a tolerance is negative or NaN, or names are ambiguous.  Also for a tensor whose elements
-        share memory, if comparing them takes over 1 GiB and over 8 times the bytes of its storages.
+        If a tolerance is negative or NaN, if two tensors have the same dotted name, or if an
+        expanded tensor needs more than 1 GiB, and more than 8 times the bytes of its storage.
     EntryNotFoundError
-        If no entry matches `patterns`; a KeyError.
+        If no entry matches `patterns`.  The error is a KeyError, too.
     TypeError
-        If values are of a kind that cannot be compared.
+        If two values have types that cannot be compared.
     OSError, CorruptCheckpointError, pickle.UnpicklingError
-        As :func:`ptsave.open`.
+        If :func:`ptsave.open` raises such an error.
 
     Examples
     --------
@@ -179,7 +179,7 @@ def compare(
 
 
 def _compare_directories(a: Folder, b: Folder, settings: Settings) -> Comparison:
-    """Compare everything in two directories; files that are not checkpoints byte by byte."""
+    """Compare files of two directories by name; those that are not checkpoints byte by byte."""
     found = pairs_in(a, b)
     for folder, others in ((a, found.only_in_a), (b, found.only_in_b)):
         if not (found.pairs or found.problems or others):
@@ -205,7 +205,7 @@ def _compare_directories(a: Folder, b: Folder, settings: Settings) -> Comparison
 
 
 def _add(result: Comparison, file: str, found: Comparison) -> None:
-    """Add the result for one file of a directory; prefix its entries' names with its name."""
+    """Add `found`, the result for `file`, to `result`; names of entries get `file/` in front."""
     prefix = f"{file}/" if file and not file.endswith("/") else file
 
     def named(differences: list[EntryDifference]) -> list[EntryDifference]:
@@ -227,9 +227,9 @@ def _add(result: Comparison, file: str, found: Comparison) -> None:
 
 
 def _note_others(folder: Folder, result: Comparison) -> None:
-    """Note checkpoints beside a directory's model that were not compared with the single file."""
+    """Note a folder's named checkpoints as not compared, because the other side is one file."""
     named = named_checkpoints(folder, look_into(folder, distributed=True))
-    if "" in named:  # otherwise they are steps, and the newest was compared
+    if "" in named:  # if not, all are steps, and the newest one was compared
         reason = "the other side is one file"
         result.not_compared = {name: reason for name in named if name}
 
@@ -239,8 +239,8 @@ def _compare_contents(first: Contents, second: Contents, settings: Settings) -> 
     result = Comparison()
     if is_capture(sources[0].obj) and is_capture(sources[1].obj):
         result.remarks.append(
-            "both are captures, compared as checkpoints here: `ptsave diff --capture`, or "
-            "compare_captures(), aligns their calls"
+            "both files are captures, but were compared as checkpoints; to align their calls, use "
+            "`ptsave diff --capture` or compare_captures()"
         )
     objects = _objects(sources, result)
     is_flat = sources[0].is_flat or sources[1].is_flat
@@ -257,7 +257,7 @@ def _compare_contents(first: Contents, second: Contents, settings: Settings) -> 
 def _objects(
     sources: tuple[ComparedCheckpoint, ComparedCheckpoint], result: Comparison
 ) -> tuple[Any, Any]:
-    """Return the objects to compare, or only their tensors if one side can hold only tensors."""
+    """Return the two objects to compare; if one side can hold only tensors, their tensors."""
     if not any(source.is_flat for source in sources):
         return sources[0].obj, sources[1].obj
     for source in sources:
@@ -267,7 +267,7 @@ def _objects(
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             result.remarks.append(
                 f"{source.path} holds more than tensors: only its tensors are compared, because "
-                "the other checkpoint holds nothing else"
+                "the other checkpoint holds only tensors"
             )
     return flat(sources[0].obj, sources[0].path), flat(sources[1].obj, sources[1].path)
 
@@ -291,7 +291,7 @@ def _compare_values(
 
 
 def _with_moved(differences: list[EntryDifference]) -> list[EntryDifference]:
-    """Add the likely names on the other side to entries that only one side has."""
+    """To each tensor that only one side has, add its likely new name on the other side."""
     alone: dict[str, dict[str, Any]] = {"only in a": {}, "only in b": {}}
     for each in differences:
         value = each.a if each.kind == "only in a" else each.b
@@ -308,7 +308,7 @@ def _with_moved(differences: list[EntryDifference]) -> list[EntryDifference]:
 def _remarks_on_sharing(
     sources: tuple[ComparedCheckpoint, ComparedCheckpoint], pairs: list[TensorPair]
 ) -> list[str]:
-    """Return a remark for each side with tensors that share memory only there."""
+    """Return remarks on tensors that share memory in only one of the two checkpoints."""
     of_a = _sharing(sources[0], pairs, [pair.a for pair in pairs])
     of_b = _sharing(sources[1], pairs, [pair.b for pair in pairs])
     remarks = []
@@ -317,14 +317,14 @@ def _remarks_on_sharing(
         if alone:
             listed = "; ".join(", ".join(names) for names in alone[:_MAX_LISTED])
             more = f"; and {len(alone) - _MAX_LISTED} more" if len(alone) > _MAX_LISTED else ""
-            remarks.append(f"only in {source.path} these share memory: {listed}{more}")
+            remarks.append(f"only in {source.path}, these tensors share memory: {listed}{more}")
     return remarks
 
 
 def _sharing(
     source: ComparedCheckpoint, pairs: list[TensorPair], tensors: list[Tensor]
 ) -> dict[tuple[str, ...], None]:
-    """Return the groups of compared tensors that share a storage, by their names."""
+    """Return a tuple of names for each storage that two or more compared tensors share."""
     groups: dict[object, list[str]] = {}
     for pair, place in zip(pairs, source.places_of(tensors), strict=True):
         groups.setdefault(place, []).append(pair.name)
@@ -336,12 +336,12 @@ def _sharing(
 
 @dataclass(frozen=True)
 class FilePair:
-    """Two checkpoints, or two other files, of one name."""
+    """Two checkpoints, or two other files, with the same name."""
 
-    name: str  # relative to the directories; "" for the model, or for an only checkpoint
+    name: str  # relative to the directory; "" for its model, or its only checkpoint
     a: ShardFiles
     b: ShardFiles
-    are_checkpoints: bool  # both begin as checkpoints do
+    are_checkpoints: bool
 
     def same_bytes(self) -> bool:
         """Whether both are single files with the same bytes."""
@@ -360,7 +360,7 @@ class FilePair:
 
 @dataclass
 class FilePairs:
-    """The files that two directories share, and the names that only one of them has."""
+    """The pairs of files with one name in both directories, and the names in only one."""
 
     pairs: list[FilePair] = field(default_factory=list)
     only_in_a: list[str] = field(default_factory=list)
@@ -369,7 +369,7 @@ class FilePairs:
 
 
 def pairs_in(a: Folder, b: Folder, prefix: str = "") -> FilePairs:
-    """Return the pairs of two directories and their subdirectories; names begin with `prefix`."""
+    """Pair files of two directories and of their subdirectories; names begin with `prefix`."""
     sides = look_into(a, distributed=True), look_into(b, distributed=True)
     checkpoints = named_checkpoints(a, sides[0]), named_checkpoints(b, sides[1])
     files = _others_in(a, sides[0]) | checkpoints[0], _others_in(b, sides[1]) | checkpoints[1]
@@ -390,7 +390,7 @@ def pairs_in(a: Folder, b: Folder, prefix: str = "") -> FilePairs:
 
 
 def _others_in(folder: Folder, found: CheckpointFiles) -> dict[str, ShardFiles]:
-    """Return the files that are no checkpoints and are not being written."""
+    """Return a folder's files by name, except checkpoints and temporary files of saves."""
     return {
         name: ShardFiles([folder.join(name)], storage_options=folder.storage_options)
         for name in found.ignored

@@ -1,6 +1,6 @@
 """Compares two objects entry by entry, except for the values of tensors.
 
-Objects that are not built are compared by numbers (`ValueNumbers`).
+If loading did not build an object, an `Opaque` stands for it.  `ValueNumbers` compares these.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ptsave.tree.tree import OPAQUE_HOLDERS, Opaque, entry_not_found, type_name_
 
 Kind = Literal["only in a", "only in b", "type", "value", "dtype", "shape", "numbers"]
 Detail = Literal["names", "shapes", "values"]
-_Pair: TypeAlias = tuple[Any, Any, str]  # two entries, and their name
+_Pair: TypeAlias = tuple[Any, Any, str]  # two entries, and the name that both have
 _PLAIN_KEYS = {str, int, bool, bytes}
 _NUMBERS = {int, float, complex}
-_BY_NUMBER = (Opaque, set, frozenset, deque)  # leaves that may hold objects that are not built
+_BY_NUMBER = (Opaque, set, frozenset, deque)  # values that may contain `Opaque` objects
 
 
 @dataclass(frozen=True, eq=False)
 class EntryDifference:
-    """A difference of two checkpoints.
+    """A difference between two checkpoints.
 
     Attributes
     ----------
@@ -40,14 +40,14 @@ class EntryDifference:
     name : str
         The entry's dotted name; ``""`` for the whole object.
     a, b : object
-        The two values; tensors hold no data.  None if a side lacks the entry.
+        The two values; tensors in them have no values.  None if this checkpoint lacks the entry.
     top : str
-        For an entry that only one side has: the name of the outermost container that is missing
-        as a whole, or its own.
+        For an entry that only one side has: the name of the outermost container around it that the
+        other side lacks.  If there is no such container, the entry's own name.
     moved : str or None
         For an entry that only one side has: its likely name on the other side.
     numbers : NumberDifference or None
-        Size and place of the differences between values of tensors.
+        Counts and sizes of the differences between the values of two tensors.
     """
 
     kind: Kind
@@ -60,7 +60,7 @@ class EntryDifference:
 
 
 class Wanted:
-    """Matches names with patterns, and keeps the names that do not match until one matches."""
+    """Matches names with patterns; remembers names without a match for an error message."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = patterns
@@ -83,7 +83,7 @@ class Wanted:
         return False
 
     def require_any(self, *paths: str) -> None:
-        """Raise EntryNotFoundError if no name has matched."""
+        """Raise EntryNotFoundError if no name so far has matched; `paths` are for the message."""
         if self._found:
             return
         files = " and ".join(dict.fromkeys(paths))
@@ -96,17 +96,17 @@ class Settings:
 
     wanted: Wanted
     detail: Detail
-    ignore_dtype: bool  # also of Python's numbers
-    tolerance: Tolerance | None  # also of numbers that are no tensors
+    ignore_dtype: bool  # applies to Python's numbers, too
+    tolerance: Tolerance | None  # applies to numbers outside tensors, too
     progress: bool
 
 
 class EntryComparer:
     """Walks through two objects together, and collects their differences.
 
-    With `ignore_types`, a tensor and a parameter have the same type.  `differences` are in the
-    order of a; entries that only b has come last in their container.  `pairs` are the tensors whose
-    values remain to be compared.
+    With `ignore_types`, a tensor and a parameter count as the same type.  `differences` are in the
+    order of object a; in each container, entries that only b has are at the end.  `pairs` has the
+    pairs of tensors whose values must still be compared.
     """
 
     def __init__(self, settings: Settings, *, ignore_types: bool) -> None:
@@ -115,12 +115,12 @@ class EntryComparer:
         self._ignore_types = ignore_types
         self._numbers = ValueNumbers()
         self._seen: set[tuple[int, int]] = set()
-        self._kept: list[Any] = []  # objects made on the way, kept so that no id is used again
+        self._kept: list[Any] = []  # temporary objects, kept alive so that their ids stay unique
         self.differences: list[EntryDifference] = []
         self.pairs: list[TensorPair] = []
 
     def compare(self, a: Any, b: Any) -> None:
-        """Compare two objects and their contents, depth first, without recursion."""
+        """Compare two objects and all entries in them, depth first, without recursion."""
         pending: list[Iterator[_Pair]] = [iter([(a, b, "")])]
         while pending:
             depth = len(pending) - 1
@@ -159,7 +159,7 @@ class EntryComparer:
         return self._pairs_of(parts[0], entries, f"{name}." if depth else "")
 
     def _under_keys_of(self, a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the entries of b by the equal keys of a, also NaN and keys that are not built."""
+        """Return `b` with equal keys of `a` in place of its own; here, NaN equals NaN."""
         keys = {self._numbers.of(key): key for key in a if type(key) not in _PLAIN_KEYS}
         if not keys:
             return b
@@ -169,7 +169,7 @@ class EntryComparer:
         }
 
     def _pairs_of(self, a: dict[Any, Any], b: dict[Any, Any], prefix: str) -> Iterator[_Pair]:
-        """Yield the entries that both have, and note the entries that only one has."""
+        """Yield the entries that both sides have, and note the entries that only one side has."""
         for key, value in a.items():
             if key in b:
                 yield value, b[key], f"{prefix}{key}"
@@ -190,7 +190,7 @@ class EntryComparer:
             self._kept += a, b
             parts = dict(enumerate(a.unbind())), dict(enumerate(b.unbind()))
             return self._pairs_of(*parts, f"{name}.")
-        valued = not a.is_meta, not b.is_meta  # files hold no values of tensors on meta
+        valued = not a.is_meta, not b.is_meta  # a meta tensor has no values
         same_class = self._ignore_types or type(a) is type(b)
         alike = same_class and valued[0] == valued[1] and _same_layout(a, b)
         if not alike:
@@ -210,7 +210,7 @@ class EntryComparer:
     def _compare_values(self, a: Any, b: Any, name: str) -> None:
         if isinstance(a, _BY_NUMBER) and isinstance(b, _BY_NUMBER):
             equal = self._numbers.of(a) == self._numbers.of(b)
-            if equal:  # except for the values of tensors
+            if equal:  # the values of tensors in them are compared later
                 for n, pair in enumerate(self._numbers.tensor_pairs(a, b)):
                     self._compare_tensors(*pair, f"{name}.<tensor {n}>")
         elif {type(a), type(b)} <= _NUMBERS:
@@ -236,7 +236,7 @@ def _same_layout(a: Tensor, b: Tensor) -> bool:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """Return a container's entries, or an object's attributes if it has no ``__eq__``, or None."""
+    """Return the entries of a container or the attributes of another object, or else None."""
     if isinstance(value, Tensor):
         return None
     if is_container(value) and not isinstance(value, torch.Size):
@@ -244,13 +244,13 @@ def _parts(value: Any) -> dict[Any, Any] | None:
         for name, attribute in attributes_of(value).items():  # such as `_metadata`
             parts[f"__dict__.{name}" if name in parts else name] = attribute
         return parts
-    # An object without an __eq__ of its own is equal to another if their attributes are.
+    # An object without its own __eq__ is equal to another object if their attributes are equal.
     has_equality = any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
     return None if has_equality else attributes_of(value) or None
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a value; a container that occurs twice is searched once."""
+    """Yield (name, leaf) pairs of a value; search a container once, even if it occurs twice."""
     seen: set[int] = set()
     pending = [iter([(name, value)])]
     while pending:
@@ -275,7 +275,7 @@ def _are_close(a: complex, b: complex, tolerance: Tolerance | None) -> bool:
         if tolerance is None:
             return False
         return abs(a - b) <= tolerance.atol + tolerance.rtol * abs(b) < float("inf")
-    except OverflowError:  # integers that no float holds
+    except OverflowError:  # integers that are too large for a float
         return False
 
 
@@ -286,43 +286,43 @@ _HOLDERS = (Opaque, *OPAQUE_HOLDERS)
 
 
 class _Again(NamedTuple):
-    """Replaces a container that occurs inside itself."""
+    """Stands for a container where it occurs again inside itself."""
 
     order: int
 
 
 class _Open:
-    """A container with parts that have no number yet; `rest` are its parts without tokens."""
+    """A container of which `ValueNumbers.of` has read some parts; `rest` yields the others."""
 
     __slots__ = ("lowest", "order", "rest", "start", "value")
 
     def __init__(self, value: Any, order: int, start: int, parts: Iterable[Any]) -> None:
         self.value = value
         # `order`: number of incomplete containers before this one.  `lowest`: the order of the
-        # outermost container known to be in a circle with this one.
+        # outermost container known to be in a reference cycle with this one.
         self.order = self.lowest = order
-        self.start = start  # number of tokens in front of its own
+        self.start = start  # the position of its first token
         self.rest = iter(parts)
 
 
 class ValueNumbers:
-    """Numbers the values of several files: equal values get the same number.
+    """Gives numbers to the values of several files: equal values get the same number.
 
-    All tensors get one common number, and all storages another: `tensor_pairs` yields the pairs to
-    compare.  A part that two containers share counts as two equal parts.  Each container is
-    searched once, unless it holds itself.
+    All tensors have the same number, and all storages have another; `tensor_pairs` yields the
+    tensors to compare.  An object in two containers counts as two equal objects.  Each container is
+    searched once, unless it contains itself.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._known: dict[int, int] = {}
         self._seen: set[tuple[int, int]] = set()
-        self._kept: list[Any] = []  # kept alive, so that no id is used again
+        self._kept: list[Any] = []  # objects, kept alive so that their ids stay unique
 
     def of(self, value: Any) -> int:
-        """Return the number of a value."""
-        # A container becomes a row of tokens.  When it is complete, it becomes one token in the row
-        # of the container around it.  Containers in a circle are completed together (Tarjan's
+        """Return the number that this value shares with all equal values."""
+        # A container becomes a row of tokens.  A complete container becomes one token in the row of
+        # the container around it.  Containers in a reference cycle are completed together (Tarjan's
         # algorithm).
         tokens: list[Any] = []
         orders: dict[int, int] = {}  # of incomplete containers
@@ -356,7 +356,7 @@ class ValueNumbers:
                     self._complete(done, tokens, orders)
 
     def _complete(self, done: _Open, tokens: list[Any], orders: dict[int, int]) -> None:
-        """Replace the tokens of a container, and of containers in a circle with it, by a number."""
+        """Replace the tokens of a container, or of all containers in a cycle, by one number."""
         form = tokens[done.start :]
         if isinstance(done.value, (set, frozenset)) and all(type(each) is int for each in form[1:]):
             form[1:] = sorted(form[1:])
@@ -373,7 +373,7 @@ class ValueNumbers:
         return self._numbers.setdefault(form, len(self._numbers))
 
     def tensor_pairs(self, a: Any, b: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pairs of tensors in two values of one number, once per pair of containers."""
+        """Pair the tensors of two equal values; visit each pair of their containers only once."""
         pending = [(a, b)]
         while pending:
             one, other = map(opened, pending.pop())
@@ -403,7 +403,7 @@ def _parts_of(value: Any) -> list[Any]:
 
 
 def comparable(value: Any) -> tuple[Any, ...]:
-    """Return a hashable form of a value that equals itself, even for NaN and NumPy's arrays."""
+    """Return a hashable form of a value; equal values, also NaN and arrays, have equal forms."""
     if hasattr(value, "tobytes"):
         return type(value), str(value.dtype), value.shape, value.tobytes()
     try:
@@ -415,10 +415,10 @@ def comparable(value: Any) -> tuple[Any, ...]:
 
 
 def opened(value: Any) -> Any:
-    """Return a storage as a tensor over it, and any other value as it is."""
+    """Return a tensor over the storage `value`; return any other value unchanged."""
     if isinstance(value, torch.TypedStorage):
         dtype, value = value.dtype, untyped_of(value)
-        if dtype in _QUANTIZED:  # their tensors need more than a storage
+        if dtype in _QUANTIZED:  # a quantized tensor also needs scales
             dtype = torch.uint8
         return torch.empty(0, dtype=dtype, device=value.device).set_(value)
     if isinstance(value, torch.UntypedStorage):
@@ -428,19 +428,19 @@ def opened(value: Any) -> Any:
 
 # ------------------------------------------------------------------------------------- moved names
 
-# Parts that wrappers put into names, at any depth.
+# Components that wrappers of modules add to names, at any depth.
 _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 )
 
 
 def moved_names(a: Mapping[str, Hashable], b: Mapping[str, Hashable]) -> dict[str, str]:
-    """Return the likely new names in `b` for names in `a`, if they are unambiguous.
+    """For names in `a`, return their likely new names in `b`; leave out ambiguous names.
 
-    Parts from wrappers (``module.``, ``_orig_mod.``) do not count.  One name must end with the
-    other (``model.fc.weight``, ``fc.weight``), or both must end with the same two or more parts.
-    Of several candidates, the one with the longest common end counts.  The values of both names,
-    such as dtype and shape, must be equal.
+    Components from wrappers (``module.``, ``_orig_mod.``) are ignored.  One name must end with the
+    other (``model.fc.weight``, ``fc.weight``), or both must end with the same two or more
+    components.  Of several candidates, the one with the longest common end is chosen.  The values
+    of the two names in the mappings, such as dtype and shape, must be equal.
 
     >>> moved_names({"fc.weight": 1, "fc.bias": 2}, {"module.fc.weight": 1, "module.fc.bias": 3})
     {'fc.weight': 'module.fc.weight'}
@@ -454,7 +454,7 @@ def moved_names(a: Mapping[str, Hashable], b: Mapping[str, Hashable]) -> dict[st
         found = _partner([by_end.get((end, fact), []) for end in _ends(name)])
         if found is not None:
             moved[name] = found
-    count = Counter(moved.values())  # a new name of several old names is ambiguous
+    count = Counter(moved.values())  # two old names may not get one new name
     return {name: other for name, other in moved.items() if count[other] == 1}
 
 
@@ -471,7 +471,7 @@ def _partner(candidates: list[list[str]]) -> str | None:
         return None
     n_common, names = n_parts - begin, candidates[begin]
     if len(names) > 1:
-        # A name may be the end of many others: take the one without further parts.
+        # Many names may have the same end: take the name that is exactly this end.
         names = [other for other in names if len(_ends(other)) == n_common]
     if len(names) != 1:
         return None
@@ -480,7 +480,7 @@ def _partner(candidates: list[list[str]]) -> str | None:
 
 
 def prefixes_of(name: str, other: str) -> tuple[str, str]:
-    """Return the beginnings of two names, in front of the parts at their common end.
+    """Return the two names without the components at their ends that both have.
 
     >>> prefixes_of("module.fc.weight", "fc.weight"), prefixes_of("a.w", "b.w")
     (('module.', ''), ('a.', 'b.'))

@@ -1,7 +1,7 @@
-"""Reads and compares the values of tensors of two checkpoints, in pieces of bounded size.
+"""Reads and compares the values of two checkpoints' tensors, in pieces of bounded size.
 
-The engine finds the differences of numbers.  Differences of whole numbers are exact; all others are
-computed in float64, so that the counts match ``torch.testing.assert_close``.
+The C++ engine computes differences of integers exactly, and all other differences in float64.  So
+it counts the same elements as different that ``torch.testing.assert_close`` does.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ptsave.tree.containers import dotted
 from ptsave.tree.extents import ADVICE, default_limit, stored_nbytes_of
 from ptsave.tree.tree import EntryNames
 
-# Bytes of one side.  The next pieces of both sides are read while one piece is compared.
+# The most bytes of a piece in one checkpoint.  While a piece is compared, the next ones are read.
 _PIECE_NBYTES = 16 << 20
 _N_PIECES = 3
 _SMALL_NUMEL = 1 << 12
-_MAX_IDLE_NBYTES = 64 << 20  # fresh pages take longer than reading and comparing
-_WORD_NBYTES = 8  # no dtype of _PLAIN_BITS is larger
+_MAX_IDLE_NBYTES = 64 << 20  # kept for reuse: new pages take longer than comparing
+_WORD_NBYTES = 8  # no dtype in _PLAIN_BITS has larger elements
 _PLAIN_BITS = {
     torch.float32: torch.int32,
     torch.float16: torch.int16,
@@ -49,7 +49,7 @@ _PLAIN_BITS = {
 
 @dataclass(frozen=True, eq=False)
 class TensorPair:
-    """Two tensors of one name whose values can be compared."""
+    """Two tensors with the same name whose values can be compared."""
 
     name: str
     a: Tensor
@@ -57,10 +57,10 @@ class TensorPair:
 
 
 class ComparedCheckpoint:
-    """One side of a comparison: an open checkpoint.  Safe for concurrent use.
+    """One side of a comparison: an open checkpoint, which several threads may use at once.
 
-    `is_flat` says that it can hold only a dict of tensors.  `allocate` gives memory for values that
-    are compared and dropped.
+    If `is_flat` is true, the checkpoint can hold only a dict of tensors.  `allocate` gives memory
+    that is reused after the values in it were compared.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -72,11 +72,11 @@ class ComparedCheckpoint:
         self.allocate: Allocator = RecycledMemory(_MAX_IDLE_NBYTES).storage
 
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Read whole tensors."""
+        """Read all values of the tensors."""
         return self._contents.read(tensors, None, self.allocate)
 
     def packs(self, tensors: list[Tensor]) -> UnreadContents | None:
-        """Return the contents that can read all these tensors as one row of bytes, or None."""
+        """Return the open file if it can read all `tensors` into one row of bytes, or None."""
         found = self._contents.by_part(tensors)
         contents = found[0][0] if len(found) == 1 else None
         if not isinstance(contents, UnreadContents) or not contents.can_read_packed(tensors):
@@ -84,31 +84,31 @@ class ComparedCheckpoint:
         return contents
 
     def read_slice(self, tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
-        """Read a part of a tensor."""
+        """Read the values at `index` of a tensor."""
         return self._contents.read_slice(tensor, index, None, allocate=self.allocate)
 
     def places_of(self, tensors: list[Tensor]) -> list[object]:
-        """Return a key of each tensor's storage, unique in a file and across files."""
+        """Return, for each tensor, a key that only tensors with the same storage share."""
         return [place[0] for place in self._contents.places_of(tensors)]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A unit of reading: several whole tensors, or a part of one."""
+    """What is read at once: pairs of complete tensors, or the part `index` of one pair."""
 
-    pairs: list[TensorPair]  # only one if there is an index
+    pairs: list[TensorPair]  # one pair if `index` is set
     index: tuple[slice, ...] | None = None
-    times: int = 1  # repetitions of the part, in tensors that are expanded on both sides
-    is_last: bool = True  # it completes its tensors
+    times: int = 1  # how often expansion of both tensors repeats the part
+    is_last: bool = True  # whether the piece is the last one of its tensors
 
     @property
     def begin(self) -> list[int]:
-        """The index of the first element."""
+        """The index of the piece's first element in its tensors."""
         return [] if self.index is None else [int(part.start) for part in self.index]
 
     @property
     def nbytes(self) -> int:
-        """The bytes of side a."""
+        """The number of bytes of the piece in checkpoint a."""
         if self.index is None:
             return sum(int(pair.a.numel() * pair.a.itemsize) for pair in self.pairs)
         numel = prod(int(part.stop - part.start) for part in self.index)
@@ -134,10 +134,10 @@ class Measure(Protocol[_Found_co]):
     """Finds the difference of two tensors, or of parts of them."""
 
     def same(self, pair: TensorPair) -> _Found_co | None:
-        """Return the difference of plain tensors with the same bytes; None to measure it."""
+        """Return the result for a pair with equal bytes; None if `difference` must find it."""
 
     def difference(self, pair: TensorPair, a: Tensor, b: Tensor, begin: Sequence[int]) -> _Found_co:
-        """Return the difference of two parts that begin at an index."""
+        """Return the difference of the pair's parts `a` and `b`, which begin at index `begin`."""
 
 
 def compare_tensors(
@@ -147,9 +147,9 @@ def compare_tensors(
     measure: Measure[_Difference],
     progress: ProgressCallback | None,
 ) -> Iterator[tuple[TensorPair, _Difference]]:
-    """Yield the difference of each pair, in order; the tensors of a pair have one shape and layout.
+    """Yield each pair with its difference; the two tensors must have the same shape and layout.
 
-    `progress` gets the bytes of a that were compared so far.
+    `progress` is called with the number of bytes of `a` that were compared so far.
     """
     total: _Difference | None = None
     n_done = 0
@@ -176,9 +176,9 @@ def compare_tensors(
 
 
 class _Packing:
-    """The small tensors of a piece that both sides read as a row of bytes, at the same offsets.
+    """The small tensors of a piece; each side reads them as one row of bytes at equal offsets.
 
-    `numbers` are the positions of their pairs in the piece; empty if a side cannot read such rows.
+    `numbers` are their positions in the piece; there are none if a side cannot read rows.
     """
 
     def __init__(self, piece: _Piece, a: ComparedCheckpoint, b: ComparedCheckpoint) -> None:
@@ -192,14 +192,14 @@ class _Packing:
         *self.begins, self.nbytes = accumulate(sizes, initial=0)
 
     def read(self, source: ComparedCheckpoint) -> Tensor | None:
-        """Return the row of one side; None if nothing is packed."""
+        """Return the row of bytes of one side, or None if `numbers` is empty."""
         contents, tensors = self._sides[id(source)]
         if not self.numbers or contents is None:
             return None
         return contents.read_packed(tensors, self.begins, self.nbytes, source.allocate)
 
     def differing(self, x: Tensor, y: Tensor) -> set[int]:
-        """Return the numbers of the pairs whose bytes differ between the rows of the two sides."""
+        """Return the positions in the piece of the tensors whose bytes in `x` and `y` differ."""
         x, y = x.view(torch.int64), y.view(torch.int64)
         if torch.equal(x, y):
             return set()
@@ -266,7 +266,7 @@ def _read(
 def _values(
     piece: _Piece, packing: _Packing, a: _Side, b: _Side, measure: Measure[_Difference]
 ) -> _Values:
-    """Yield the tensors of each pair, or None for a packed pair whose equal bytes suffice."""
+    """Yield the two tensors of each pair, or None if it is enough that their bytes are equal."""
     others = zip(a.others, b.others, strict=True)
     if a.row is None or b.row is None:
         yield from others
@@ -302,7 +302,7 @@ def _pieces(pairs: Iterable[TensorPair]) -> Iterator[_Piece]:
             batch.append(pair)
             nbytes += size
         else:
-            if batch:  # differences come in the order of the pairs
+            if batch:  # so that results are in the order of the pairs
                 yield _Piece(batch)
                 batch, nbytes = [], 0
             yield from _parts(pair)
@@ -311,7 +311,7 @@ def _pieces(pairs: Iterable[TensorPair]) -> Iterator[_Piece]:
 
 
 def _is_small_and_whole(pair: TensorPair) -> bool:
-    """Whether both are a few plain numbers that fill their storages."""
+    """Whether both tensors are small, have the same plain dtype, and fill their storages."""
     a, b = pair.a, pair.b
     if a.dtype != b.dtype or a.dtype not in _PLAIN_BITS or not 0 < a.numel() <= _SMALL_NUMEL:
         return False
@@ -331,13 +331,13 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _nbytes_read(tensor: Tensor) -> int:
-    """Return the most memory that reading a tensor together with others takes.
+    """Return an upper bound of the bytes of memory for reading a tensor.
 
-    Reading several tensors of a storage also reads the bytes between them.  An expanded tensor
-    takes more bytes than its storage once it becomes a row of numbers.
+    The complete storage may be read, with the bytes between its tensors.  A copy of an expanded
+    tensor is larger than the storage.
     """
     nbytes = int(tensor.numel() * tensor.itemsize)
-    if not _is_strided(tensor) or tensor.is_meta:  # meta: of a safetensors file, all dense
+    if not _is_strided(tensor) or tensor.is_meta:  # meta: from a safetensors file, and dense
         return nbytes
     return max(nbytes, tensor.untyped_storage().nbytes())
 
@@ -352,8 +352,8 @@ def _parts(pair: TensorPair) -> Iterator[_Piece]:
     nbytes = prod(shape) * itemsize
     if nbytes > default_limit(stored_nbytes_of([pair.a, pair.b])):
         raise ValueError(
-            f"{pair.name}: comparing it takes {nbytes:,} bytes of each side, as its elements "
-            f"share memory: {ADVICE}"
+            f"{pair.name} is too large to compare: its elements share memory in the file, but to "
+            f"compare them takes {nbytes:,} bytes for each of the two files; {ADVICE}"
         )
     dims = sorted(range(len(shape)), key=strides[0].__getitem__, reverse=True)
     previous: tuple[slice, ...] | None = None
@@ -365,7 +365,7 @@ def _parts(pair: TensorPair) -> Iterator[_Piece]:
 
 
 def _boxes(shape: list[int], dims: list[int], max_numel: int) -> Iterator[tuple[slice, ...]]:
-    """Yield parts of at most `max_numel` elements, cutting dimensions in the order of `dims`."""
+    """Yield indices of parts with at most `max_numel` elements, cut along `dims` in order."""
     box = [slice(0, n) for n in shape]
     if not dims:
         yield tuple(box)
@@ -396,7 +396,7 @@ def quantizer_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def threads_of_measure() -> int:
-    """Return how many threads compare numbers: half of all, because readers need the others."""
+    """Return how many threads compare numbers: half of the threads; the others read."""
     return max(1, config.current().n_threads // 2)
 
 
@@ -436,7 +436,7 @@ def cannot_compare(pair: TensorPair, a: Tensor, b: Tensor, error: Exception) -> 
 
 
 def dense_values(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return strided tensors of numbers; for sparse ones, the values where either has one."""
+    """Return strided tensors of numbers; for sparse tensors, see `_of_same_pattern`."""
     a, b = a.detach(), b.detach()
     if a.layout != torch.strided:
         return _of_same_pattern(a, b)
@@ -446,7 +446,7 @@ def dense_values(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def _are_small_and_same(a: Tensor, b: Tensor) -> bool:
     """Whether both are small plain tensors with the same bits.
 
-    Makes few calls: a call takes longer than comparing the numbers of a small tensor.
+    There are few calls in it, because one takes longer than comparing a small tensor.
     """
     if a.numel() > _SMALL_NUMEL or a.dtype != b.dtype or a.dtype not in _PLAIN_BITS:
         return False
@@ -457,7 +457,7 @@ def _are_small_and_same(a: Tensor, b: Tensor) -> bool:
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two rows have the same bytes; torch compares whole words fastest."""
+    """Whether two rows have the same bytes; compares words of 8 bytes where it can."""
     nbytes = a.nbytes
     words = nbytes // 8 * 8
     x, y = a.view(torch.uint8), b.view(torch.uint8)
@@ -470,7 +470,7 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def _of_same_pattern(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values of two sparse tensors at the places where either has a value."""
+    """Return the values of two sparse tensors at all indices at which `a` or `b` has one."""
     a, b = (x.to_sparse_coo().coalesce() for x in (a, b))
     if a.sparse_dim() != b.sparse_dim():
         return a.to_dense(), b.to_dense()
@@ -497,7 +497,7 @@ def opened_sides(
     *,
     recover: bool = False,
 ) -> tuple[Contents, Contents]:
-    """Open both sides; a file object that is both sides has one position, and is opened once."""
+    """Open both sides; if both are the same file object, open it once and use it for both."""
     first = open_checkpoint(a, OpenOptions(a_storage_options, recover=recover))
     if b is a and b_storage_options == a_storage_options:
         return first, first
@@ -505,13 +505,13 @@ def opened_sides(
 
 
 def flat(obj: Any, path: str) -> dict[str, Tensor]:
-    """Return an object's tensors by dotted name; two tensors of one name raise ValueError."""
+    """Return an object's tensors by dotted name; raise ValueError if two names are equal."""
     names = EntryNames(obj, path)
     result: dict[str, Tensor] = {}
     for name, tensor in zip(names.names, names.tensors, strict=True):
         text = name if isinstance(name, str) else dotted(name)
         if text in result:
-            raise ValueError(f"{path}: two tensors are called {text!r} when their names are dotted")
+            raise ValueError(f"{path}: two tensors would get the dotted name {text!r}")
         result[text] = tensor
     return result
 
@@ -521,14 +521,14 @@ def flat(obj: Any, path: str) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds of equality: ``abs(a - b) <= atol + rtol * abs(b)``, as for assert_close."""
+    """Two numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, as for assert_close."""
 
     rtol: float
     atol: float
 
 
 def checked_tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
-    """Return a tolerance in which a missing value is 0; None if both are missing."""
+    """Return the `Tolerance`, where a missing value is 0; None if both are missing."""
     if rtol is None and atol is None:
         return None
     for name, value in (("rtol", rtol), ("atol", atol)):
@@ -539,17 +539,16 @@ def checked_tolerance(rtol: float | None, atol: float | None) -> Tolerance | Non
 
 @dataclass(frozen=True)
 class NumberDifference:
-    """Counts and sizes of differences; results of parts can be added.
+    """Counts and sizes of the differences between two tensors; ``+`` combines parts of tensors.
 
-    `max_abs` is an exact int if both sides are whole numbers.  It is 0 where only bits differ: 0.0
-    and -0.0, or two NaNs.  `max_abs` and `max_rel` are None for dtypes that torch cannot compute
-    with.
+    `max_abs` is an exact int if both tensors have integers.  For two zeros or two NaNs, the
+    difference is 0.  `max_abs` and `max_rel` are None for dtypes that torch cannot compute with.
     """
 
-    numel: int = 0  # on each side
-    n_different: int = 0  # with other bits or, between two dtypes, another value
-    n_outside: int = 0  # outside the tolerance; without one, as `n_different`
-    n_nan_a: int = 0  # NaN on this side alone; only the counts include these numbers
+    numel: int = 0  # of each tensor
+    n_different: int = 0  # numbers whose bits differ, or with two dtypes, whose values do
+    n_outside: int = 0  # numbers outside the tolerance; without a tolerance, `n_different`
+    n_nan_a: int = 0  # NaN only in a; `n_different` counts them, but `max_abs` does not
     n_nan_b: int = 0
     max_abs: int | float | None = 0
     max_rel: float | None = 0.0  # relative to abs(b); inf where b is 0
@@ -563,7 +562,7 @@ class NumberDifference:
         )
 
     def times(self, n: int) -> NumberDifference:
-        """Return the difference for n repetitions of the rows."""
+        """Return the sum for `n` parts if each has this difference."""
         return replace(self, **{name: n * getattr(self, name) for name in _COUNTS})
 
 
@@ -579,12 +578,12 @@ def number_difference(
 ) -> NumberDifference:
     """Return the counts and sizes of the differences between two rows of numbers.
 
-    Both are contiguous, of shape (N,), on the CPU, and not conjugated lazily.  Without a tolerance,
-    numbers are equal if they have the same bits; between two dtypes, the same value.  Raises
-    TypeError if the dtypes differ, and torch cannot compute with one of them.
+    Both rows are contiguous CPU tensors of shape (N,), without the conjugate bit.  Without a
+    tolerance, numbers are equal if they have the same bits or, with two dtypes, the same value.
+    Raises TypeError if the dtypes differ and torch cannot compute with one of them.
     """
     found = None
-    if torch.float4_e2m1fn_x2 not in (a.dtype, b.dtype):  # numel counts its pairs
+    if torch.float4_e2m1fn_x2 not in (a.dtype, b.dtype):  # an element of this dtype is two numbers
         rtol, atol = (0.0, 0.0) if tolerance is None else (tolerance.rtol, tolerance.atol)
         found = _C.tensor_difference(a, b, rtol, atol, n_threads)
     if found is not None:
@@ -600,7 +599,7 @@ def number_difference(
         )
     if a.dtype != b.dtype:
         raise TypeError(f"torch cannot convert {a.dtype} and {b.dtype} to compare their values")
-    bits = torch.uint8 if a.itemsize == 1 else torch.int16  # dtypes that are only names for bytes
+    bits = torch.uint8 if a.itemsize == 1 else torch.int16  # dtypes that torch cannot compare
     n_different = number_difference(a.view(bits), b.view(bits)).n_different
     if not n_different:
         return NumberDifference(a.numel())
@@ -608,12 +607,12 @@ def number_difference(
 
 
 def rows_in_order(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Return two tensors as rows in the memory order of a, and the dimensions in that order."""
+    """Return both tensors as rows in the order of a's memory, and the order of dimensions."""
     dims = sorted(range(a.dim()), key=a.stride().__getitem__, reverse=True)
     return _row(a.permute(dims)), _row(b.permute(dims)), dims
 
 
 def _row(tensor: Tensor) -> Tensor:
     row = tensor.resolve_conj().resolve_neg().reshape(-1).contiguous()
-    # A row of one number, or none, may have any stride; views of other dtypes require 1.
+    # A row of at most one number may have any stride, but a view as another dtype requires 1.
     return row.as_strided(row.shape, (1,)) if row.numel() <= 1 else row

@@ -1,9 +1,9 @@
 """`ptsave.open`: a checkpoint whose tensors are read only on request.
 
-torch's restricted unpickler builds the object once, over storages without bytes.  Its tensors take
-no memory, and no caller gets them.  To read a part, the archive indexes such a tensor: the strides
-of the result say which blocks of the storage to read.  Only whole records can be verified, because
-a checksum covers a whole record.
+torch's restricted unpickler builds the saved object once, with tensors that have no memory.  ptsave
+uses these tensors only internally.  To read a part of a tensor, the archive indexes the tensor
+without memory; the strides of the result show which bytes of the file to read.  A record of a
+``.pt`` file has one checksum, so a part of a record cannot be verified.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = ["Archive", "TensorInfo", "TensorSlice", "open"]
 
 
 class Archive:
-    """An open checkpoint; :func:`ptsave.open` makes one.
+    """An open checkpoint, which :func:`ptsave.open` returns.
 
-    Safe for concurrent use by threads.  A read that has started completes even if another thread
-    closes the archive.
+    Several threads may use an archive at the same time.  If one thread closes the archive while
+    another thread reads, the read still completes.
 
     Attributes
     ----------
     path : str
-        The checkpoint's name in messages.
+        The checkpoint's path, URL or other name, as error messages show it.
     """
 
     def __init__(self, contents: Contents, path: str, *, verify: bool) -> None:
@@ -61,7 +61,7 @@ class Archive:
         return self._open_contents is None
 
     def __enter__(self) -> Archive:
-        self._contents  # noqa: B018 - raises if it is closed
+        self._contents  # noqa: B018 - raises if the archive is closed
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -72,15 +72,15 @@ class Archive:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The format and version of an archive, or the metadata of a safetensors file."""
+        """The format and version of a ``.pt`` file, or the metadata of a safetensors file."""
         return dict(self._contents.metadata)
 
     def keys(self) -> list[str | Path]:
-        """Return the names of all tensors, in the order of the file.
+        """Return the names of all tensors, in the order in which the saved object has them.
 
-        A name joins the keys of dicts, lists and tuples with dots.  If two tensors would get the
-        same name, each is named by its tuple of keys.  If the whole object is a tensor, its name
-        is ``""``.
+        A name is the path to the tensor: keys of dicts, and indexes of lists and tuples, joined
+        with dots.  If two tensors would get the same name, each name is a tuple of these keys and
+        indexes instead.  If the saved object itself is a tensor, the tensor's name is ``""``.
         """
         return list(self._names.names)
 
@@ -98,12 +98,12 @@ class Archive:
         return True
 
     def info(self, name: str | Path) -> TensorInfo:
-        """Return the dtype, shape, strides and place of a tensor, without reading it.
+        """Return the dtype, shape, strides and file position of a tensor; no values are read.
 
         Raises
         ------
         KeyError
-            If no entry has this name, or if several entries may be meant.
+            If no entry has this name, or if the name could mean several entries.
         TypeError
             If the entry is not a tensor.
         """
@@ -112,11 +112,11 @@ class Archive:
         return self._infos[number]
 
     def infos(self) -> list[TensorInfo]:
-        """Return the `info` of all tensors, in the order of `keys`."""
+        """Return the `TensorInfo` of each tensor, in the order of `keys`."""
         return list(self._infos)
 
     def __getitem__(self, name: str | Path) -> Any:
-        """Return an entry as :func:`ptsave.load` would; all tensors in a container are read."""
+        """Return the saved value with this name, after reading all tensors in it."""
         contents = self._contents
         entry = self._names.find(name)
         return read_entry(
@@ -135,25 +135,26 @@ class Archive:
     ) -> Tensor:
         """Read one tensor.
 
-        Only the bytes between the tensor's first and last element are read.  The result has its own
-        memory.  It has the file's strides unless these would leave much of the memory unused.
+        Only the bytes from the tensor's first to its last element are read.  The result has its own
+        memory, unless opening loaded the whole file.  It keeps the saved strides unless they would
+        leave much of this memory unused.
 
         Parameters
         ----------
         name : str or tuple
-            One of `keys`.
+            One of the names that `keys` returns.
         device : torch.device or str, optional
-            Target device: the CPU by default, wherever the tensor was saved from.
+            Target device: the CPU by default, even if the tensor was saved from another device.
         verify : bool, optional
-            Whether to compare checksums.  A checksum covers a whole storage.  By default, it is
-            compared if the whole storage is read.  True always reads the whole storage.
+            Whether to compare the tensor's whole storage with its checksum.  With True, the whole
+            storage is read for this.  By default, it is compared only if all of it is needed.
         map_location : torch.device or str, optional
-            Another name of `device`.
+            Another name for `device`.
 
         Raises
         ------
         KeyError
-            If no entry has this name, or if several entries may be meant.
+            If no entry has this name, or if the name could mean several entries.
         TypeError
             If the entry is not a tensor.
         CorruptCheckpointError
@@ -170,14 +171,14 @@ class Archive:
         verify: bool | None = None,
         map_location: torch.device | str | None = None,
     ) -> TensorSlice:
-        """Return an object that reads a part of a tensor each time you index it.
+        """Return an object for one tensor; indexing the object reads only the selected part.
 
         Parameters
         ----------
         name : str or tuple
-            One of `keys`.
+            One of the names that `keys` returns.
         device : torch.device or str, optional
-            Device that parts are read to: the CPU by default.
+            Device for the parts that are read: the CPU by default.
         verify, map_location
             As for `get_tensor`.
 
@@ -199,13 +200,14 @@ class Archive:
         return TensorSlice(contents, tensor, verify, place)
 
     def tensors(self) -> Mapping[Any, Tensor]:
-        """Return a mapping from names to tensors, which reads a tensor on each access."""
+        """Return a mapping from names to tensors; each access reads the tensor from the file."""
         return _LazyTensors(self)
 
     def verify(self, *, progress: bool = False) -> None:
-        """Compare all data in the file with its checksums.
+        """Read all data of the file, and compare the data with the checksums in the file.
 
-        The data is not kept, so this needs little memory.  A safetensors file has no checksums.
+        The call does not keep the data, so it needs little memory.  For a safetensors file, it
+        raises ValueError, because such a file has no checksums.
 
         Parameters
         ----------
@@ -222,23 +224,23 @@ class Archive:
     # ----------------------------------------------------------------------------- captures
 
     def calls(self) -> list[CapturedCall]:
-        """Return the calls of modules that :func:`ptsave.capture` has recorded; no tensor is read.
+        """Return the module calls that :func:`ptsave.capture` has recorded; no tensor is read.
 
-        If the process was killed while it captured, open the file with ``recover=True``.  Only
-        calls whose records were written are returned; `parent` may be a call without a record.
+        If the process was killed during the capture, open the file with ``recover=True``.  Then
+        only calls with complete records are returned, and the parent of such a call may be missing.
 
         Returns
         -------
         list of CapturedCall
-            In the order in which they began.  `CapturedCall.values` maps paths to the arguments,
-            results and gradients, with dtypes, shapes and statistics.  `tensor` reads a value.
+            The calls, in the order in which they began.  `CapturedCall.values` describes arguments,
+            results and gradients by dtype, shape and statistics; `tensor` reads their elements.
 
         Raises
         ------
         ValueError
             If the file is not a capture, or if a later version of ptsave wrote it.
         CorruptCheckpointError
-            If its records are damaged.
+            If the records of the capture are damaged.
 
         Examples
         --------
@@ -264,15 +266,15 @@ class Archive:
     def captured_values(
         self, phase: str | None = None, step: int | None = None
     ) -> list[CapturedValue]:
-        """Return the values that a capture has recorded, in the order of their events.
+        """Return the values (arguments, gradients, ...) that a capture recorded, in time order.
 
         Parameters
         ----------
         phase : str, optional
-            ``"params"`` or ``"grads"`` selects the values of parameters.  ``"forward"``,
-            ``"backward"``, ``"recompute"`` and ``"recompute_backward"`` select values of calls.
+            Select only parameters (``"params"``), only their gradients (``"grads"``), or values of
+            calls (``"forward"``, ``"backward"``, ``"recompute"``, ``"recompute_backward"``).
         step : int, optional
-            Only values of this step.
+            Select only the values of the step with this number.  By default, all are returned.
 
         Raises
         ------
@@ -314,7 +316,7 @@ class Archive:
         return self._read(self._run.tensor(name), device, verify)
 
     def summary(self) -> CaptureSummary:
-        """Return totals of a capture, and of each module class in it; no tensor is read.
+        """Count a capture's calls and values, in total and by module class; no tensor is read.
 
         Raises
         ------
@@ -376,8 +378,8 @@ class Archive:
         entry = self._names.find(name)
         if not isinstance(entry, Tensor):
             raise TypeError(
-                f"{self.path}: {name!r} is no tensor, but of type {type_name_of(entry)}: read it "
-                f"with archive[{name!r}]"
+                f"{self.path}: {name!r} is not a tensor, but of type {type_name_of(entry)}: read "
+                f"it with archive[{name!r}]"
             )
         return entry
 
@@ -388,7 +390,7 @@ class TensorSlice:
     Attributes
     ----------
     shape : torch.Size
-        Shape in elements, as in :class:`TensorInfo`.
+        Shape of the whole tensor.  For a nested tensor, see :class:`TensorInfo`.
     dtype : torch.dtype
         Dtype of its elements.
     """
@@ -403,11 +405,11 @@ class TensorSlice:
         ((self.dtype, self.shape, *_),) = facts_of([tensor])
 
     def get_shape(self) -> list[int]:
-        """Return the shape, as safetensors' slices do."""
+        """Return the shape as a list; the safetensors library has the same method."""
         return list(self.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Read the part that integers, slices, ``...`` and None select; others raise TypeError."""
+        """Read the part that `index` selects: integers, slices, ``...`` and None are allowed."""
         check_index(index)
         return self._contents.read_slice(self._tensor, index, self._verify, self._device)
 
@@ -438,32 +440,32 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
 ) -> Archive:
     """Open a checkpoint to look at it, and to read parts of it.
 
-    Opening a ``.pt`` file reads only its pickle and the directory at its end; entries are read on
-    request.  No code of the file runs: only objects that :func:`torch.load` builds with
-    ``weights_only=True`` are built.  Tensors are read into CPU memory.
+    Opening a ``.pt`` file reads only its pickle and the zip directory at the file's end; tensors
+    are read on request.  No code of the file runs: only objects that :func:`torch.load` builds with
+    ``weights_only=True`` are built.  By default, tensors are read into CPU memory.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
         A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable file object, which is
-        read from its current position on.  A path or URL leads to a file, an index of shards, or a
-        directory: of shards, of torch.distributed.checkpoint, or of one file per rank.  A file's
-        content, not its name, decides how it is read.
+        read from its current position on.  A path or URL may name a file, an index of shards, or a
+        directory, which holds shards, a checkpoint of torch.distributed.checkpoint, or one file per
+        rank.  The content of a file, not the name, decides how the file is read.
     verify : bool, default True
         Whether to compare a storage with its CRC-32 when the whole storage is read.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     recover : bool, default False
-        Whether to open the rest of a ``.pt`` or safetensors file that has lost its end, or that a
-        :class:`ptsave.ArchiveWriter` has left unfinished.  A ``.pt`` file is first read whole and
-        compared with its checksums.  A warning names the damaged or missing records and the
-        entries that need them.  These entries are left out: items of dicts at any depth, and whole
-        lists or other objects.
+        Whether to open the readable part of a ``.pt`` or safetensors file whose end is missing, or
+        which a :class:`ptsave.ArchiveWriter` has not completed.  First, all data of a ``.pt`` file
+        is compared with the checksums.  A warning names the damaged or missing records, and the
+        entries that need these records.  Such entries are left out: a dict at any depth loses only
+        the damaged items, but a list or another object is left out completely.
 
     Returns
     -------
     Archive
-        A context manager.
+        The open checkpoint, a context manager.
 
     Raises
     ------
@@ -476,23 +478,25 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
         ``weights_only=True`` does not allow are not built.  Reading such an object raises this
         error, and the message says how to trust its class.
     OSError
-        If the file cannot be read: no such file, no permission, a directory, ...
+        If the file does not exist or cannot be read, or a directory holds no checkpoint.
 
     Notes
     -----
-    Some files are loaded as a whole: files of the format before torch 1.6, archives with compressed
-    members, and files with sparse or quantized tensors, tensor subclasses, or another byte order.
+    Opening loads some files completely: files in the format before torch 1.6, compressed files, and
+    files with sparse or quantized tensors, tensor subclasses, or another byte order than the CPU's.
 
     The safetensors library checks the header of a ``.safetensors`` file.  A whole tensor of such a
-    file is mapped into memory if the page cache of a local file system holds it.  You may replace
-    the file while its tensors exist, but not write into it.  Several threads read all other
-    tensors.  A set with more files than a sixth of ``ulimit -n`` opens each file only while reading
-    it.  If a file was replaced meanwhile, the read raises OSError.
+    file is mapped into memory if the page cache of a local file system holds the tensor's bytes.
+    Several threads read all other tensors.  You may replace the file while mapped tensors exist,
+    but you must not write into the file.
 
-    Opening a distributed checkpoint reads its metadata and objects.  A tensor is put together from
-    the parts of all ranks when you read it; `TensorInfo.chunks` says where these parts are.  Files
-    that `ptsave.distributed` wrote have a checksum for each block of 4 KiB, so slices are verified,
-    too.  Files that torch wrote have a checksum for each part.
+    If a checkpoint has more files than one sixth of ``ulimit -n``, each file is open only while it
+    is read.  If such a file is replaced between two reads, the second read raises OSError.
+
+    Opening a distributed checkpoint reads its metadata and all objects that are not tensors.  When
+    you read a tensor, ptsave joins the parts that the ranks wrote; `TensorInfo.chunks` says where
+    these parts are.  Files that `ptsave.distributed` wrote have a checksum for each block of 4 KiB,
+    so slices are verified, too.  Files that torch wrote have one checksum for each part.
 
     Examples
     --------
@@ -515,33 +519,33 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
 
 
 class TensorInfo(NamedTuple):
-    """Dtype, shape and place of one tensor of a file.
+    """Dtype, shape and position of one tensor in a file.
 
     Attributes
     ----------
     name : str or tuple
-        As in :meth:`Archive.keys`.
+        One of the names that :meth:`Archive.keys` returns.
     dtype : torch.dtype
         Dtype of its elements.
     shape : torch.Size
-        Shape in elements.  For a nested tensor, -1 marks a dimension in which its parts differ.
+        Shape in elements.  For a nested tensor, -1 marks a dimension whose size varies.
     stride : tuple of int
-        In elements; empty for a tensor that is nested or not strided.
+        Strides in elements; empty for a tensor that is nested or not strided.
     location : str or None
-        The device that it was saved from, such as ``"cuda:0"``; None if the file does not say.
+        The device that the tensor was saved from, such as ``"cuda:0"``; None if unknown.
     nbytes : int
-        Number of elements times their size.  The storage may be larger; for an expanded tensor, it
-        is smaller.
+        Number of elements times the size of an element.  The storage of the tensor may be larger,
+        or smaller if the tensor is expanded.
     offset : int or None
-        Position of its first element in the file, in bytes.  None for an empty tensor, and for
-        files that can only be loaded as a whole.
+        Position of the first element in the file, in bytes.  None in a distributed checkpoint, in a
+        file that opening loads completely, and for an empty tensor of a ``.pt`` file.
     record : str or None
-        The archive's record that holds its storage; None if no record does.
+        Name of the archive's record that has the storage; None if there is no such record.
     shared_with : sequence of (str or tuple)
-        The names of the other tensors in the same storage; it compares equal to a tuple.
+        The names of the other tensors in the same storage; may be compared with a tuple by ``==``.
     chunks : sequence of ChunkInfo
-        For a directory of torch.distributed.checkpoint: the index, shape, file and place of each
-        part that a rank has written.
+        In a checkpoint of torch.distributed.checkpoint: the index, shape, file and position of each
+        part that a rank has written.  Empty for other checkpoints.
     """
 
     name: str | Path
@@ -557,7 +561,7 @@ class TensorInfo(NamedTuple):
 
 
 class _Others(Sequence["str | Path"]):
-    """A group's names except one, as a view: a copy for each member would be quadratic."""
+    """All names of a group but one, as a view: a copy for each name would take too much memory."""
 
     __slots__ = ("_group", "_left_out")
 
@@ -593,13 +597,13 @@ class _Others(Sequence["str | Path"]):
 
 
 def list_tensors(contents: Contents, names: EntryNames) -> list[TensorInfo]:
-    """Return the `TensorInfo` of all tensors of a file, in the order of their names."""
+    """Return the `TensorInfo` of each tensor of a checkpoint, in the order of `names`."""
     with pausing_garbage_collection():
         places = contents.places_of(names.tensors)
         groups: dict[object, list[str | Path]] = {}
         for name, (key, _, _, _) in zip(names.names, places, strict=True):
             groups.setdefault(key, []).append(name)
-        n_met: dict[object, int] = {}  # tensors so far, by their shared storage
+        n_met: dict[object, int] = {}  # by storage: position of the last tensor met in its group
         infos = []
         facts_and_places = zip(facts_of(names.tensors), places, strict=True)
         for name, tensor, (facts, place) in zip(

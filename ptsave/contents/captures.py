@@ -1,4 +1,4 @@
-"""Decides whether a checkpoint is a capture; `ptsave.capturing`, imported when needed, reads it."""
+"""Detects the files of `ptsave.capture`, and imports `ptsave.capturing` only if it finds one."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
     from ptsave.capturing.run import CapturedRun
 
 FORMAT = "ptsave.capture"
-HEADER = "capture"  # the key of the header, the first entry
+HEADER = "capture"  # the key of the first entry, which is the header
 
 
 def is_capture(obj: object) -> bool:
-    """Return whether a loaded object is a capture, of any version."""
+    """Return whether a loaded object is from a file that any version of `ptsave.capture` wrote."""
     header = dict.get(obj, HEADER) if isinstance(obj, dict) else None
     return isinstance(header, dict) and dict.get(header, "format") == FORMAT
 
 
 def captured_run(obj: object, path: str) -> CapturedRun:
-    """Return the records of a capture; an object that is not a capture raises ValueError."""
+    """Return the `CapturedRun` of a loaded object; raise ValueError if it is not a capture."""
     if not is_capture(obj):
         raise ValueError(
-            f"{path} is no capture: ptsave.capture writes them; the tensors of any other "
-            "checkpoint are read with get_tensor()"
+            f"{path} is not a capture, because ptsave.capture did not write it: read its tensors "
+            "with get_tensor()"
         )
     from ptsave.capturing.run import CapturedRun
 
@@ -33,7 +33,7 @@ def captured_run(obj: object, path: str) -> CapturedRun:
 
 
 class CapturedRecords:
-    """Stands for a block of records, which may have 100,000 parts, when a file is listed."""
+    """Stands in a listing for a block of call records, which may have 100,000 records."""
 
     def __init__(self, block: dict[str, Any]) -> None:
         self._block = block
@@ -44,7 +44,7 @@ class CapturedRecords:
 
 
 def with_short_records(obj: object, path: str) -> object:
-    """Return a saved object; a capture has `CapturedRecords` in place of its blocks."""
+    """Return `obj`, or for a capture a new dict with `CapturedRecords` instead of its blocks."""
     if not isinstance(obj, dict) or not is_capture(obj):
         return obj
     try:

@@ -1,4 +1,4 @@
-"""`Contents`: the object of an open checkpoint, which reads the values of its tensors."""
+"""`Contents`: an open checkpoint with its saved object, and methods to read the tensors."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ from ptsave.support.torch_names import restricted_unpickler, storage_id_of
 from ptsave.tree.extents import span_of
 
 CPU = torch.device("cpu")
-_ALIGNMENT = 16  # bytes of the largest element
-_MAX_COPIED_NBYTES = 64 << 20  # of tensors that are read together, then copied
+_ALIGNMENT = 16  # the largest element size of a dtype, in bytes
+_MAX_COPIED_NBYTES = 64 << 20  # the most bytes of tensors that are read together, then copied
 
 
-# Place of a storage in a file: a key of its own, the archive's record, the offset in bytes, and the
-# device it was saved from.  A plain tuple, because there may be 100,000.
+# Place of a storage in a file: a key that no other storage has, the archive's record, the offset
+# in bytes, and the device that the storage was saved from.  A plain tuple, because there may be
+# 100,000.
 Place: TypeAlias = tuple[object, str | None, int | None, str | None]
-# Dtype, shape and stride of a tensor; in bytes, its begin in its storage, its size and the size of
-# the storage.  A plain tuple, because there may be 100,000.
+# Dtype, shape and stride of a tensor; then, in bytes, where the tensor begins in its storage, the
+# size of the tensor, and the size of the storage.  A plain tuple, because there may be 100,000.
 Facts: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, int]
 
 
@@ -57,9 +58,9 @@ class ChunkInfo(NamedTuple):
     file : str
         The file's name in the directory.
     offset : int
-        Position in the file, in bytes, of the item that holds the part.
+        Position in the file, in bytes, of the saved item that holds the part.
     nbytes : int
-        Size of this item: the elements, and the data that torch.load needs to read them.
+        Size of this item: the elements, and other data that torch.load needs to read them.
     """
 
     offsets: tuple[int, ...]
@@ -70,7 +71,7 @@ class ChunkInfo(NamedTuple):
 
 
 class Contents(Protocol):
-    """An open checkpoint of any format, safe for concurrent use by threads."""
+    """An open checkpoint of any format, which several threads may use at the same time."""
 
     path: str  # for messages
     kind: str  # the format: "pt", "safetensors", ...
@@ -79,7 +80,7 @@ class Contents(Protocol):
     nbytes: int  # the size of the file
 
     @property
-    def parts(self) -> Sequence[Contents]: ...  # of each file; a single file is its own part
+    def parts(self) -> Sequence[Contents]: ...  # one for each file; a single file is its own part
     def by_part(self, tensors: list[Tensor]) -> list[tuple[Contents, list[Tensor]]]: ...
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]: ...
@@ -101,16 +102,16 @@ class Contents(Protocol):
 
 
 class FileContents(Contents, Protocol):
-    """An open file; only a single file fills targets."""
+    """`Contents` of a single file, which can also read tensors into existing tensors."""
 
     def read_into(self, copies: Sequence[tuple[Tensor, Tensor]], verify: bool | None) -> None: ...
 
 
 class OneFile:
-    """The methods of `Contents` that single files share."""
+    """Default methods for the `Contents` of a single file."""
 
     def park(self) -> None:
-        """Close the file until it is read, if it is open and has a path."""
+        """Close the file until the next read; this default does nothing."""
 
     @property
     def parts(self: Contents) -> Sequence[Contents]:
@@ -120,7 +121,7 @@ class OneFile:
         return [(self, tensors)]
 
     def chunks_of(self: Contents, tensor: Tensor) -> Sequence[ChunkInfo]:
-        """Return the chunks that ranks have written: none."""
+        """Return no chunks: only a distributed checkpoint has chunks."""
         return ()
 
     def read_to(
@@ -133,7 +134,7 @@ class OneFile:
     def read_into(
         self: Contents, copies: Sequence[tuple[Tensor, Tensor]], verify: bool | None
     ) -> None:
-        """Fill targets, of any dtype and device, with tensors of the file: pairs of both."""
+        """For each (target, tensor) in `copies`, read the tensor and copy it to the target."""
         for batch in _batches(copies):
             values = self.read([tensor for _, tensor in batch], verify)
             devices = [
@@ -159,10 +160,9 @@ def _batches(
 
 
 class UnreadContents(OneFile):
-    """Contents whose tensors are unread: their storages take no memory and hold no values.
+    """`Contents` of a ``.pt`` file; the tensors of `obj` are unread, and take no memory.
 
-    `can_defer_reading` must hold for `reader`.  `file` is the archive's local file, parked, and the
-    archive begins at `begin` in it.
+    `can_defer_reading` must be true for `reader`.  `file` is the archive's file if it is local.
     """
 
     def __init__(self, reader: RecordReader, file: LocalFile | None = None) -> None:
@@ -186,7 +186,7 @@ class UnreadContents(OneFile):
             self.reader.park(self._file)
 
     def close(self) -> None:
-        """Release the archive, even if something still refers to these contents."""
+        """Close the archive, even if other objects still refer to these contents."""
         self.__dict__.pop("spans", None)
         self.reader.close()
 
@@ -196,7 +196,7 @@ class UnreadContents(OneFile):
 
     @cached_property
     def verifies(self) -> bool:
-        """Whether storages can and should be verified; warns once if they cannot be."""
+        """Whether to compare storages with checksums; warns once if the file has no checksums."""
         return verifies_storages(self.reader)
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
@@ -212,7 +212,7 @@ class UnreadContents(OneFile):
     def read(
         self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
     ) -> list[Tensor]:
-        """Read tensors; tensors that share a storage in the file share one afterwards."""
+        """Read tensors; tensors that share a storage in the file also share one in memory."""
         if len(tensors) == 1:
             values = self.read_slice(tensors[0], ..., verify, allocate=allocate)
             return [as_saved(tensors[0], values)]
@@ -242,11 +242,12 @@ class UnreadContents(OneFile):
         return as_saved(tensor, self.read_slice(tensor, ..., verify, device))
 
     def read_into(self, copies: Sequence[tuple[Tensor, Tensor]], verify: bool | None) -> None:
-        """Fill targets as in `OneFile`; records, which the engine reads, go straight into them."""
+        """Do the same as in `OneFile`, but read the records directly into the targets."""
         with self.reader.opened():
             for target, tensor in copies:
                 alike = tensor if tensor.shape == target.shape else tensor.view(target.shape)
-                self.reader.engine.plan_copy(target, alike)  # a traceback keeps no engine
+                # No variable for the engine, because a traceback would keep it.
+                self.reader.engine.plan_copy(target, alike)
             fill(self.reader, (), verify=bool(verify), progress=None)
 
     def can_read_packed(self, tensors: list[Tensor]) -> bool:
@@ -261,10 +262,10 @@ class UnreadContents(OneFile):
         nbytes: int,
         allocate: Allocator = new_storage,
     ) -> Tensor:
-        """Read tensors into one row of `nbytes` bytes, with zeros between them.
+        """Read tensors into one flat tensor of `nbytes` bytes, and set all other bytes to zero.
 
-        `can_read_packed` must hold, and each tensor must be contiguous and fill its storage.
-        `begins` are the byte offsets of the tensors in the row.
+        `can_read_packed` must be true for the tensors.  Each tensor must be contiguous and fill its
+        storage.  `begins` are the byte offsets of the tensors in the result.
         """
         row = bytes_of(allocate(nbytes)).zero_()
         spans = []
@@ -290,7 +291,7 @@ class UnreadContents(OneFile):
         )
 
     def check(self, records: Sequence[int]) -> None:
-        """Compare records, given by their numbers, with their checksums."""
+        """Compare the records that have these numbers with their checksums."""
         self.spans.check(records)
 
     def verify(self, *, progress: bool) -> None:
@@ -298,7 +299,7 @@ class UnreadContents(OneFile):
         if not self.reader.engine.storages_have_crcs:
             warn_user(
                 f"{self.reader.path} was written without checksums of its storages "
-                "(set_crc32_options(False) or skip_data()): they cannot be verified",
+                "(set_crc32_options(False) or skip_data()): its storages cannot be verified",
                 CheckpointWarning,
             )
         with progress_bar(progress, "verifying", self.nbytes) as callback:
@@ -321,7 +322,7 @@ class UnreadContents(OneFile):
 
 
 class LoadedContents(OneFile):
-    """Contents of a file that only loads as a whole: its tensors are in memory."""
+    """`Contents` of a file that must be loaded completely; all its tensors are in memory."""
 
     def __init__(
         self, obj: Any, locations: dict[int, str], metadata: dict[str, str], source: RangeSource
@@ -363,8 +364,8 @@ class LoadedContents(OneFile):
 
         if shares_bytes(tensor):
             raise TypeError(
-                f"no part of a {tensor.dtype} tensor can be read, as its elements share bytes: "
-                "read all of it with get_tensor()"
+                f"a {tensor.dtype} tensor cannot be read in part, because its elements share "
+                "bytes: read all of it with get_tensor()"
             )
         view = tensor.detach()[index]
         if view.layout != torch.strided or view.is_nested or view.is_quantized or not view.is_cpu:
@@ -381,12 +382,12 @@ class LoadedContents(OneFile):
 
 
 class ShardedContents:
-    """The dicts of several files as one `Contents`, joined as by `merged`."""
+    """Several files as one `Contents`, whose `obj` joins the dicts of the files."""
 
     def __init__(self, parts: Sequence[Contents], files: ShardFiles) -> None:
         self.parts = parts
         self.path = files.path
-        self.is_flat = files.ranks is None  # no object lies below the keys of its rank
+        self.is_flat = files.ranks is None  # False: keys such as "rank0" lead to ranks' objects
         self.kind = ", ".join(dict.fromkeys(part.kind for part in parts))
         self.nbytes = sum(part.nbytes for part in parts)
         self.metadata = {"format": self.kind}
@@ -401,7 +402,7 @@ class ShardedContents:
             self._part_of.update((_key_of(tensor), part) for tensor in tensors_over(part.obj))
 
     def park(self) -> None:
-        """Close the files until they are read."""
+        """Close each file until the next read from it."""
         for part in self.parts:
             part.park()
 
@@ -446,7 +447,7 @@ class ShardedContents:
             part.verify(progress=progress)
 
     def by_part(self, tensors: list[Tensor]) -> list[tuple[Contents, list[Tensor]]]:
-        """Group tensors by the files that hold them."""
+        """Group tensors by file, and return (contents of the file, its tensors) for each group."""
         groups: dict[int, tuple[Contents, list[Tensor]]] = {}
         for tensor in tensors:
             part = self._part_of.get(_key_of(tensor), self.parts[-1])
@@ -455,19 +456,19 @@ class ShardedContents:
 
 
 def _key_of(tensor: Tensor) -> int:
-    """Return a key that is unique among all files, and equal for each wrapper of a storage."""
+    """Return a key for a tensor's storage; all tensors that share a storage have the same key."""
     return storage_id_of(tensor) or id(tensor)
 
 
 def as_saved(like: Tensor, values: Tensor) -> Tensor:
-    """Return values as a parameter, or with `requires_grad`, if `like` is so."""
+    """Return `values` as a Parameter if `like` is one, and with the `requires_grad` of `like`."""
     if isinstance(like, Parameter):
         return Parameter(values, requires_grad=like.requires_grad)
     return values.requires_grad_() if like.requires_grad else values
 
 
 def facts_of(tensors: list[Tensor]) -> list[Facts]:
-    """Return the `Facts` of tensors; a tensor that is nested or not strided has no stride."""
+    """Return the `Facts` of tensors; if a tensor is nested or not strided, its stride is ``()``."""
     facts = _C.tensor_facts(tensors)
     if None not in facts:
         return facts  # type: ignore[return-value]  # no copy: the list may be long
@@ -483,7 +484,7 @@ def _dense_facts_of(tensor: Tensor) -> Facts:
 
 
 def _shape_of(tensor: Tensor) -> torch.Size:
-    """Return the shape of a tensor, with -1 where the parts of a nested tensor differ."""
+    """Return a tensor's shape; -1 marks a size that differs in the parts of a nested tensor."""
     if not tensor.is_nested:
         return tensor.shape
     if tensor.layout == torch.jagged:

@@ -1,7 +1,7 @@
 """Opens checkpoints of torch.distributed.checkpoint (DCP) as `Contents`.
 
-Ranks have written each tensor as chunks.  A read takes the wanted part of each chunk straight to
-its place, from the files of all ranks at once.
+The ranks have written each tensor in chunks.  The wanted part of each chunk is read directly into
+its place in the result, from the files of all ranks in parallel.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ _T = TypeVar("_T")
 _MIN_HUGE_NBYTES = 64 << 10
 # The most files that are open at once.
 _MAX_FILES = 256
-# No more saved objects are read at once when they have so many bytes.
+# Saved objects are read in batches; a batch is full when its objects have this many bytes.
 _MAX_OBJECTS_NBYTES = 32 << 20
-# Attempts to open a checkpoint while other saves replace it.
+# The most attempts to open a checkpoint while other saves replace it.
 _MAX_OPENINGS = 3
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The wanted elements of one chunk, and memory for them."""
+    """The elements of one chunk that the caller wants, and the memory to read them into."""
 
     tensor: DcpTensor
     chunk: Chunk
-    begins: tuple[int, ...]  # index in the chunk of the first element
+    begins: tuple[int, ...]  # index of the first wanted element in the chunk
     steps: tuple[int, ...]
     out: Tensor
 
 
 class DcpContents(OneFile):
-    """`Contents` of a checkpoint of many ranks; `source` is its metadata, and is closed."""
+    """`Contents` of a distributed checkpoint; `source`, its metadata file, is read and closed."""
 
     def __init__(self, source: RangeSource, *, verify: bool) -> None:
         objects, locations = self._opened(source, verify)
@@ -63,10 +63,10 @@ class DcpContents(OneFile):
         self.metadata = {"format": "dcp", **checkpoint.facts}
         self.path = checkpoint.path
         self.nbytes = checkpoint.nbytes
-        # The devices that tensors in objects were saved from, by `storage_id`.
+        # The devices that tensors inside objects were saved from, by `storage_id`.
         self.locations = {key: where for key, where in locations.items() if where != "cpu"}
         self._loaded = LoadedContents(objects, locations, {"format": "pt"}, source)
-        self._checked_items: set[int] = set()  # by the ids of their chunks
+        self._checked_items: set[int] = set()  # ids of chunks whose saved items are checked
         stored = list(checkpoint.tensors.values())
         unread = unfilled_tensors([(each.dtype, each.shape) for each in stored])
         self._stored = {id(tensor): each for tensor, each in zip(unread, stored, strict=True)}
@@ -90,7 +90,7 @@ class DcpContents(OneFile):
     # ------------------------------------------------------------------------- its objects
 
     def _objects(self, verify: bool) -> tuple[dict[str, Any], dict[int, str]]:
-        """Load the values that are not tensors; return them and the locations of their storages."""
+        """Load all entries that are not tensors; return them, and the devices of their storages."""
         self._require_room()
         objects: dict[str, Any] = {}
         locations: dict[int, str] = {}
@@ -110,12 +110,12 @@ class DcpContents(OneFile):
         return objects, locations
 
     def _require_room(self) -> None:
-        """Raise if objects take more bytes than all files have: these objects overlap."""
+        """Raise CorruptCheckpointError if the objects have more bytes than all files together."""
         nbytes = sum(info.length for info in self.checkpoint.objects.values())
         if nbytes > self.checkpoint.nbytes:
             raise CorruptCheckpointError(
-                f"{self.checkpoint.metadata_path}: by it, objects take {nbytes} bytes, and all "
-                f"files together have {self.checkpoint.nbytes}",
+                f"{self.checkpoint.metadata_path}: according to this file, objects take {nbytes} "
+                f"bytes, but all files together have only {self.checkpoint.nbytes}",
                 path=self.checkpoint.metadata_path,
             )
 
@@ -143,7 +143,7 @@ class DcpContents(OneFile):
     # ------------------------------------------------------------------------- its tensors
 
     def chunks_of(self, tensor: Tensor) -> Sequence[ChunkInfo]:
-        """Return the chunks of a tensor; a tensor inside an object has none."""
+        """Return the chunks of a tensor; a tensor inside a pickled object has none."""
         stored = self._stored.get(id(tensor))
         chunks = () if stored is None else stored.chunks
         return tuple(
@@ -152,7 +152,7 @@ class DcpContents(OneFile):
         )
 
     def stored_tensor(self, tensor: Tensor) -> DcpTensor | None:
-        """Return the metadata's entry for a tensor, or None for a tensor inside an object."""
+        """Return the metadata's entry for a tensor; None for a tensor inside a pickled object."""
         return self._stored.get(id(tensor))
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
@@ -168,7 +168,7 @@ class DcpContents(OneFile):
     def read(
         self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
     ) -> list[Tensor]:
-        """Read whole tensors, from all files at once."""
+        """Read whole tensors from all files in parallel."""
         result: list[Tensor] = []
         parts: list[_Part] = []
         for tensor in tensors:
@@ -200,7 +200,7 @@ class DcpContents(OneFile):
         return to_device(out.view(shape), device)
 
     def _parts_of(self, stored: DcpTensor, region: Sequence[range], out: Tensor) -> Iterator[_Part]:
-        """Yield the elements of each chunk in a region, a range in each dimension."""
+        """Yield each chunk's part in `region`, which has a range of indexes for each dimension."""
         self.checkpoint.require_tensor(stored)
         for chunk in stored.chunks:
             part = _part_of(stored, chunk, region, out)
@@ -216,7 +216,7 @@ class DcpContents(OneFile):
                 plan.read()
 
     def _plan(self, plan: ReadPlan, files: RankFiles, part: _Part, *, check_item: bool) -> None:
-        """Add a part to a plan, or copy its values now if only torch can read its item."""
+        """Add a part to `plan`, or copy its values now if only torch can read the saved chunk."""
         if check_item:
             self._check_item(files, part)
         stored = self.checkpoint.stored(files, part.tensor, part.chunk)
@@ -230,7 +230,7 @@ class DcpContents(OneFile):
             plan.add(stored, part.begins, part.out, steps=part.steps)
 
     def _check_item(self, files: RankFiles, part: _Part) -> None:
-        """Compare a whole item of torch's writer with its checksums, once."""
+        """Compare a chunk that torch's writer saved with its checksums, but only the first time."""
         key = id(part.chunk)
         if key in self._checked_items or files.is_checked(part.chunk.info):
             return
@@ -253,7 +253,7 @@ class DcpContents(OneFile):
         values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         if not isinstance(values, Tensor) or tuple(values.shape) != chunk.sizes:
             raise CorruptCheckpointError(
-                f"{path}: a part of {name} is no tensor of shape {list(chunk.sizes)}",
+                f"{path}: a part of {name} is not a tensor of shape {list(chunk.sizes)}",
                 path=path,
                 offset=chunk.begin,
                 entries=[name],
@@ -266,7 +266,7 @@ class DcpContents(OneFile):
         return values.to_dense() if values.layout != torch.strided else values
 
     def verify(self, *, progress: bool) -> None:
-        """Compare all data with its checksums; warn about parts without checksums."""
+        """Read all data and compare it with its checksums; warn of entries without checksums."""
         with progress_bar(progress, "verifying", self.nbytes) as callback:
             found = find_dcp_damage(self.checkpoint, callback)
         for damage in found.damage:
@@ -278,14 +278,14 @@ class DcpContents(OneFile):
             )
         if found.unverified:
             warn_user(
-                f"{self.path}: there are no checksums of {some_of(found.unverified, 3)}: they "
-                "cannot be verified",
+                f"{self.path}: these entries have no checksums, so they cannot be verified: "
+                f"{some_of(found.unverified, 3)}",
                 CheckpointWarning,
             )
 
 
 def _batches(values: Iterable[_T], file_of: Callable[[_T], str]) -> Iterator[list[_T]]:
-    """Yield the values that are in the same files, with at most `_MAX_FILES` files at once."""
+    """Yield batches of values; the values of a batch are in at most `_MAX_FILES` files."""
     by_file: dict[str, list[_T]] = {}
     for value in values:
         by_file.setdefault(file_of(value), []).append(value)
@@ -297,8 +297,8 @@ def _batches(values: Iterable[_T], file_of: Callable[[_T], str]) -> Iterator[lis
 def _require_saved(data: bytes, path: str, name: str) -> None:
     if not is_zip(data[:4]) and not is_legacy(data[:64]):
         raise CorruptCheckpointError(
-            f"{path}: {name} is no torch.save file there: it is damaged, or was written with "
-            "another serialization_format",
+            f"{path}: the data of {name} is not a torch.save file: it is damaged, or was written "
+            "with another serialization_format",
             path=path,
             entries=[name],
         )
@@ -331,7 +331,7 @@ def _region_of(index: Any, shape: Sequence[int]) -> tuple[range, ...]:
 
 
 def _part_of(tensor: DcpTensor, chunk: Chunk, region: Sequence[range], out: Tensor) -> _Part | None:
-    """Return the part of a chunk that lies in a region, or None if no element does."""
+    """Return the part of a chunk that is in a region, or None if no element is in it."""
     begins: list[int] = []
     for dim, numbers in enumerate(region):
         begin, end = chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]

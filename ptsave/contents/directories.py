@@ -1,8 +1,8 @@
 """Finds the files of a checkpoint, and all checkpoints in a directory, by their content.
 
 If each rank wrote its own file, the files do not say how to join the parts of a tensor.  So each
-rank's object stays a separate entry: ``rank0``, ``rank1``, ..., or ``model.rank0`` if the file
-names contain an item such as ``model``.
+rank's object stays a separate entry: ``rank0``, ``rank1``, ..., or ``model.rank0`` if the name of
+the file is ``model_0.pt``.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from ptsave.sources.ranges import Folder, RangeSource, folder_of, open_folder_or
 from ptsave.support.text import some_of
 
 _INDEX = r"(?P<single>.*\.(?:safetensors|bin|pth?|ckpt))" + re.escape(INDEX_SUFFIX)
-# A file with such a name that is no checkpoint counts as damaged.
+# A file with such a name is reported as damaged if it is not a checkpoint.
 PROMISING = r"(?i).*\.(?:safetensors|pth?|ckpt)"
-# Other programs use this suffix, too.  These are the names of transformers, accelerate, peft and
-# diffusers.
+# Other programs use the suffix .bin, too.  So this pattern has only the names that transformers,
+# accelerate, peft and diffusers give to checkpoints.
 _PROMISING_BIN = (
     r"(?:.*[_-])?(?:model|optimizer|scheduler|training_args|sampler|scaler|weights|dl_state_dict)"
     r"(?:[_-].*)?\.bin"
 )
 _METADATA = ".metadata"
 _SUFFIX = ".distcp"
-# <item>_<rank>.pt, as torch_checkpointing names them.
+# <item>_<rank>.pt, as torch_checkpointing names its files.
 _ITEM = r"(?P<item>.+)_(?P<rank>0|[1-9]\d{0,6})\.pt"
-# Files of ptsave.AsyncCheckpointer: a step, one save of it, and a rank's part of the save.
+# File names of ptsave.AsyncCheckpointer: a step, a save of the step, and a rank's part of the save.
 _STEP = (
     r"(?P<save>step-(?P<step>\d+)\.(?P<session>[0-9a-f]{16})-(?P<count>\d{1,9}))"
     r"\.rank-(?P<rank>\d{1,9})-of-(?P<size>\d{1,9})\.pt"
@@ -64,12 +64,11 @@ _Keys = tuple[str, ...]
 def find_files(
     f: Any, storage_options: Mapping[str, Any] | None = None, *, distributed: bool = False
 ) -> ShardFiles:
-    """Return the files of the checkpoint at `f`, which may be anything that `open_source` takes.
+    """Return the files of the checkpoint at `f`: a path, a URL, or a file object.
 
-    `f` may also be a directory or an index of shards.  With `distributed`, the caller can read
-    checkpoints of torch.distributed.checkpoint, by their metadata, and sets of one file per rank.
-    A directory whose names point to no model must hold only one checkpoint: several are a
-    ValueError.
+    `f` may also name a directory or an index of shards.  With `distributed`, the directory may have
+    one file per rank, or a DCP checkpoint, whose metadata file is then returned.  A directory with
+    several checkpoints raises ValueError, unless one has a name such as ``model.safetensors``.
     """
     place = open_folder_or_file(f, storage_options)
     if distributed and isinstance(place, Folder):
@@ -86,7 +85,7 @@ def find_files(
 def _files_of(
     place: Folder | RangeSource, f: Any, storage_options: Mapping[str, Any]
 ) -> ShardFiles:
-    """Return the files of the checkpoint at `place`, to which `f` has led."""
+    """Return the files of the checkpoint at `place`, which is the opened `f`."""
     if isinstance(place, Folder):
         path, files = place.path, find_shards(place) or _only_checkpoint_in(place)
     else:
@@ -105,20 +104,20 @@ def _files_at(place: RangeSource, f: Any, storage_options: Mapping[str, Any]) ->
     if is_metadata(place) and not is_named:
         raise UnsupportedSourceError(
             f"{path} is the metadata of a distributed checkpoint, whose files lie beside it: pass "
-            "its path, or that of its directory"
+            "the path of this file, or of its directory"
         )
     if not is_index(place):
         return ShardFiles([path], source=place)
     if not is_named:
         raise UnsupportedSourceError(
             f"{path} is an index, whose shards lie beside it: pass the path or the URL of the "
-            "index, or of their directory"
+            "index, or of its directory"
         )
     return read_index(place, folder_of(path, storage_options))
 
 
 def _only_checkpoint_in(folder: Folder) -> ShardFiles:
-    """Return the only checkpoint in a directory whose file names point to no model."""
+    """Return the checkpoint in a directory; raise an error if there is not exactly one."""
     found = look_into(folder)
     if len(found.sets) == 1 and not found.problems:
         return found.sets[0]
@@ -148,17 +147,19 @@ class CheckpointFiles:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # In the order of their names: the shards of a model are one set, any other file is one.
+        # In the order of their names.  The shards of a model are one set; any other checkpoint
+        # file is a set of its own.
         self.sets: list[ShardFiles] = []
-        # Missing shards, damaged indices, and files named like checkpoints that are none.
+        # Messages about missing shards, damaged indices, and files that are not checkpoints
+        # although they have a checkpoint's name.
         self.problems: list[str] = []
         self.ignored: dict[str, str] = {}  # names of other files, and their formats if known
-        self.gguf: list[str] = []  # those of GGUF models
+        self.gguf: list[str] = []  # names of GGUF models among these other files
         self.directories: list[str] = []  # names of subdirectories, which are not searched
 
 
 def checkpoint_files(f: Any, storage_options: Mapping[str, Any] | None = None) -> CheckpointFiles:
-    """Return every checkpoint at `f`, as for `find_files`; a directory with none is an OSError."""
+    """Return all checkpoints in a file or directory; raise OSError if a directory has none."""
     place = open_folder_or_file(f, storage_options)
     if not isinstance(place, Folder):
         found = CheckpointFiles(describe(f))
@@ -184,14 +185,14 @@ def _reason(error: OSError) -> str:
 
 
 def _require_all(files: ShardFiles) -> None:
-    """Raise if a shard of an index does not exist; at a URL, only opening it tells."""
+    """Open each shard of an index; raise FileNotFoundError if a shard does not exist."""
     for path in files.paths if files.weight_map else ():
         try:
             files.open_one(path).close()
         except FileNotFoundError:
             raise
         except OSError:
-            pass  # verification reports it
+            pass  # verification reports this error
 
 
 def look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
@@ -202,8 +203,8 @@ def look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
     if not is_read and (metadata or ".metadata" in entries):
         raise IsADirectoryError(
             errno.EISDIR,
-            "it is a distributed checkpoint: load that with torch.distributed.checkpoint, look "
-            "into it with ptsave.open, or make a file of it with `ptsave convert`",
+            "this is a distributed checkpoint: load it with torch.distributed.checkpoint, look "
+            "into it with ptsave.open, or make one file of it with `ptsave convert`",
             folder.path,
         )
     found = CheckpointFiles(folder.path)
@@ -217,22 +218,26 @@ def look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
         _add_rank_sets(found, folder, names)
     for numbered in numbered_sets(names):
         if numbered.single in names:
-            continue  # that file is the model, and each of these stands alone
+            continue  # that file is the model, and each numbered file is a checkpoint of its own
         found.sets.append(_files_in(folder, numbered.names))
         if numbered.missing and not found.problems:  # an index may have reported it
             found.problems.append(_reason(numbered.error(folder)))
         names.difference_update(numbered.names)
     found.sets += [_files_in(folder, [name]) for name in names]
-    found.sets.sort(key=lambda files: files.paths)
+    found.sets.sort(key=_by_number)
     return found
 
 
-def named_checkpoints(folder: Folder, found: CheckpointFiles) -> dict[str, ShardFiles]:
-    """Return the checkpoints that `look_into` has found in a directory, by their names.
+def _by_number(files: ShardFiles) -> list[str]:
+    """Return a key that sorts names by the values of their numbers, so that 10 follows 9."""
+    return [re.sub(r"\d+", lambda found: found[0].zfill(20), path) for path in files.paths]
 
-    ``""`` names the model, as readers find it, or the only checkpoint.  Steps of an
-    AsyncCheckpointer are no model.  If ranks have saved a step more than once, its name means the
-    last save.
+
+def named_checkpoints(folder: Folder, found: CheckpointFiles) -> dict[str, ShardFiles]:
+    """Return the checkpoints in `found`, the result of `look_into`, by their names.
+
+    The name ``""`` means the model that `find_shards` returns, or the only checkpoint.  If ranks
+    have saved a step of an AsyncCheckpointer several times, the step's name means the last save.
     """
     are_steps = any(is_step_of_rank(name) or is_step(name) for name in folder.names())
     model = None if are_steps else find_shards(folder)
@@ -249,7 +254,7 @@ def _name_of(files: ShardFiles) -> str:
 
 
 def _add_rank_sets(found: CheckpointFiles, folder: Folder, names: set[str]) -> None:
-    """Add the sets that ranks have written; each part of an incomplete step stays by itself."""
+    """Add to `found` each set with the files of all ranks; report a step that lacks files."""
     try:
         sets = rank_sets(folder, names)
     except FileNotFoundError as error:
@@ -260,16 +265,16 @@ def _add_rank_sets(found: CheckpointFiles, folder: Folder, names: set[str]) -> N
     unfinished = sorted(filter(is_step_of_rank, names))
     if unfinished:
         found.problems.append(
-            f"{folder.join(unfinished[0])}: it is a rank's part of a step, and not all parts of "
-            "that are there"
+            f"{folder.join(unfinished[0])} is one rank's part of a step, but other parts of this "
+            "step are missing"
         )
 
 
 def _rest(found: CheckpointFiles) -> str:
-    """Name the subdirectories, because these may hold a checkpoint."""
+    """Return the end of an error message: it names subdirectories, which may have checkpoints."""
     if not found.directories:
         return ""
-    return f"; subdirectories are not looked into: name one ({some_of(found.directories, 3)})"
+    return f"; to search a subdirectory, pass its path ({some_of(found.directories, 3)})"
 
 
 def _files_in(
@@ -280,7 +285,7 @@ def _files_in(
 
 
 def _sort_by_content(found: CheckpointFiles, folder: Folder, entries: list[str]) -> set[str]:
-    """Return the names of checkpoints, and record the other entries in `found`."""
+    """Return the `entries` that are checkpoints, and record all other entries in `found`."""
     names: set[str] = set()
     for name in entries:
         path = folder.join(name)
@@ -292,7 +297,7 @@ def _sort_by_content(found: CheckpointFiles, folder: Folder, entries: list[str])
         if what is None:
             names.add(name)
         elif what.is_damage:
-            found.problems.append(f"{path} is no checkpoint: {what.text}")
+            found.problems.append(f"{path} is not a checkpoint: {what.text}")
         else:
             found.ignored[name] = what.text
             if what.is_gguf:
@@ -307,7 +312,7 @@ class _Else(NamedTuple):
 
 
 def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
-    """Return the format of a file that is not a checkpoint, or None; raise for a directory."""
+    """Return what a file is, or None for a checkpoint; raise IsADirectoryError for a directory."""
     is_promising = bool(re.fullmatch(PROMISING, name) or re.fullmatch(_PROMISING_BIN, name))
     if _core.target_of_temporary(os.fsencode(name)):
         return _Else("a save that has not ended")
@@ -320,8 +325,8 @@ def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
         raise
     except OSError as error:
         if error.errno == errno.ESPIPE:
-            return _Else("no regular file")
-        return None  # verification reports it
+            return _Else("not a regular file")
+        return None  # verification reports this error
     what = None if is_legacy(head) or is_safetensors(head, nbytes) else what_it_is(head, nbytes)
     if what is None:
         return None
@@ -333,11 +338,11 @@ def _what_else(path: str, name: str, folder: Folder) -> _Else | None:
 
 
 def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[str]) -> None:
-    """Add the set of an index, unless the model is also there as one file, which readers prefer."""
+    """Add an index's shards to `found`; ignore the index if a single file has the same model."""
     match = re.fullmatch(_INDEX, index)
     assert match is not None
     if match["single"] in names:
-        found.ignored[index] = f"not used: {match['single']} is there"
+        found.ignored[index] = f"not used, because {match['single']} exists"
         return
     del found.ignored[index]
     try:
@@ -351,7 +356,7 @@ def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[
         found.problems.append(str(error))
         return
     shards = {path: files.name_of(path) for path in files.paths}
-    # Files that are no checkpoints are reported already, except those in subdirectories.
+    # Files that are not checkpoints have been reported, except files in subdirectories.
     paths = [path for path, name in shards.items() if name in names or "/" in name]
     weight_map = {name: path for name, path in (files.weight_map or {}).items() if path in paths}
     found.sets.append(files._replace(paths=paths, weight_map=weight_map))
@@ -362,12 +367,12 @@ def _add_indexed(found: CheckpointFiles, folder: Folder, index: str, names: set[
 
 
 def is_rank_file(name: str) -> bool:
-    """Whether a file name is one that torch.distributed.checkpoint gives to its files."""
+    """Whether `name` is a file name of torch.distributed.checkpoint."""
     return name.endswith(_SUFFIX) or name == _METADATA or is_rank_metadata(name)
 
 
 def nbytes_of_ranks(path: str) -> int:
-    """Return the size of all files that local metadata may describe; 0 for another file."""
+    """If `path` is DCP metadata, return the total size of the data files beside it; otherwise 0."""
     folder, name = os.path.split(path)
     if name != _METADATA and not is_rank_metadata(name):
         return 0
@@ -376,10 +381,10 @@ def nbytes_of_ranks(path: str) -> int:
 
 
 def find_metadata(folder: Folder, names: list[str]) -> list[str]:
-    """Return the names of the metadata files in a DCP directory; none for other directories.
+    """Return the names of the metadata files of torch.distributed.checkpoint in a directory.
 
-    There is one for all ranks, or one for each rank that has saved by itself.  Files of ranks
-    without metadata are a FileNotFoundError.
+    There is one file for all ranks, or one for each rank that has saved by itself.  If there are
+    data files but no metadata file, this raises FileNotFoundError.
     """
     has_files = any(name.endswith(_SUFFIX) for name in names)
     if _METADATA in names and (has_files or _is_metadata(folder, _METADATA)):
@@ -390,8 +395,8 @@ def find_metadata(folder: Folder, names: list[str]) -> list[str]:
     if has_files:
         raise FileNotFoundError(
             errno.ENOENT,
-            "there are files of a distributed checkpoint, and not the .metadata that says what is "
-            "in them: its save has not ended, or the file was not copied",
+            "there are files of a distributed checkpoint, but not the .metadata file that "
+            "describes them: the save has not ended, or .metadata was not copied",
             folder.join(_METADATA),
         )
     return []
@@ -400,12 +405,12 @@ def find_metadata(folder: Folder, names: list[str]) -> list[str]:
 def _is_metadata(folder: Folder, name: str) -> bool:
     try:
         return is_dcp(open_source(folder.join(name), folder.storage_options).head)
-    except OSError:  # a directory, say
+    except OSError:  # for example, a directory
         return False
 
 
 def metadata_files(folder: Folder, names: list[str]) -> ShardFiles:
-    """Return the only checkpoint in a directory; several names of metadata are a ValueError."""
+    """Return the checkpoint whose metadata file `names` has; several names raise ValueError."""
     if len(names) > 1:
         raise ValueError(
             f"{folder.path} holds the checkpoints of {len(names)} ranks, each saved by itself: "
@@ -415,20 +420,20 @@ def metadata_files(folder: Folder, names: list[str]) -> ShardFiles:
 
 
 def is_step(name: str) -> bool:
-    """Whether one process's AsyncCheckpointer names a step like this: step-00000100.pt."""
+    """Whether `name` is a step that an AsyncCheckpointer of one process saved: step-00000100.pt."""
     return re.fullmatch(r"step-\d+\.pt", name) is not None
 
 
 def is_step_of_rank(name: str) -> bool:
-    """Whether an AsyncCheckpointer names one rank's part of a step like this."""
+    """Whether `name` is one rank's file of a step of an AsyncCheckpointer."""
     return re.fullmatch(_STEP, name) is not None
 
 
 def find_rank_set(folder: Folder, names: Iterable[str]) -> ShardFiles | None:
-    """Return the files that ranks have written into a directory, or None.
+    """Return the files that ranks have written into a directory; None if there are none.
 
-    The newest complete step of an AsyncCheckpointer counts.  If there are only incomplete steps, or
-    a rank's file of an item is missing, this is a FileNotFoundError.
+    For an AsyncCheckpointer, these are the files of the newest complete step.  If all steps are
+    incomplete, or a rank's file is missing, this raises FileNotFoundError.
     """
     names = list(names)
     sets = rank_sets(folder, names)
@@ -438,14 +443,14 @@ def find_rank_set(folder: Folder, names: Iterable[str]) -> ShardFiles | None:
         parts = (f"{last['save']}.rank-{rank}-of-{last['size']}.pt" for rank in range(size))
         raise FileNotFoundError(
             errno.ENOENT,
-            f"a rank's part is missing: there is {last[0]}, and no step has all of its parts",
+            f"a rank's part is missing: {last[0]} exists, but no step has the parts of all ranks",
             folder.join(next((part for part in parts if part not in there), last[0])),
         )
     return sets[-1] if sets else None
 
 
 def rank_sets(folder: Folder, names: Iterable[str]) -> list[ShardFiles]:
-    """Return all complete sets of ranks' files, the newest last; a gap is a FileNotFoundError."""
+    """Return complete sets of ranks' files, newest last; raise if an <item>_<rank>.pt is absent."""
     names = list(names)
     steps = _steps(folder, names)
     if steps or any(map(is_step_of_rank, names)):
@@ -463,7 +468,8 @@ def rank_sets(folder: Folder, names: Iterable[str]) -> list[ShardFiles]:
         if missing is not None:
             raise FileNotFoundError(
                 errno.ENOENT,
-                f"the file of rank {missing} is missing, those of {len(each)} others are there",
+                f"the file of rank {missing} is missing, but there are files of {len(each)} other "
+                "ranks",
                 folder.join(f"{item}_{missing}.pt"),
             )
     items.sort(key=lambda match: (match["item"], int(match["rank"])))

@@ -38,11 +38,11 @@ class ShardFormat(NamedTuple):
 
     stem: str
     suffix: str
-    pattern: str  # of shards without an index
+    pattern: str  # matches the names of shards that have no index
 
     @property
     def single(self) -> str:
-        """Name of the only file of a model that is not split."""
+        """Name of the file of a model that is not split into shards."""
         return self.stem + self.suffix
 
     @property
@@ -81,8 +81,8 @@ class ShardFiles(NamedTuple):
     index_path: str = ""
     path: str = ""  # the directory, index or file that the caller asked for
     storage_options: Mapping[str, Any] = MappingProxyType({})
-    source: RangeSource | None = None  # the only file, open
-    ranks: tuple[tuple[str, ...], ...] | None = None  # keys above each file's object
+    source: RangeSource | None = None  # the only file, if it is already open
+    ranks: tuple[tuple[str, ...], ...] | None = None  # for each file: keys that lead to its object
 
     @property
     def is_one(self) -> bool:
@@ -96,7 +96,7 @@ class ShardFiles(NamedTuple):
         return next(link[len(own) :].lstrip("/") for own, link in links if own != link)
 
     def close(self) -> None:
-        """Close `source`, if there is one; its name is enough to open it again."""
+        """Close `source`, if there is one."""
         if self.source is not None:
             self.source.close()
 
@@ -105,7 +105,7 @@ class ShardFiles(NamedTuple):
         return map(self.open_one, self.paths)
 
     def open_one(self, path: str) -> RangeSource:
-        """Open one of the files; the error for a missing shard names the index and lost tensors."""
+        """Open one of the files; the error for a missing shard names the index and the tensors."""
         if self.source is not None:
             return self.source
         try:
@@ -116,20 +116,20 @@ class ShardFiles(NamedTuple):
             raise self.missing(path) from error
 
     def missing(self, path: str) -> FileNotFoundError:
-        """Return the error for a shard that the index names and that does not exist."""
+        """Return the error for a shard that the index names but that does not exist."""
         tensors = [name for name, shard in (self.weight_map or {}).items() if shard == path]
         return FileNotFoundError(
             errno.ENOENT,
-            f"a shard is missing that {self.index_path} names, with {some_of(tensors, 3)}",
+            f"a shard is missing: {self.index_path} says that it holds {some_of(tensors, 3)}",
             path,
         )
 
 
 def find_shards(folder: Folder) -> ShardFiles | None:
-    """Return the files of the model in a directory, by their names; None if there are none.
+    """Find a model's files in a directory by their names; return None if there are none.
 
-    The first of `FORMATS` that has files counts.  An unsplit ``model.safetensors`` or
-    ``pytorch_model.bin`` wins over an index or numbered shards beside it, as in transformers.
+    If the directory has several formats, the first one in `FORMATS` is used.  As in transformers,
+    an unsplit ``model.safetensors`` or ``pytorch_model.bin`` is preferred to an index or shards.
     """
     names = folder.names()
     for each in FORMATS.values():
@@ -140,40 +140,40 @@ def find_shards(folder: Folder) -> ShardFiles | None:
 
 
 def is_rank_metadata(name: str) -> bool:
-    """Whether a file name is the name of one rank's metadata of torch.distributed.checkpoint."""
+    """Whether `name` is the name of one rank's metadata file of torch.distributed.checkpoint."""
     return name.startswith(_OF_RANK) and re.fullmatch(_RANK_METADATA, name) is not None
 
 
 def is_metadata(source: RangeSource) -> bool:
-    """Whether a file is the metadata of a DCP checkpoint, by its content or its name."""
+    """Whether a file's content or name shows that it is the metadata of a DCP checkpoint."""
     name = os.path.basename(source.name)
     return source.kind == "dcp" or name == _METADATA or is_rank_metadata(name)
 
 
 def require_files_beside(source: RangeSource) -> None:
-    """Raise UnsupportedSourceError for DCP metadata without a directory, as in a file object."""
+    """Raise UnsupportedSourceError for DCP metadata that is neither a local file nor at a URL."""
     if not isinstance(source, (LocalFile, FsspecFile)):
         raise UnsupportedSourceError(
             f"{source.name} is the metadata of a distributed checkpoint, whose other files lie "
-            "beside it: pass its path or URL, or those of its directory"
+            "beside it: pass the path or URL of this file, or of its directory"
         )
 
 
 def refuse_file_of_rank(source: RangeSource) -> None:
-    """Raise UnsupportedSourceError for the file of one rank, whose archives lie end to end."""
+    """Raise UnsupportedSourceError for one rank's DCP file, which holds many small archives."""
     folder, name = os.path.split(source.name)
     if name.startswith(_OF_RANK) and re.fullmatch(_RANK_FILE, name):
         raise UnsupportedSourceError(
-            f"{source.name} is what one rank has saved of a distributed checkpoint, which only the "
-            f"metadata beside it describes: pass the directory, {folder or os.curdir}"
+            f"{source.name} is one rank's file of a distributed checkpoint, and only the metadata "
+            f"beside it describes its content: pass the directory, {folder or os.curdir}"
         )
 
 
 def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> list[_T]:
-    """Return the items of a model's files, each from the file that the index names.
+    """Return the items that are in the file that the index names for them; without index, all.
 
-    `found` yields the name of each item, the path of its file, and the item.  If no file
-    has a name that the index promises, it raises CorruptCheckpointError.
+    `found` yields the name of each item, the path of its file, and the item.  If an item is not in
+    the file that the index names for it, this raises CorruptCheckpointError.
     """
     if files.weight_map is None:
         return [each for _, _, each in found]
@@ -185,7 +185,7 @@ def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> l
             promised.pop(name, None)
     for name, path in promised.items():
         raise CorruptCheckpointError(
-            f"{path}: there is no tensor {name} in this shard, where {files.index_path} puts it",
+            f"{path}: tensor {name} is not in this shard, but {files.index_path} says that it is",
             path=path,
             entries=[name],
         )
@@ -193,7 +193,7 @@ def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> l
 
 
 def without_lost(files: ShardFiles, objects: Iterable[tuple[str, Any]]) -> ShardFiles:
-    """Reduce an index to the entries that cut shards still hold; a warning names the others."""
+    """Return `files` without the index's entries that damaged shards have lost; warn of these."""
     if files.weight_map is None:
         return files
     there = {path: obj.keys() for path, obj in objects if isinstance(obj, Mapping)}
@@ -201,12 +201,12 @@ def without_lost(files: ShardFiles, objects: Iterable[tuple[str, Any]]) -> Shard
     lost = [name for name in files.weight_map if name not in kept]
     if lost:
         named = some_of(lost, _N_LOST_NAMED)
-        warn_user(f"{files.index_path}: not in the shards: {named}", CheckpointWarning)
+        warn_user(f"{files.index_path}: the shards have lost {named}", CheckpointWarning)
     return files._replace(weight_map=kept)
 
 
 def refuse_parallel_parts(found: Iterable[tuple[str, str]], files: ShardFiles) -> None:
-    """Raise ValueError if files, given with names in them, hold parts of tensors for ranks."""
+    """Raise ValueError if `found` has a tensor name in two ranks' files of a divided model."""
     if files.weight_map is not None or not all(map(is_parallel_part, files.paths)):
         return
     homes: dict[str, str] = {}
@@ -215,44 +215,44 @@ def refuse_parallel_parts(found: Iterable[tuple[str, str]], files: ShardFiles) -
         if other != path:
             raise ValueError(
                 f"{name!r} is in {other} and in {path}: these {len(files.paths)} files are the "
-                "parts of a model that was divided among as many ranks, and nothing in them says "
-                "along which dimension.  Let each rank load the part of its number, by its path, "
-                "or load them all one by one with ptsave.load() and join them as the model's own "
-                "code does"
+                "parts of a model that was divided among ranks, and the files do not say along "
+                "which dimension.  Let each rank load the file with the rank's number, by its "
+                "path, or load all files one by one with ptsave.load() and join them as the "
+                "model's own code does"
             )
 
 
 def is_parallel_part(path: str) -> bool:
-    """Whether a file, by its name, is one rank's part of a divided model."""
+    """Whether the name of a file shows that it is one rank's part of a divided model."""
     return re.search(_PARALLEL_PART, path) is not None
 
 
 def ranks_of_parts(files: ShardFiles) -> tuple[tuple[str, ...], ...] | None:
-    """Return a key for each of ``consolidated.00.pth``, ``.01.pth``, ...; None for other files."""
+    """Return the ranks' keys if all files have names like ``consolidated.00.pth``, else None."""
     if files.weight_map is not None or not all(map(is_parallel_part, files.paths)):
         return None
     return tuple((f"rank{number}",) for number in range(len(files.paths)))
 
 
 def is_zero_file(path: str) -> bool:
-    """Whether a file, by its name, is one rank's file of DeepSpeed's ZeRO."""
+    """Whether the name of a file shows that it is one rank's file of DeepSpeed's ZeRO."""
     return re.fullmatch(_ZERO_FILE, path.rpartition("/")[2]) is not None
 
 
 def refuse_files_of_ranks(files: ShardFiles) -> None:
-    """Raise ValueError for files, known by their names, that each hold one rank's own part."""
+    """Raise ValueError if the names of the files show that each holds one rank's part."""
     names = [path.rpartition("/")[2] for path in files.paths]
     if any(map(is_zero_file, names)):
         raise ValueError(
             f"{files.path or files.paths[0]} is a DeepSpeed ZeRO checkpoint of {len(names)} files, "
-            "in which each rank has its part of flattened tensors: make one file of it with the "
-            "zero_to_fp32.py beside it, or look into its files one by one, by their paths"
+            "in which each rank has its part of flattened tensors: make one file of them with the "
+            "zero_to_fp32.py beside them, or look into the files one by one, by their paths"
         )
     if all(map(re.compile(_STEP_OF_RANK).fullmatch, names)):
         raise ValueError(
             f"{files.path or files.paths[0]} holds {len(names)} files in which ranks have saved "
-            "their parts with ptsave.AsyncCheckpointer: let its restore() load them on as many "
-            "ranks, look into all with ptsave.open(), or pass the path of one"
+            "their parts with ptsave.AsyncCheckpointer: load them with AsyncCheckpointer.restore() "
+            "on as many ranks, look into all files with ptsave.open(), or pass the path of one file"
         )
     ranks = [
         match for match in map(re.compile(_FILE_OF_RANK).fullmatch, names) if match is not None
@@ -261,26 +261,26 @@ def refuse_files_of_ranks(files: ShardFiles) -> None:
     if len(ranks) == len(names) > len(items):
         raise ValueError(
             f"{files.path or files.paths[0]} holds {len(names)} files named <item>_<rank>, as "
-            f"torch_checkpointing writes them ({some_of(items, 3)}): each is what one rank has of "
-            "it.  Pass the path of one, or load them on as many ranks with that library"
+            f"torch_checkpointing writes them ({some_of(items, 3)}): each holds one rank's part.  "
+            "Pass the path of one file, or load all with that library on the same number of ranks"
         )
 
 
 def name_lost_entries(error: CorruptCheckpointError, path: str, files: ShardFiles) -> None:
-    """Add to an error the tensors that the index puts into a shard too damaged to list them."""
+    """If a shard's error names no tensors, add the tensors that the index lists for the shard."""
     if not error.entries and files.weight_map is not None:
         error.entries = [name for name, shard in files.weight_map.items() if shard == path]
         more = ", ..." if len(error.entries) > _N_NAMED else ""
         named = ", ".join(error.entries[:_N_NAMED]) + more
-        error.args = (f"{error}; {files.index_path} says that it holds {named}",)
+        error.args = (f"{error}; {files.index_path} says that this shard holds {named}",)
 
 
 def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, Any]:
     """Return the dicts of a model's files as one dict.
 
-    `objects` gives the path and the object of each file.  An index says which file an entry comes
-    from.  Without an index, two files with an entry of the same name raise ValueError.  Objects of
-    ranks lie below the keys of their ranks.
+    `objects` yields the path and the object of each file.  With an index, each entry comes from the
+    file that the index names.  Without an index, two files with an entry of the same name raise
+    ValueError.  If the files belong to ranks, each object becomes an entry such as ``rank0``.
     """
     if files.ranks is not None:
         return _nested(zip(files.ranks, objects, strict=True))
@@ -295,8 +295,8 @@ def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, A
             refuse_parallel_parts([(name, homes[name]), (name, path)], files)
             refuse_files_of_ranks(files)
             raise ValueError(
-                f"{name!r} is in {homes[name]} and in {path}: no index says which; if these are "
-                "several checkpoints, pass the path of one"
+                f"{name!r} is in {homes[name]} and in {path}, and no index says which one to use: "
+                "if these are several checkpoints, pass the path of one"
             )
         result[name] = each
         homes[name] = path
@@ -304,7 +304,7 @@ def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, A
 
 
 def _nested(objects: Iterable[tuple[tuple[str, ...], tuple[str, Any]]]) -> dict[Any, Any]:
-    """Return the object of each rank below the keys of that rank."""
+    """Return nested dicts that have each rank's object below the keys of this rank."""
     result: dict[Any, Any] = {}
     for keys, (_, obj) in objects:
         place = result
@@ -324,7 +324,7 @@ def _items_of(obj: Any, path: str) -> Iterator[tuple[Any, str, Any]]:
 def _find_format(folder: Folder, names: list[str], shard_format: ShardFormat) -> ShardFiles | None:
     indices = [name for name in names if name.endswith(shard_format.suffix + INDEX_SUFFIX)]
     numbered = [name for name in names if re.fullmatch(_NUMBERED, name)]
-    # Shards of the unsplit model have names that begin and end like its own.
+    # The names of a model's shards begin and end like the name of its unsplit file.
     begin, end = shard_format.stem, shard_format.suffix
     is_split = any(name.startswith(begin) and name.endswith(end) for name in numbered)
     if shard_format.single in names and (indices or is_split):
@@ -345,7 +345,7 @@ def _find_format(folder: Folder, names: list[str], shard_format: ShardFormat) ->
 
 
 class NumberedSet(NamedTuple):
-    """Files that belong together, because only a number differs in their names."""
+    """Files that belong together: their names differ only in a number."""
 
     names: list[str]  # of the files that exist, in order
     missing: str  # the first missing name, or ""
@@ -353,7 +353,7 @@ class NumberedSet(NamedTuple):
 
     def error(self, folder: Folder) -> FileNotFoundError:
         """Return the error for the first missing file."""
-        words = f"a shard is missing: there is {self.names[0]}, but not this one of its set"
+        words = f"a shard is missing: there is {self.names[0]}, but not this file of the same set"
         return FileNotFoundError(errno.ENOENT, words, folder.join(self.missing))
 
 
@@ -366,7 +366,7 @@ def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
     sets: dict[tuple[str, ...], list[str]] = {}
     for match in filter(None, map(re.compile(_NUMBERED).fullmatch, sorted(names))):
         if match["stem"].endswith(".rank"):
-            continue  # a rank's part of an AsyncCheckpointer; ranks begin at 0
+            continue  # a rank's file from an AsyncCheckpointer; ranks begin at 0, shards at 1
         key = match["stem"], match["count"], match["suffix"], str(len(match["number"]))
         sets.setdefault(key, []).append(match[0])
     found = []
@@ -380,7 +380,7 @@ def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
 
 
 def is_index(source: RangeSource) -> bool:
-    """Whether a file is an index of shards, by its name or else by its content."""
+    """Whether a file is an index of shards, which its name or its content may show."""
     if source.kind is not None:
         return False
     head, nbytes = source.head, source.nbytes
@@ -395,7 +395,7 @@ def is_index(source: RangeSource) -> bool:
 
 
 def read_index(source: RangeSource, folder: Folder) -> ShardFiles:
-    """Read an index, close it, and return the files beside it that it names."""
+    """Read and close an index file, and return the shards that the index names."""
     with closing(source):
         in_folder = _weight_map_in(source)
     paths = {shard: folder.join(shard) for shard in {*in_folder.values()}}
@@ -419,14 +419,14 @@ def _weight_map_in(source: RangeSource) -> dict[str, str]:
         raise CorruptCheckpointError(f"{path}: not JSON: {error}", path=path) from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptCheckpointError(f"{path}: an index of shards has a weight_map", path=path)
+        raise CorruptCheckpointError(f"{path}: the index of shards has no weight_map", path=path)
     sound: set[str] = set()  # names that are checked already
     for tensor, name in weight_map.items():
         if isinstance(name, str) and (name in sound or _is_inside(name)):
             sound.add(name)
         else:
             raise CorruptCheckpointError(
-                f"{path}: the file of {tensor} must be one in this directory, not {name!r}",
+                f"{path}: the file of {tensor} must be in this directory, and not {name!r}",
                 path=path,
             )
     return weight_map
@@ -438,15 +438,15 @@ def _is_inside(name: str) -> bool:
 
 
 def refuse_what_came_instead(source: RangeSource) -> None:
-    """Raise NotCheckpointError for a failed download: a git-lfs pointer, a web page, no bytes."""
+    """Raise NotCheckpointError for a git-lfs pointer, a web page or an empty file."""
     instead = what_came_instead(source.head, source.nbytes)
     if instead is not None:
         path = source.name
-        raise NotCheckpointError(f"{path} is no checkpoint: {instead}", path=path)
+        raise NotCheckpointError(f"{path} is not a checkpoint: {instead}", path=path)
 
 
 def metadata_of(small: Mapping[str, bytes]) -> dict[str, str]:
-    """Return the text of small records of an archive, such as its version."""
+    """Return an archive's format, and the text of small records such as ``version``."""
     found = {
         text: next((small[name] for name in places if name in small), None)
         for text, *places in ((text, f".data/{text}", f".{text}", text) for text in _SMALL_TEXTS)

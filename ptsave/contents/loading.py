@@ -1,4 +1,4 @@
-"""`ptsave.load`: loads a checkpoint of any kind; the content tells the kind."""
+"""`ptsave.load`: loads a checkpoint of any format; the content of the file shows the format."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def load(
 ) -> Any:
     """Load a file of :func:`torch.save` or :func:`ptsave.save`, as :func:`torch.load` does.
 
-    Several threads read the storages directly into their final memory.  Bytes in the page cache are
-    copied from there; all others are read from the disk without the cache.  A file's content, not
-    its name, decides how it is read.
+    Several threads read the storages directly into their final memory.  Bytes that are in the page
+    cache are copied from the cache; other bytes are read from the disk and bypass the cache.  A
+    file's content, not its name, decides how it is read.
 
     Parameters
     ----------
@@ -55,8 +55,8 @@ def load(
         As for :func:`torch.load`: by default only tensors, plain containers and allow-listed types
         are built, and no code of the file runs.
     mmap : bool or None
-        Whether to map a local file instead of reading it.  A mapped file is not
-        verified, because its bytes are only read when they are used.
+        Whether to map a local file instead of reading it.  A mapped file is not verified, because
+        its bytes are read later, when they are used.
     verify : bool, default True
         Whether to compare every record with its CRC-32.  If you have overwritten storages in the
         file on purpose, pass ``verify=False``.  If you cannot edit the call, set
@@ -66,44 +66,45 @@ def load(
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     process_group : torch.distributed.ProcessGroup, optional
-        Ranks that load one archive (of torch 1.6 or later) together, by path or URL.  Rank 0 of
-        the group reads each byte once for all, or the first rank of each host does if the file is
-        there.  Every rank makes this call, and may choose its own devices.  None: each rank reads.
+        The ranks that together load one file of torch 1.6 or later, by path or URL.  Rank 0 of the
+        group reads each byte once and sends it to all ranks.  If all hosts have the file, the first
+        rank of each host reads for its host.  Every rank of the group must make this call, and may
+        choose its own devices.  With None, each rank reads for itself.
     device : torch.device, str or int, optional
-        Another name of `map_location`.
+        Another name for `map_location`.
     **pickle_load_args
         Passed to the unpickler if ``weights_only=False``.
 
     Returns
     -------
     object
-        The saved object; for a safetensors file, and for several files, one dict of tensors.
+        The saved object.  For a safetensors file, or for several shards, one dict of all tensors.
 
     Raises
     ------
     CorruptCheckpointError
-        A :class:`RuntimeError`: the message names the damaged record, its offset and its entries.
+        A :class:`RuntimeError` whose message names the damaged record, its offset and its entries.
     UnsupportedUrlError
-        A :class:`FileNotFoundError`: fsspec cannot read this URL.
+        fsspec cannot read this URL.  The error is a :class:`FileNotFoundError`.
     ValueError
         `mmap` is true, but `f` is not a local path.
     pickle.UnpicklingError
         As from :func:`torch.load`.
     RuntimeError, TypeError
-        `process_group` has been destroyed, or is not a process group; or one of its ranks ended.
+        `process_group` has been destroyed or is not a process group, or one of its ranks has ended.
 
     Notes
     -----
     With `process_group`, if one rank fails (a damaged file, a refused pickle), all ranks raise an
-    error that names the rank and the file.  The reading rank sends a chunk of 8 MiB while it reads
-    the next.  Each rank compares the checksums itself, and needs 40 MiB besides its tensors.  A
-    rank with ``map_location="meta"`` keeps no bytes.
+    error that names the rank and the file.  The rank that reads sends a chunk of 8 MiB while it
+    reads the next chunk.  Each rank compares the checksums itself, and needs about 40 MiB besides
+    its tensors.  A rank with ``map_location="meta"`` keeps no bytes.
 
-    Formats before torch 1.6, TorchScript archives and compressed archives are loaded by torch.
-    File-like objects other than real files, :class:`io.BytesIO` and fsspec's wrappers of local
-    files are read in order, one storage at a time.  After the call, the position of a file-like
-    object is behind the last storage, as after :func:`torch.load`.  Safetensors files have
-    no checksums.
+    torch itself loads files in its format before 1.6, TorchScript archives and compressed archives.
+    A file-like object is read in order, one storage at a time, unless it is a real file, an
+    :class:`io.BytesIO` or fsspec's wrapper of a local file.  After the call, the position of a
+    file-like object is behind the last storage, as after :func:`torch.load`.  Safetensors files
+    have no checksums.
 
     Examples
     --------
@@ -118,7 +119,13 @@ def load(
         check_flags(verify=verify)
         map_location = location_of(map_location, device)
     options = LoadOptions(
-        map_location, pickle_module, weights_only, mmap, verify, progress, pickle_load_args
+        map_location=map_location,
+        pickle_module=pickle_module,
+        weights_only=weights_only,
+        mmap=mmap,
+        verify=verify,
+        progress=progress,
+        pickle_load_args=pickle_load_args,
     )
     return load_source(f, options, storage_options, process_group)
 
@@ -129,7 +136,7 @@ def load_source(
     storage_options: Mapping[str, Any] | None = None,
     process_group: Any = None,
 ) -> Any:
-    """Load a checkpoint, as `ptsave.load` does; a local archive needs no extra system calls."""
+    """Load a checkpoint as `ptsave.load` does."""
     if has_others(process_group):
         from ptsave.archive.group_archive import load_by_group
 
@@ -149,7 +156,7 @@ def load_source(
 
 
 def _files_in(directory: str) -> ShardFiles:
-    """Return the files of a checkpoint in a directory; if there are none, raise as torch does."""
+    """Return the files of a checkpoint in a directory; if there are none, raise torch's error."""
     from ptsave.contents.directories import find_files
 
     try:
@@ -162,7 +169,7 @@ def _files_in(directory: str) -> ShardFiles:
 
 
 def _load_path(f: Any, options: LoadOptions) -> Any:
-    """Load a safetensors file or the files of an index; leave other files to torch."""
+    """Load a safetensors file or the files of an index; let torch load any other file."""
     from ptsave.contents.directories import find_files
 
     path: object = os.fspath(f)
@@ -180,7 +187,7 @@ def _load_path(f: Any, options: LoadOptions) -> Any:
 
 
 def _load_stream(f: Any, options: LoadOptions) -> Any:
-    """Load a safetensors file from a file object; leave other files to torch."""
+    """Load a safetensors file from a file object; let torch load any other file."""
     head = _head_of(f)
     if head.lstrip().startswith(b"{"):
         from ptsave.contents.directories import find_files
@@ -204,18 +211,18 @@ def _load_stream(f: Any, options: LoadOptions) -> Any:
 
 
 def _head_of(f: Any) -> bytes:
-    """Return the first bytes from a file object's position on, or none if reading fails."""
+    """Return the first bytes after a file object's position; no bytes if reading fails."""
     try:
         begin = f.tell()
         head = f.read(HEAD_NBYTES)
         f.seek(begin)
-    except Exception:  # any error of a user's object: torch says what is missing
+    except Exception:  # a user's object may raise any error; torch then reports it
         return b""
     return head if isinstance(head, bytes) else b""
 
 
 def _load_files(files: ShardFiles, options: LoadOptions) -> Any:
-    """Load a single file as it is, or several files one after another as one dict."""
+    """Load a single file; or load several files, and join their dicts into one dict."""
     from ptsave.contents.files import merged
 
     if files.is_one:
@@ -226,7 +233,7 @@ def _load_files(files: ShardFiles, options: LoadOptions) -> Any:
 
 
 def _load_file(source: RangeSource, options: LoadOptions, path: Any = None) -> Any:
-    """Load an opened file; messages name it by `path`, or else by its source's name."""
+    """Load an opened file; `path` is its name in messages, by default the name of `source`."""
     from ptsave.sources.ranges import FsspecFile
 
     is_remote = isinstance(source, FsspecFile)
@@ -249,6 +256,6 @@ def _load_file(source: RangeSource, options: LoadOptions, path: Any = None) -> A
 def _refuse_mmap(source: RangeSource, options: LoadOptions) -> None:
     if options.maps:
         raise UnsupportedSourceError(
-            f"{source.name}: mmap=True maps local files: pass the path of one, or load it with "
+            f"{source.name}: mmap=True maps only local files: pass the path of a local file, or "
             "mmap=False"
         )

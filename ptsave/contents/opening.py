@@ -51,10 +51,11 @@ class OpenOptions(NamedTuple):
     storage_options: Mapping[str, Any] | None = None
     verify: bool = True
     recover: bool = False
-    # Gets each file and returns the file to read instead, such as a copy.
+    # A function that gets each file and returns the file to read instead, such as a copy.
     localize: Callable[[RangeSource], RangeSource] | None = None
-    stays_open: bool = False  # else more files than `n_files_to_hold` are open only while read
-    # An object that is not allowed is an error, and torch's loader judges a file of unknown kind.
+    stays_open: bool = False  # False: if there are many files, each is open only while it is read
+    # Whether to open a state dict.  If so, an object of a class that is not allowed raises an
+    # error, and torch's loader opens a file of unknown format.
     for_state: bool = False
 
 
@@ -62,19 +63,19 @@ _DEFAULTS = OpenOptions()
 
 
 def open_checkpoint(f: Any, options: OpenOptions = _DEFAULTS) -> Contents:
-    """Open a checkpoint of any kind, if possible unread; several files give one dict."""
+    """Open the checkpoint at `f`, without reading its tensors if the format allows that."""
     return open_files(find_files(f, options.storage_options, distributed=True), options)
 
 
 def open_files(files: ShardFiles, options: OpenOptions = _DEFAULTS) -> Contents:
-    """Open the files of a checkpoint as one."""
+    """Open the files of a checkpoint as one `Contents`."""
     if not files.is_one and any(map(is_zero_file, files.paths)):
-        refuse_files_of_ranks(files)  # before their pickles are read: they name DeepSpeed's classes
+        refuse_files_of_ranks(files)  # before reading their pickles, which name DeepSpeed's classes
     parts = list(open_each(files, options))
     if files.is_one:
         return parts[0]
     if not parts:
-        raise NotCheckpointError(f"{files.paths[0]}: nothing of any shard can be read")
+        raise NotCheckpointError(f"{files.paths[0]}: no shard can be read, not even in part")
     if options.recover:
         files = without_lost(files, ((part.path, part.obj) for part in parts))
     if (ranks := ranks_of_parts(files)) is not None:
@@ -94,7 +95,7 @@ def open_each(files: ShardFiles, options: OpenOptions = _DEFAULTS) -> Iterator[C
         except CorruptCheckpointError as error:
             if not options.recover or files.is_one:
                 raise
-            warn_user(f"nothing of a shard can be read: {error}", CheckpointWarning)
+            warn_user(f"a shard cannot be read, not even in part: {error}", CheckpointWarning)
             continue
         if parks:
             contents.park()
@@ -115,7 +116,7 @@ def open_one(source: RangeSource, files: ShardFiles, options: OpenOptions = _DEF
 
 
 def open_file(source: RangeSource, options: OpenOptions = _DEFAULTS) -> FileContents:
-    """Open a file by its kind, and close it if that fails."""
+    """Open a file according to its format; close the file if opening fails."""
     with source.closed_on_error():
         if options.for_state:
             return _open_state(source, options)
@@ -124,7 +125,7 @@ def open_file(source: RangeSource, options: OpenOptions = _DEFAULTS) -> FileCont
             require_files_beside(source)
         with reporting_damage(source.name):
             if is_metadata(source):
-                from ptsave.contents.dcp import DcpContents  # imports a torch module, for a second
+                from ptsave.contents.dcp import DcpContents  # slow: imports a large torch module
 
                 return DcpContents(source, verify=options.verify)
             kind = require_checkpoint(source)
@@ -138,7 +139,7 @@ def open_file(source: RangeSource, options: OpenOptions = _DEFAULTS) -> FileCont
 
 
 def _open_state(source: RangeSource, options: OpenOptions) -> FileContents:
-    """Open a state dict; a damaged ``.safetensors`` file is not taken for a file of torch."""
+    """Open a file with a state dict; torch does not get a damaged file named ``*.safetensors``."""
     if source.kind is None:
         refuse_what_came_instead(source)
     if source.kind == "safetensors" or (
@@ -147,7 +148,7 @@ def _open_state(source: RangeSource, options: OpenOptions) -> FileContents:
         return _open_safetensors(source)
     if source.kind == "zip" and isinstance(source, (LocalFile, Buffer)):
         return _open_zip(source, options)
-    return _load_whole(source, _LEGACY, options)  # also a remote archive, once and in order
+    return _load_whole(source, _LEGACY, options)  # also a remote archive, read once and in order
 
 
 def _open_safetensors(source: RangeSource) -> FileContents:
@@ -158,7 +159,7 @@ def _open_safetensors(source: RangeSource) -> FileContents:
 
 @contextmanager
 def reporting_damage(path: str) -> Iterator[None]:
-    """Turn the errors that torch raises for unexpected damage into `CorruptCheckpointError`."""
+    """In the block, turn unexpected errors of torch into `CorruptCheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -176,11 +177,11 @@ def reporting_damage(path: str) -> Iterator[None]:
 
 
 def require_checkpoint(source: RangeSource) -> Kind:
-    """Return the kind of a checkpoint, or raise NotCheckpointError, which names the format."""
+    """Return the kind of a checkpoint file; raise NotCheckpointError for any other file."""
     kind = source.kind
     what = what_it_is(source.head, source.nbytes) if kind in (None, "zip") else None
     if what is not None:
-        raise NotCheckpointError(f"{source.name} is no checkpoint: {what}", path=source.name)
+        raise NotCheckpointError(f"{source.name} is not a checkpoint: {what}", path=source.name)
     assert kind is not None
     return kind
 
@@ -191,7 +192,7 @@ def _open_zip(source: RangeSource, options: OpenOptions) -> FileContents:
         opened = source if file is None else stack.enter_context(file.opened())
         reader = open_source_archive(opened, verify=options.verify)
     with ExitStack() as stack:
-        stack.callback(reader.close)  # a traceback keeps the reader
+        stack.callback(reader.close)  # a traceback would keep the reader open
         metadata = _metadata_if_whole(reader, options)
         if metadata is not None:
             return _load_whole(source, metadata, options)
@@ -205,7 +206,7 @@ def _open_zip(source: RangeSource, options: OpenOptions) -> FileContents:
 
 
 def _metadata_if_whole(reader: RecordReader, options: OpenOptions) -> dict[str, str] | None:
-    """Return the metadata of an archive that has to be loaded whole; None for all others."""
+    """Return the metadata of an archive that must be loaded completely; None for all others."""
     if not options.for_state:
         require_saved_object(reader)
     elif reader.engine.find("constants.pkl") is not None:
@@ -264,7 +265,7 @@ def _load_whole(
 
 
 def load_whole(source: RangeSource, options: LoadOptions) -> Any:
-    """Load a file that is not safetensors by its stream; a remote archive a few records ahead."""
+    """Load a file (not safetensors) as a stream; records of a remote archive are fetched ahead."""
     from ptsave.archive.loading import load_file
 
     with source.stream() as stream:
@@ -279,7 +280,7 @@ def load_whole(source: RangeSource, options: LoadOptions) -> Any:
 
 
 def recovered(source: RangeSource) -> RangeSource:
-    """Return the source, or one with a new end; a warning names the entries left out."""
+    """Return `source`, repaired if its end is missing; then a warning names the lost entries."""
     found = recover(source)
     if found is None:
         return source
@@ -289,7 +290,7 @@ def recovered(source: RangeSource) -> RangeSource:
 
 
 def recover(source: RangeSource) -> Recovery | None:
-    """Return the recovery of a file that lost its end; None for a whole file or another kind."""
+    """Return the repaired file and its losses if a file's end is missing; None for other files."""
     if source.kind == "safetensors":
         from ptsave.contents.safetensors_fields import recover_safetensors
 

@@ -1,8 +1,8 @@
-"""Outlines of plain files, made without torch, whose import takes a second.
+"""Outlines (entries without values) of plain files, made without the slow import of torch.
 
 A plain file is undamaged and holds only tensors, parameters, numbers and text in dicts, lists and
-tuples.  Any other file has no outline: torch opens it and reports what is wrong.  A listing is the
-same either way.
+tuples.  Any other file has no outline: torch opens it, and reports what is wrong.  A listing looks
+the same with and without an outline.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _SMALL = (
     ".data/version",
 )
 _MAX_SMALL_NBYTES = 64 << 10
-_VERSIONS = re.compile(rb"([1-9]|10)\n?")  # the versions that torch reads
-# Environment variables that change what torch's loader does.
+_VERSIONS = re.compile(rb"([1-9]|10)\n?")  # the archive versions that torch can read
+# Environment variables that change the behaviour of torch's loader.
 _VARIABLES = ("TORCH_SERIALIZATION_DEBUG", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
 # Element sizes, in bytes, of the dtypes that safetensors files have.
@@ -53,7 +53,7 @@ del _ITEMSIZES["float4_e2m1fn_x2"]  # an element holds two numbers
 
 @dataclass(frozen=True)
 class Outline:
-    """The contents of a file, as `Contents`, with an `OutlinedTensor` in place of each tensor."""
+    """Like `Contents`, but with an `OutlinedTensor`, which has no values, for each tensor."""
 
     path: str
     kind: str
@@ -72,7 +72,7 @@ class Outline:
 
 
 def outline_of(source: RangeSource) -> Outline | None:
-    """Return the outline of a local file, which stays open; None if the file is not plain.
+    """Return the outline of a local file, which stays open; None if torch has to open the file.
 
     >>> import os, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -134,7 +134,7 @@ def _is_plain(archive: _core.Archive) -> bool:
 
 
 def plain_pickle(source: RangeSource) -> bytes | None:
-    """Return the pickle of a plain local archive, or None for any other file."""
+    """Return the pickle of a local archive of torch.save, or None for any other file."""
     archive = plain_archive(source)
     try:
         return None if archive is None else archive.read("data.pkl")

@@ -1,4 +1,4 @@
-"""Safetensors files: their headers, as `Contents`, loaded as by `torch.load`, and new headers."""
+"""Safetensors files: reads headers, opens and loads files, and makes headers for new files."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 _HEADER_ALIGNMENT = 8
 
-# Numbers in an element of torch's packed dtypes; the format's shapes count the numbers.
+# How many numbers an element of torch's packed dtypes has.  Shapes in files count the numbers.
 _N_PACKED = {torch.float4_e2m1fn_x2: 2}
-# Smaller tensors are copied: a process may have 65,530 mappings in all, and a copy costs less.
+# Smaller tensors are copied: a copy costs less, and a process may have only 65,530 mappings.
 _MIN_MAPPED_NBYTES = 64 << 10
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of the file; a tuple, because there may be 100,000."""
+    """Type and place of a tensor in a file; a tuple for speed, because there may be 100,000."""
 
     name: str
     shape: torch.Size
@@ -66,7 +66,7 @@ class SafetensorsHeader(NamedTuple):
 
 
 def read_header(source: RangeSource) -> SafetensorsHeader:
-    """Read a header; its tensors lie within the file and do not overlap."""
+    """Read a header, and check that its tensors lie within the file and do not overlap."""
     with pausing_garbage_collection():
         stored = read_fields(source)
         tensors = list(_stored_tensors(source, stored))
@@ -74,9 +74,9 @@ def read_header(source: RangeSource) -> SafetensorsHeader:
 
 
 def stored_shape(dtype: torch.dtype, shape: Sequence[int]) -> list[int]:
-    """Return the format's shape of a torch tensor; the format counts packed numbers one by one.
+    """Return the shape that a file states for a torch tensor; it counts packed numbers one by one.
 
-    A packed dtype without dimensions has no shape in the format, which is a ValueError.
+    A tensor without dimensions raises ValueError if its dtype packs several numbers in an element.
 
     >>> stored_shape(torch.float32, [3, 2]), stored_shape(torch.float4_e2m1fn_x2, [3, 2])
     ([3, 2], [3, 4])
@@ -86,13 +86,13 @@ def stored_shape(dtype: torch.dtype, shape: Sequence[int]) -> list[int]:
         return list(shape)
     if not shape:
         name = str(dtype).removeprefix("torch.")
-        raise ValueError(f"safetensors files hold no {name} without dimensions: reshape it to [1]")
+        raise ValueError(f"safetensors cannot store a 0-dim {name} tensor: reshape it to [1]")
     return [*shape[:-1], shape[-1] * n_packed]
 
 
 @functools.cache
 def _dtype_of(name: str) -> torch.dtype | None:
-    """Return torch's dtype for a name of the format, or None if torch lacks it."""
+    """Return torch's dtype for a dtype name of the format; None if torch lacks this dtype."""
     dtype: torch.dtype | None = getattr(torch, DTYPES.get(name, ""), None)
     return dtype
 
@@ -109,7 +109,7 @@ def _stored_tensors(source: RangeSource, stored: SafetensorsFields) -> Iterator[
         begin, end = first + begin, first + end
         if end - begin != nbytes or not first <= begin <= end <= max_end:
             raise CorruptCheckpointError(
-                f"{source.name}: the header puts tensor {name} where its bytes cannot be",
+                f"{source.name}: the header gives tensor {name} an impossible place",
                 path=source.name,
                 offset=begin,
             )
@@ -120,13 +120,13 @@ def _stored_tensors(source: RangeSource, stored: SafetensorsFields) -> Iterator[
 def _kind_of(
     source: RangeSource, name: str, entry: Mapping[str, Any]
 ) -> tuple[torch.Size, torch.dtype, int]:
-    """Return the shape, dtype and bytes that a tensor of the format has in torch."""
+    """Return the shape, dtype and size in bytes that a tensor of the file has in torch."""
     dtype, shape = _dtype_of(entry["dtype"]), entry["shape"]
     n_packed = 1 if dtype is None else _N_PACKED.get(dtype, 1)
     if dtype is None or (n_packed > 1 and (not shape or shape[-1] % n_packed)):
         raise CorruptCheckpointError(
-            f"{source.name}: tensor {name} is of a type that torch has not: {entry['dtype']} of "
-            f"shape {shape}",
+            f"{source.name}: torch has no type for tensor {name}: {entry['dtype']} of shape "
+            f"{shape}",
             path=source.name,
         )
     if n_packed > 1:
@@ -137,9 +137,10 @@ def _kind_of(
 class SafetensorsContents(OneFile):
     """`Contents` of a safetensors file.
 
-    `maps` maps every large tensor of a local file into memory.  By default, only tensors in the
-    page cache of a local file system are mapped.  Each fault of a cold mapping waits for a few
-    pages, while several threads read large blocks.  `spans` numbers tensors as the header does.
+    With `maps`, every large tensor of a local file is mapped into memory.  By default, only tensors
+    in the page cache of a local file system are mapped.  For other tensors, a mapping is slow: each
+    page fault reads a few pages, but several threads can read large blocks.  `spans` numbers the
+    tensors by their positions in `header.tensors`.
     """
 
     def __init__(self, source: RangeSource, *, maps: bool = False) -> None:
@@ -154,7 +155,7 @@ class SafetensorsContents(OneFile):
         self.spans = _SourceSpans(source, header.tensors)
 
     def _made_obj(self) -> dict[str, Tensor]:
-        """Make the unread tensors, when they are first asked for: there may be 100,000."""
+        """Make the unread tensors when `obj` is first used, because there may be 100,000."""
         tensors = unfilled_tensors([(stored.dtype, stored.shape) for stored in self._stored])
         return {stored.name: each for stored, each in zip(self._stored, tensors, strict=True)}
 
@@ -194,7 +195,7 @@ class SafetensorsContents(OneFile):
         return found
 
     def _mapped(self, number: int) -> Tensor | None:
-        """Return a tensor mapped from the page cache, or None if reading the file is faster."""
+        """Map a tensor into memory and return it; None if it should be read instead."""
         file, stored = self.source, self._stored[number]
         if not isinstance(file, LocalFile) or stored.nbytes < _MIN_MAPPED_NBYTES:
             return None
@@ -234,7 +235,7 @@ class SafetensorsContents(OneFile):
 
 
 class _SourceSpans:
-    """A `SpanReader` whose records are a file's tensors."""
+    """Reads ranges of bytes of a file's tensors: a `SpanReader` whose records are tensors."""
 
     progress: ProgressCallback | None = None
 
@@ -272,7 +273,7 @@ class _SourceSpans:
 
 
 def load_safetensors(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
-    """Load all tensors of a file, in the order of their bytes; each was saved on the CPU."""
+    """Load all tensors, in the file's order, to the devices that `map_location` gives."""
     try:
         tensors = _tensors_of(source, options)
     except ImportError as error:  # in torch's words
@@ -309,7 +310,7 @@ def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
 
 
 def _placed(tensor: Tensor, map_location: Any) -> Tensor:
-    """Move a tensor from the CPU to the place that `map_location` gives for the CPU."""
+    """Move a CPU tensor to the device that `map_location` gives for tensors saved on the CPU."""
     storage = restore_location(map_location)(tensor.untyped_storage(), "cpu")
     placed = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     return placed.set_(storage, 0, tensor.shape, tensor.stride())
@@ -320,12 +321,12 @@ def _placed(tensor: Tensor, map_location: Any) -> Tensor:
 
 @functools.cache
 def safetensors_dtypes() -> dict[torch.dtype, str]:
-    """Return the dtypes that the library writes, in its order, and its names for them."""
+    """Return the format's name of each dtype that the library can write, in the library's order."""
     try:
         from safetensors.torch import save
     except ImportError:
         raise ImportError(
-            "safetensors files are written with the help of: pip install safetensors"
+            "writing safetensors files needs the safetensors library: pip install safetensors"
         ) from None
     found = {name: getattr(torch, text, None) for name, text in DTYPES.items()}
     dtypes: dict[str, torch.dtype] = {name: dtype for name, dtype in found.items() if dtype}
@@ -344,7 +345,7 @@ def _can_write(save: Callable[[dict[str, Tensor]], bytes], dtype: torch.dtype) -
 
 
 def names_in_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors in the order in which a file stores them."""
+    """Return the names of tensors in the order in which a safetensors file stores the tensors."""
     ranks = {dtype: rank for rank, dtype in enumerate(safetensors_dtypes())}
     return sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name.encode()))
 
@@ -352,7 +353,7 @@ def names_in_order(tensors: Mapping[str, Tensor]) -> list[str]:
 def header_of(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> tuple[list[Tensor], bytes]:
-    """Return tensors in the order of a file, and the header that the library writes for them."""
+    """Return the tensors in the new file's order, and the header that the library would write."""
     dtypes = safetensors_dtypes()
     names = names_in_order(tensors)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -20,10 +20,10 @@ from ptsave.sources.ranges import RangeSource
 if TYPE_CHECKING:
     from ptsave.archive.recovery import Recovery
 
-LENGTH_NBYTES = 8  # of the header's length, which stands before it
-_FIRST_NBYTES = 64 << 10  # one fetch, enough for most headers
+LENGTH_NBYTES = 8  # of the number in front of the header: the header's length
+_FIRST_NBYTES = 64 << 10  # read at once; enough for most headers
 
-DTYPES = {  # the format's names, and torch's
+DTYPES = {  # the format's names, and torch's names
     "BOOL": "bool",
     "F4": "float4_e2m1fn_x2",
     "U8": "uint8",
@@ -48,19 +48,19 @@ DTYPES = {  # the format's names, and torch's
 
 
 class SafetensorsFields(NamedTuple):
-    """The header of a safetensors file that the safetensors library has accepted."""
+    """The parsed header of a safetensors file; the safetensors library has accepted it."""
 
     # In the order of their bytes: names, and the fields dtype, shape and data_offsets.
     tensors: list[tuple[str, dict[str, Any]]]
     metadata: dict[str, str]  # the writer's __metadata__
-    nbytes: int  # of the length and the header: the data begins there
+    nbytes: int  # size of the length and the header; the data begins at this offset
 
 
 def read_fields(source: RangeSource) -> SafetensorsFields:
-    """Read the header of a file, or raise CorruptCheckpointError if the library refuses it."""
+    """Read a file's header; raise CorruptCheckpointError if the safetensors library refuses it."""
     if sys.byteorder != "little":
         raise NotImplementedError(
-            f"{source.name}: safetensors files are little-endian, this machine is not"
+            f"{source.name}: safetensors files are little-endian, but this machine is not"
         )
     head = fetch_header(source)
     _judge(source, head)
@@ -71,7 +71,7 @@ def read_fields(source: RangeSource) -> SafetensorsFields:
 
 
 def fetch_header(source: RangeSource) -> bytes:
-    """Return the length and the header, or fewer bytes if there cannot be such a header."""
+    """Return the header with its length in front, or fewer bytes if the length is wrong."""
     (head,) = source.read([(0, min(_FIRST_NBYTES, source.nbytes))])
     end = LENGTH_NBYTES + int.from_bytes(head[:LENGTH_NBYTES], "little")
     if len(head) < end <= min(source.nbytes, LENGTH_NBYTES + MAX_SAFETENSORS_HEADER_NBYTES):
@@ -81,39 +81,39 @@ def fetch_header(source: RangeSource) -> bytes:
 
 
 def _judge(source: RangeSource, head: bytes) -> None:
-    """Let the library check the header, in a file of the same size that has nothing else."""
+    """Raise an error if the safetensors library refuses a file with this header."""
     try:
         from safetensors import SafetensorError
     except ImportError:
         raise ImportError(
-            f"{source.name} is read with the help of: pip install safetensors"
+            f"{source.name}: reading it needs the safetensors library: pip install safetensors"
         ) from None
     try:
         let_library_read(head, source.nbytes, source.name)
     except SafetensorError as error:
         _refuse_another_kind(source)
         names = _tensors_cut_off(head, source.nbytes)
-        where = f"; the file ends before tensor {names[0]} does: {RECOVERY_ADVICE}" if names else ""
+        where = f": the file ends before tensor {names[0]} does. {RECOVERY_ADVICE}" if names else ""
         raise CorruptCheckpointError(
-            f"{source.name}: not a whole safetensors file: {error}{where}",
+            f"{source.name} is damaged or incomplete ({error}){where}",
             path=source.name,
             entries=names,
         ) from None
 
 
 def _refuse_another_kind(source: RangeSource) -> None:
-    """Raise NotCheckpointError for a file of another kind with a safetensors name."""
+    """Raise NotCheckpointError if the file clearly has another format."""
     (head,) = source.read([(0, min(HEAD_NBYTES, source.nbytes))])
     what = what_it_surely_is(head, source.nbytes)
     if what is not None:
-        raise not_checkpoint(f"{source.name} is no checkpoint: {what}", source.name)
+        raise not_checkpoint(f"{source.name} is not a checkpoint: {what}", source.name)
 
 
 def let_library_read(head: bytes, nbytes: int, name: str) -> None:
-    """Let the library read a length and header, in a file of `nbytes` bytes without memory."""
+    """Let the library open a sparse file of `nbytes` bytes that begins with the header `head`."""
     from safetensors import safe_open
 
-    # For torch, the library maps the whole file, which the system refuses if it is large.
+    # With "pt", the library maps the whole file; the system refuses that if the file is large.
     framework = "np" if find_spec("numpy") else "pt"
     try:
         with open(os.memfd_create("ptsave", os.MFD_CLOEXEC), "wb") as stand_in:
@@ -124,7 +124,7 @@ def let_library_read(head: bytes, nbytes: int, name: str) -> None:
             try:
                 with safe_open(path, framework=framework):
                     pass
-            except FileNotFoundError:  # raised for any failure to open it
+            except FileNotFoundError:  # the library raises it for any failure to open the file
                 os.close(os.open(path, os.O_RDONLY))
                 raise
     except OSError as error:
@@ -133,7 +133,7 @@ def let_library_read(head: bytes, nbytes: int, name: str) -> None:
 
 
 def _tensors_cut_off(head: bytes, file_nbytes: int) -> list[str]:
-    """Return the names of tensors that end behind the end of a damaged file, by its header."""
+    """Return the names of tensors that the header places beyond the end of the file."""
     try:
         fields = json.loads(head[LENGTH_NBYTES:])
         fields.pop("__metadata__", None)
@@ -144,14 +144,14 @@ def _tensors_cut_off(head: bytes, file_nbytes: int) -> list[str]:
 
 
 def recover_safetensors(source: RangeSource) -> Recovery | None:
-    """Return a file of the tensors before the cut: tensors are stored one behind the other."""
+    """Return a repaired file with the complete tensors of `source`; None if `source` is whole."""
     from ptsave.archive.recovery import CompletedFile, Recovery
 
     try:
         read_fields(source)
     except CorruptCheckpointError as error:
         head = fetch_header(source)
-        if not error.entries:  # something else is wrong
+        if not error.entries:  # the damage is more than a missing end
             raise
         fields = json.loads(head[LENGTH_NBYTES:])
         ends = {name: fields[name]["data_offsets"] for name in error.entries}

@@ -54,26 +54,26 @@ from ptsave.writing.targets import (
     scratch_folder,
 )
 
-# If one tensor's range of a storage is more than so many times its elements, it is packed.
+# A tensor's gaps are left out if its range of a storage exceeds this many times its own bytes.
 _MAX_SPARSE = 2
-# The most bytes that another storage adds to a file: headers, alignment, its part of the pickle.
+# An upper bound of the bytes that one more storage adds to a file, besides its contents.
 _RECORD_NBYTES = 1024
 
 
 @dataclass(frozen=True)
 class Compaction:
-    """The result of `compact`, or of a dry run.
+    """What `compact` has written, or what it would write (a dry run).
 
     Attributes
     ----------
     path : str
-        The file or directory that was written, or that a dry run would write.
+        The file or directory that was written, or would be written.
     n_tensors : int
         Number of tensors in the checkpoint.
     n_storages : int
         Number of storages with bytes that no tensor uses.
     nbytes_before, nbytes : int
-        The size of the files in bytes, before and after.
+        The size of all files in bytes, before and after.
     is_written : bool
         Whether a file was written.
     """
@@ -97,13 +97,13 @@ def compact(
     storage_options: Mapping[str, Any] | None = None,
     target_storage_options: Mapping[str, Any] | None = None,
 ) -> Compaction:
-    """Rewrite a checkpoint without the bytes of storages that none of its tensors uses.
+    """Rewrite a checkpoint without those bytes of storages that no tensor uses.
 
-    torch.save writes a view's whole storage.  Compaction keeps only the range from the view's first
-    to its last element, or only its elements if they fill less than half of that range.  Views that
-    overlap still share a storage, so writing through one still changes the others.  Views that are
-    1 KiB or more apart no longer share a storage.  Nearer views do, because another
-    storage would cost as many bytes as it saves.  Everything else stays the same.
+    torch.save writes the complete storage of a view.  Compaction keeps only the range from the
+    view's first to its last element, or only its elements if they fill less than half of that
+    range.  Views that overlap still share a storage, so writing to one still changes the others.
+    Views that are 1 KiB or more apart do not share a storage any more.  Closer views still share
+    one, because another storage would take as many bytes as it saves.  All else stays the same.
 
     Parameters
     ----------
@@ -111,10 +111,10 @@ def compact(
         As for :func:`ptsave.open`; the checkpoint is loaded with ``weights_only=True``.  If it has
         several files, each is compacted and keeps its name.
     target : str or os.PathLike, optional
-        Path or URL to write to.  For several files, it is a directory, which also gets a copy of
-        the index.  By default, a file is replaced if the new one is smaller.
+        Path or URL to write to.  For several files, this is a directory, which also gets a copy of
+        the index.  By default, a smaller new file replaces its source file.
     dry_run : bool, default False
-        Whether to compute only the size of the result, and write nothing.
+        Whether to compute the size of the result, without writing anything.
     force : bool, default False
         Whether to replace an existing target.
     fsync : bool, default False
@@ -129,7 +129,7 @@ def compact(
     CorruptCheckpointError
         If the source is damaged.
     FileExistsError
-        If the target exists.
+        If the target exists, and `force` is False.
     SaveError
         If the target cannot be written.  The target is then unchanged.
     UnsupportedSourceError
@@ -139,14 +139,14 @@ def compact(
 
     Notes
     -----
-    A safetensors file has no unused bytes: it is not changed, and a target is a copy of it.
+    A safetensors file has no unused bytes, so it is not changed; a target gets a copy of it.
 
-    If a file can only be overwritten, not replaced, the new content is first written to a temporary
-    file in its directory or in ``$TMPDIR``.  A compressed archive is inflated into a temporary
-    file.  Files that only load as a whole are rewritten from memory.
+    If a file can be overwritten but not replaced, the new content is first written to a temporary
+    file in its directory or in ``$TMPDIR``.  A compressed archive is first inflated into a
+    temporary file.  If torch has to load a file completely, it is rewritten from memory.
 
     Sparse, nested and quantized tensors, tensors with attributes, and tensors of types that are not
-    torch's own do not change.  Views that share memory with them do not change either.
+    torch's own keep their storages.  So do all views that share memory with such tensors.
 
     Examples
     --------
@@ -161,7 +161,7 @@ def compact(
     """
     check_flags(dry_run=dry_run, force=force, fsync=fsync)
     if target is not None:
-        resolve(target, target_storage_options)  # before anything is read
+        resolve(target, target_storage_options)  # raise before anything is read
     else:
         refuse_storage_options(target_storage_options)
         if not dry_run:
@@ -181,7 +181,7 @@ def compact(
 
 
 def _require_replaceable(source: Any, storage_options: Mapping[str, Any] | None) -> None:
-    """Raise if the source cannot be replaced."""
+    """Raise an error if the source is not a file or directory that can be replaced."""
     if not isinstance(source, (str, os.PathLike)):
         raise UnsupportedSourceError(f"{describe(source)} cannot be replaced: pass a target")
     if is_url(source):
@@ -258,18 +258,18 @@ def _compact_file(source: RangeSource, path: str, is_other: bool, options: _Opti
 def _check_target(source: str, path: str, options: _Options) -> None:
     both = os.path.exists(path) and os.path.exists(source)
     if path == source or (both and os.path.samefile(path, source)):
-        raise FileExistsError(errno.EEXIST, "it is the source itself: use --in-place", path)
+        raise FileExistsError(errno.EEXIST, "this is the source itself: use --in-place", path)
     if exists(resolve_file(path, options.target_options)) and not options.force:
-        raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", path)
+        raise FileExistsError(errno.EEXIST, "exists already: pass --force (force=True)", path)
 
 
 class _Part(NamedTuple):
-    """A range of bytes of a storage that tensors use."""
+    """A range of a storage's bytes that tensors use."""
 
     begin: int
     end: int
-    users: list[int]  # numbers of the tensors
-    nbytes: int  # bytes to write: fewer than the range if its only tensor is packed
+    users: list[int]  # positions of its tensors in the list
+    nbytes: int  # bytes to write; fewer than the range if it loses its gaps
 
     @property
     def is_packed(self) -> bool:
@@ -277,7 +277,7 @@ class _Part(NamedTuple):
 
 
 class _Compactor:
-    """Gives tensors new storages with only the bytes that they need."""
+    """Gives tensors new, smaller storages, without bytes that no tensor uses."""
 
     def __init__(self, sources: PayloadSources, *, dry_run: bool) -> None:
         self._sources = sources
@@ -286,7 +286,7 @@ class _Compactor:
         self.in_parts: list[StoragePlace] = []  # the places of these storages
 
     def compact(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors of the same shapes, strides and kinds in the same order."""
+        """Return the tensors in the same order; those with unused bytes get smaller storages."""
         result = list(tensors)
         groups = _by_storage(tensors)
         storages = [tensors[group[0]].untyped_storage() for group in groups]
@@ -300,14 +300,14 @@ class _Compactor:
                 kept += [(part, self.in_parts[-1]) for part in parts]
                 nothing = torch.UntypedStorage(0)
                 for i in group:
-                    if tensors[i].numel() == 0:  # an empty tensor is in no part
+                    if tensors[i].numel() == 0:  # no part contains an empty tensor
                         self._move(result, i, nothing, 0)
         self._pack(result, [part for part, _ in kept if part.is_packed])
         self._cut(result, [(part, place) for part, place in kept if not part.is_packed])
         return result
 
     def _cut(self, tensors: list[Tensor], kept: list[tuple[_Part, StoragePlace]]) -> None:
-        """Make a storage for each part, and move the tensors that use the part to it."""
+        """Make a storage for each part, and move the part's tensors to this storage."""
         storages = _C.untyped_storages(_C.unfilled_storages([part.nbytes for part, _ in kept]))
         for (part, place), storage in zip(kept, storages, strict=True):
             at = StoragePlace(place.source, place.offset + part.begin, part.nbytes)
@@ -323,7 +323,7 @@ class _Compactor:
         self._put(tensors, i, view_as(storage, plain, offset, plain.stride()))
 
     def _pack(self, tensors: list[Tensor], packed: Sequence[_Part]) -> None:
-        """Give each of these tensors a storage that holds only its elements."""
+        """For parts with one tensor each, give the tensor a storage without gaps."""
         plain = {str(part.users[0]): tensors[part.users[0]].detach() for part in packed}
         if self._dry_run:
             made = unfilled_tensors([(tensor.dtype, tensor.shape) for tensor in plain.values()])
@@ -338,9 +338,9 @@ class _Compactor:
 
 
 def _by_storage(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the numbers of tensors that may get a new storage, grouped by their storage."""
+    """Return the positions of tensors that may get a new storage: a list for each storage."""
     others = [tensor for tensor in tensors if not _is_plain(tensor)]
-    _, storages = pickle_object(others, pickle, 2)  # pickling finds the storages of such tensors
+    _, storages = pickle_object(others, pickle, 2)  # pickling finds all of their storages
     stays = {storage_id(storage) for storage in _C.untyped_storages(storages)}
     groups: dict[int, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -350,7 +350,7 @@ def _by_storage(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether storage, shape and strides are all that there is to a tensor."""
+    """Return whether a tensor is dense, of torch's own type, and without attributes."""
     return (
         type(tensor) in (Tensor, Parameter)
         and tensor.layout == torch.strided
@@ -363,11 +363,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _parts_of(tensors: Sequence[Tensor], group: Sequence[int]) -> list[_Part]:
-    """Return the parts of one storage that tensors use, in order."""
+    """Return the parts of one storage that the tensors of a group use, in order."""
     alignment = max(tensors[i].itemsize for i in group)
     spans = ((*span_of(tensors[i].detach()), i) for i in group)
     merged: list[_Part] = []
-    # A part begins where an element of the largest dtype may begin.
+    # The begin of each part is aligned to the largest dtype.
     for begin, end, i in sorted((b - b % alignment, e, i) for b, e, i in spans if b < e):
         if merged and begin < merged[-1].end:
             merged[-1] = _joined(merged[-1], end, i)
@@ -391,7 +391,7 @@ def _joined(part: _Part, end: int, *users: int) -> _Part:
 
 
 def _packed(part: _Part, tensors: Sequence[Tensor]) -> _Part:
-    """Return a part without the gaps in its only tensor, if the gaps are large."""
+    """Return the part; if it has one tensor with large gaps, without these gaps."""
     nbytes = tensors[part.users[0]].nbytes
     saved = part.nbytes - nbytes
     if len(part.users) > 1 or saved < _RECORD_NBYTES or part.nbytes <= _MAX_SPARSE * nbytes:

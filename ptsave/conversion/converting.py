@@ -1,12 +1,12 @@
 """`ptsave.convert`: writes the tensors of a checkpoint in another format.
 
-The source is opened, but its tensors are not read: tensors without values are pickled, or listed in
-a header.  Then the writers of `ptsave.save` copy each payload from the source, chunk by chunk, and
-compute its CRC-32.  Whole records are compared with their checksums before the target appears.
-If only parts of a record are used, the whole record is read and compared first.
+The source is opened without its tensors' values; a pickle or a header describes the tensors.  Then
+the writers of `ptsave.save` copy the tensors' bytes from the source in chunks, and compute their
+CRC-32.  Before the target gets its name, each record is compared with its checksum.  If only a part
+of a record is needed, the complete record is read and compared first.
 
-Tensors that are not one range of bytes (transposed, expanded, conjugate) go through an unnamed
-temporary file, in pieces of 32 MiB.  The whole source goes through such a file if it is at a URL.
+A tensor whose bytes cannot be copied as one range (transposed, expanded, conjugate) goes through an
+unnamed temporary file, in pieces of 32 MiB.  A source at a URL is first copied to such a file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Format: TypeAlias = Literal["pt", "safetensors", "dcp"]
 _PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _SHARD_NBYTES = 5 * 10**9  # the default size of shards
 _N_NAMED = 8
-# transformers looks for this in a safetensors file.
+# The library transformers looks for this metadata in a safetensors file.
 _PLAIN_METADATA = {"format": "pt"}
 
 
@@ -83,7 +83,7 @@ class Conversion:
     nbytes : int
         The size of the written files in bytes, without an index.
     remarks : list of str
-        Changes that lose no value, such as ``_metadata`` that a format cannot hold.
+        Changes that lose no values, for example that the target has no ``_metadata``.
     """
 
     path: str
@@ -111,7 +111,7 @@ class _Target:
 
     @property
     def folder(self) -> str:
-        """The nearest existing folder, for temporary files."""
+        """An existing folder for temporary files, near the target if this is local."""
         if self.url is not None:
             return tempfile.gettempdir()
         folder = self.path if self.is_directory else os.path.dirname(self.path)
@@ -137,8 +137,8 @@ def convert(
 ) -> Conversion:
     """Write the tensors of a checkpoint in another format, with the same bits.
 
-    Bytes are copied from file to file, and take at most a few MiB of memory for each thread.
-    Records of a ``.pt`` file are compared with their checksums before the target appears.
+    Bytes are copied from file to file, with at most a few MiB of memory for each thread.  Before
+    the target gets its name, the records of a ``.pt`` file are compared with their checksums.
 
     Parameters
     ----------
@@ -146,19 +146,19 @@ def convert(
         As for :func:`ptsave.open`: a ``.pt`` or safetensors file, a directory of shards, an index
         of shards, or a directory of torch.distributed.checkpoint.
     target : str or os.PathLike
-        A path or a URL for fsspec.  The suffix of a file says its format: ``.pt``, ``.pth``,
-        ``.bin``, ``.ckpt`` or ``.safetensors``.  Shards are written to a directory if the target is
-        a directory, ends with a slash or has no suffix.
+        A path or a URL for fsspec.  The suffix of a file determines its format: ``.pt``, ``.pth``,
+        ``.bin``, ``.ckpt`` or ``.safetensors``.  If the target is a directory, ends with a slash or
+        has no suffix, shards are written to this directory.
     format : {"pt", "safetensors", "dcp"}, optional
         Format of a directory (default: ``"safetensors"``), or of a file with another suffix.
-        ``"dcp"`` writes a directory for :func:`torch.distributed.checkpoint.load`, with one file.
+        ``"dcp"`` writes a directory that :func:`torch.distributed.checkpoint.load` can load.
     max_shard_size : int or str, optional
-        For a directory, as for :func:`ptsave.save_model`: default "5GB".
+        The most bytes of tensors in a shard, as for :func:`ptsave.save_model`; default "5GB".
     max_size : int or str, optional
-        The most bytes that all tensors together may take once they are written in full.  This
-        guards against small files with huge expanded tensors.  The default is 8 times the bytes of
-        the storages, and at least 1 GiB.  It has no effect from a ``.pt`` file to a ``.pt`` file,
-        where tensors stay expanded.
+        The most bytes that all tensors together may take without expansion.  This
+        protects from small files with huge expanded tensors.  The default is 8 times the bytes of
+        the storages, and at least 1 GiB.  It has no effect if a ``.pt`` file becomes a ``.pt``
+        file, because expanded tensors stay expanded.
     drop : bool, default False
         Whether to leave out entries that the format cannot hold, instead of raising ValueError.
     force : bool, default False
@@ -168,7 +168,7 @@ def convert(
     progress : bool, default False
         Whether to show a progress bar.
     recover : bool, default False
-        As for :func:`ptsave.open`: whether to read the rest of a file that has lost its end.
+        As for :func:`ptsave.open`: whether to read what is left of a file that has lost its end.
     storage_options, target_storage_options : mapping, optional
         Arguments for the file systems of the source's URL and of the target's URL.
 
@@ -181,29 +181,29 @@ def convert(
     ------
     ValueError
         If the target cannot hold an entry (the message names such entries), two tensors have the
-        same flat name, the tensors would take more than `max_size`, or the arguments contradict.
+        same flat name, the tensors would take more than `max_size`, or the arguments conflict.
     FileExistsError
-        If the target exists, or is the source.
+        If the target exists and `force` is False, or if it is the source.
     CorruptCheckpointError
         If the source is damaged; the message names records and entries.
     SaveError
-        If the target cannot be written, or is a URL that fsspec cannot write to.  An error leaves
-        the old target, or none.
+        If the target cannot be written, or is a URL that fsspec cannot write to.  After an error,
+        an old target is unchanged, and a new target does not exist.
 
     Notes
     -----
-    If source and target are single files, a ``.pt`` target keeps the source's object.  From a
-    distributed checkpoint, a ``.pt`` file gets the object that torch's ``dcp_to_torch_save``
-    writes: whole tensors in dicts and lists.  All other results are flat dicts of tensors.  If a
-    module's extra state is not a tensor, it goes to the metadata of safetensors files, as by
-    `save_model`; a ``.pt`` file gets it back from there.
+    If source and target are single files, a ``.pt`` target has the same object as the source.  From
+    a distributed checkpoint, a ``.pt`` file gets the object that torch's ``dcp_to_torch_save``
+    writes: complete tensors in dicts and lists.  All other results are flat dicts of tensors.  If a
+    module's extra state is not a tensor, a safetensors file has it in its metadata, as with
+    `save_model`.  Conversion of this file to ``.pt`` puts the extra state back into the dict.
 
-    In a distributed checkpoint, parts that are whole rows are copied from file to file; other
-    parts, such as columns, go through a temporary file.  Files that only load as a whole (from
-    before torch 1.6, or with sparse or quantized tensors) are converted from memory.  Compressed
-    archives, tensors that are not contiguous, and sources that are not local files go through an
-    unnamed temporary file beside the target.  No device is used, even if the tensors were saved
-    from one.
+    In a distributed checkpoint, parts that are complete rows are copied from file to file; other
+    parts, such as columns, go through a temporary file.  If torch has to load a file completely
+    (from before torch 1.6, or with sparse or quantized tensors), it is converted from memory.
+    Compressed archives, tensors that are not contiguous, and sources that are not local files go
+    through an unnamed temporary file beside the target.  No accelerator is used, even if the
+    tensors were saved from one.
 
     Examples
     --------
@@ -218,7 +218,7 @@ def convert(
     check_flags(drop=drop, force=force, fsync=fsync, recover=recover)
     place = _target_of(target, format, target_storage_options)
     if max_shard_size is not None and not place.is_directory:
-        raise ValueError(f"{place.path}: max_shard_size is for directories")
+        raise ValueError(f"{place.path}: max_shard_size is only for directories")
     limit = _SHARD_NBYTES
     if max_shard_size is not None:
         limit = parse_size(max_shard_size, "max_shard_size")
@@ -246,7 +246,7 @@ def convert(
 
 @dataclass
 class _Writing:
-    """Writes one conversion, whose source is open."""
+    """Writes the target of one conversion, whose source is open."""
 
     _target: _Target
     _checkpoint: SourceCheckpoint
@@ -255,7 +255,7 @@ class _Writing:
     _max_size: int | str | None
     _fsync: bool
     _progress: bool
-    _extra: dict[str, str] = field(default_factory=dict)  # of modules; not tensors
+    _extra: dict[str, str] = field(default_factory=dict)  # extra state that is not a tensor
 
     def write_object(self, *, drop: bool) -> None:
         obj = self._checkpoint.obj
@@ -272,7 +272,7 @@ class _Writing:
         self._write([plan], plan.nbytes)
 
     def write_ranks(self) -> None:
-        from ptsave.conversion.rank_writing import RankWriting  # its torch module takes a second
+        from ptsave.conversion.rank_writing import RankWriting  # its imports take a second
 
         writing = RankWriting(self._checkpoint, self._sources, max_size=self._max_size)
         with progress_bar(self._progress, "converting", writing.nbytes, delay=1) as callback:
@@ -301,7 +301,7 @@ class _Writing:
             for name in (files.single, files.index_name):
                 if folder.is_taken(name):
                     self._conversion.remarks.append(
-                        f"{name} is in the directory, too: readers prefer the safetensors"
+                        f"{name} is in the directory, too: readers prefer safetensors files"
                     )
 
     def _plan(self, shard: Shard, target: FileTarget) -> StreamedPlan:
@@ -335,7 +335,7 @@ class _Writing:
         return flat.tensors
 
     def _without_extra_state(self, obj: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Return a state dict without modules' extra state, which goes into the metadata."""
+        """Return a state dict without the extra state that goes into safetensors metadata."""
         path, contents = self._checkpoint.path, self._checkpoint.contents
         extra = {
             name: value
@@ -354,9 +354,9 @@ class _Writing:
     def _without_metadata(
         self, tensors: dict[str, Tensor], extra: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Tensor]:
-        """Add tied tensors, whose names only the metadata has, as safetensors' load_model does.
+        """Add the tied tensors whose names are only in the metadata of a safetensors file.
 
-        A remark names the metadata that is left out, except the modules' extra state `extra`.
+        A remark names all other metadata, which is left out, except the extra state `extra`.
         """
         kept = metadata_names(extra)
         metadata = {k: v for k, v in self._checkpoint.metadata.items() if k not in kept}
@@ -368,7 +368,7 @@ class _Writing:
         for name in others:
             first = metadata.pop(name)
             self._conversion.remarks.append(
-                f"{name} is {first}, by the metadata: written under both names"
+                f"{name} is {first} according to the metadata: both names were written"
             )
         if metadata.items() - _PLAIN_METADATA.items():
             keys = some_of(sorted(metadata), _N_NAMED)
@@ -377,7 +377,7 @@ class _Writing:
         return {**tensors, **others}
 
     def _write(self, plans: Iterable[StreamedPlan], nbytes: int) -> None:
-        """Write files, one after another: each takes all threads."""
+        """Write files one at a time, because each write uses all threads."""
         with progress_bar(self._progress, "converting", nbytes, delay=1) as callback:
             for plan in plans:
                 progress = progress_from(callback, self._conversion.nbytes)
@@ -386,7 +386,7 @@ class _Writing:
 
 
 def _without_ties(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return one tensor for each contiguous memory, dtype and shape, and all other tensors."""
+    """Leave out contiguous tensors that have the memory, dtype and shape of an earlier one."""
     found: dict[Any, Tensor] = {}
     for tensor in tensors:
         place = (storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
@@ -397,13 +397,13 @@ def _without_ties(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 @dataclass
 class _StreamedShards(ShardSet):
-    """Shards whose tensors have no values in memory."""
+    """Shards whose tensors' values are not in memory, but in the source."""
 
     plan: Callable[[Shard, FileTarget], StreamedPlan]
     write_plans: Callable[[Iterable[StreamedPlan], int], None]
 
     def write_files(self, targets: Sequence[FileTarget]) -> None:
-        """Write each shard to its target."""
+        """Write each shard to its target, with the values from the source."""
         planned = zip(self.shards, targets, strict=True)
         plans = (self.plan(shard, target) for shard, target in planned)
         self.write_plans(plans, sum(shard.nbytes for shard in self.shards))
@@ -411,7 +411,7 @@ class _StreamedShards(ShardSet):
 
 @contextmanager
 def _new_directory(folder: Folder) -> Iterator[None]:
-    """Make a directory, and remove it after an error if it is new."""
+    """Make a directory if it is missing; if the `with` block raises, remove it if it is empty."""
     existed = folder.is_url or os.path.isdir(folder.path)
     with save_errors(folder.path) if folder.is_url else nullcontext():
         folder.make()
@@ -447,9 +447,9 @@ def _target_of(
     if suffix == ".safetensors":
         implied = "safetensors"
     if implied is None and wanted is None:
-        raise ValueError(f"{path}: {suffix} says nothing about the format: pass --format (format=)")
+        raise ValueError(f"{path}: {suffix} does not tell the format: pass --format (format=)")
     if implied is not None and wanted not in (None, implied):
-        raise ValueError(f"{path}: {suffix} is not for the format {wanted!r}")
+        raise ValueError(f"{path}: the suffix {suffix} is not for the format {wanted!r}")
     if url is not None:
         url.require_file_name()
     return _Target(path, implied or wanted or "pt", is_directory=False, url=url)
@@ -464,19 +464,19 @@ def _check_target(target: _Target, source: str, *, force: bool) -> None:
         both = os.path.exists(source) and os.path.exists(target.path)
         is_source = both and not target.is_directory and os.path.samefile(source, target.path)
     if is_source:
-        raise FileExistsError(errno.EEXIST, "it is the source itself", target.path)
+        raise FileExistsError(errno.EEXIST, "the target is the source itself", target.path)
     is_there = os.path.lexists(path) if url is None else target.is_directory or url.is_there()
     taken = target.path if is_there else ""
     if target.is_directory and is_there:
         if url is None and not os.path.isdir(target.path):
-            raise FileExistsError(errno.EEXIST, "exists and is no directory", path)
+            raise FileExistsError(errno.EEXIST, "exists and is not a directory", path)
         found = sorted(_own_names(target).intersection(target.files.files()))
         taken = target.files.join(found[0]) if found else ""
     if taken and not force:
-        raise FileExistsError(errno.EEXIST, "exists already: --force (force=True) replaces", taken)
+        raise FileExistsError(errno.EEXIST, "exists already: pass --force (force=True)", taken)
     if url is None and not target.is_directory:
         if taken and not os.path.isfile(taken):
-            raise FileExistsError(errno.EEXIST, "exists and is no file", taken)
+            raise FileExistsError(errno.EEXIST, "exists and is not a file", taken)
         parent = os.path.dirname(target.path.rstrip("/")) or "."
         if not os.path.isdir(parent):
             raise FileNotFoundError(errno.ENOENT, "there is no such directory", parent)
@@ -491,11 +491,11 @@ def _own_names(target: _Target) -> set[str]:
 
 
 def _refuse_source(target: _Target, files: Iterable[str]) -> None:
-    """Raise if the target would replace a file of the source."""
+    """Raise FileExistsError if the target would replace a file of the source."""
     if target.url is not None:
         own_files = {target.url.file(name).path for name in target.url.files()}
         for path in own_files.intersection(files) if target.is_directory else ():
-            raise FileExistsError(errno.EEXIST, "it is a file of the source", path)
+            raise FileExistsError(errno.EEXIST, "this is a file of the source", path)
         return
     for path in filter(os.path.exists, files):
         own = os.path.dirname(path) or "."
@@ -505,8 +505,8 @@ def _refuse_source(target: _Target, files: Iterable[str]) -> None:
             layout = FORMAT_FILES.get(target.format)
             there = os.path.isdir(target.path) and os.path.samefile(own, target.path)
             same = there and path.endswith(".distcp" if layout is None else layout.suffix)
-            if layout is not None:  # the unsplit model may be a link to the path
+            if layout is not None:  # the target's single file may be a link to it
                 single = os.path.join(target.path, layout.single)
                 same = same or (os.path.exists(single) and os.path.samefile(path, single))
         if same:
-            raise FileExistsError(errno.EEXIST, "it is a file of the source", path)
+            raise FileExistsError(errno.EEXIST, "this is a file of the source", path)

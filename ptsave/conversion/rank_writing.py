@@ -36,14 +36,14 @@ _PLAIN_TYPES = (Tensor, Parameter)
 
 
 class RankWriting:
-    """Lays out a dict as one rank's file; two entries with one flat name raise ValueError."""
+    """Plans a checkpoint's dict as one file; two entries with one flat name raise ValueError."""
 
     def __init__(
         self, checkpoint: SourceCheckpoint, sources: PayloadSources, *, max_size: int | str | None
     ) -> None:
         if not isinstance(checkpoint.obj, Mapping):
             raise ValueError(
-                f"{checkpoint.path} holds a {type(checkpoint.obj).__name__}, and a directory of "
+                f"{checkpoint.path} holds a {type(checkpoint.obj).__name__}, but a directory of "
                 "torch.distributed.checkpoint holds a dict: write a .pt file"
             )
         self._checkpoint = checkpoint
@@ -52,7 +52,7 @@ class RankWriting:
             flat, paths = torch_dcp.flatten_state_dict(checkpoint.obj)
         except ValueError as error:
             raise ValueError(f"{checkpoint.path}: {error}: two entries have this name") from None
-        self.remarks = _remarks(checkpoint.obj)  # on changes that lose no value
+        self.remarks = _remarks(checkpoint.obj)  # about changes that lose no values
         tensors = {name: value.detach() for name, value in flat.items() if _is_plain(value)}
         check_expansion(tensors.values(), checkpoint.path, max_size=max_size)
         self.n_tensors = sum(isinstance(value, Tensor) for value in flat.values())
@@ -64,11 +64,11 @@ class RankWriting:
 
     def _add(self, flat: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         if self._checkpoint.contents.kind == "dcp":
-            self._checkpoint.contents.verify(progress=False)  # its bytes are not compared later
+            self._checkpoint.contents.verify(progress=False)  # copying compares no checksums later
         payloads = dict(
             zip(tensors, self._sources.payloads_of(list(tensors.values())), strict=True)
         )
-        # Records that are whole payloads; records used in parts have been compared already.
+        # Compare records of which all bytes are used.  The others were compared before.
         check_records(payloads.values())
         for name, value in flat.items():
             if name in payloads:
@@ -78,7 +78,7 @@ class RankWriting:
             self._describe(name, value, item)
 
     def _saved(self, name: str, value: Any) -> bytes:
-        """Return the bytes that torch.save writes for an object, with its tensors' values."""
+        """Return a file of torch.save with one object; tensors' values are read from the source."""
         contents = self._checkpoint.contents
         stream = io.BytesIO()
         where = f"{self._checkpoint.path}: {name!r}"
@@ -103,7 +103,7 @@ class RankWriting:
         self._metadata.storage_data[MetadataIndex(name, offsets)] = info
 
     def write(self, path: str, *, fsync: bool, progress: ProgressCallback | None) -> None:
-        """Write the directory, or replace its checkpoint; a SaveError leaves the old checkpoint."""
+        """Write the directory; after an error, a checkpoint that was there before is unchanged."""
         directory = CheckpointDirectory(path)
         existed = os.path.isdir(path)
         try:
@@ -138,7 +138,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _remarks(obj: Mapping[Any, Any]) -> list[str]:
-    """Return a remark if keys of dicts become text, as they do whenever DCP saves."""
+    """Return a remark if keys of dicts are not str: the checkpoint has them as text."""
     found = 0
     pending: list[Any] = [obj]
     while pending:

@@ -1,1 +1,1 @@
-"""Reads files of torch.distributed.checkpoint for all rooms; `distributed` is its plug-in."""
+"""Reads checkpoints of torch.distributed.checkpoint (DCP), for all other packages of ptsave."""

@@ -1,7 +1,7 @@
-"""`DcpCheckpoint`: the entries of a DCP checkpoint, the places of their bytes, and its damage.
+"""`DcpCheckpoint`: the entries of a DCP checkpoint, the places of their bytes, and their damage.
 
-The metadata may be hostile.  Its numbers are compared with the sizes of the files before memory is
-allocated for them.
+The metadata may be hostile.  So its numbers are compared with the sizes of the files before any
+memory is allocated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ptsave.sources.ranges import FsspecFile
 from ptsave.support.calls import progress_from
 from ptsave.support.text import some_of
 
-# The most elements without a value in all lists: {"a": [{}, {}, tensor]} names only the last.
+# The most empty elements that are added to lists: an entry at the path ("a", 2) may add two.
 _MAX_PADDING = 1 << 20
 # Attempts to read the metadata while other saves replace the checkpoint.
 _MAX_READS = 5
@@ -45,7 +45,7 @@ class Chunk:
 
     offsets: tuple[int, ...]  # index of its first element in the tensor
     sizes: tuple[int, ...]
-    info: Any  # the item that holds it, from the metadata
+    info: Any  # the place of the item that holds the chunk, from the metadata
 
     @property
     def file(self) -> str:
@@ -59,7 +59,7 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """The size of the item in bytes, which is larger than the elements."""
+        """The size of the item in bytes: the chunk's elements, and a header."""
         return int(self.info.length)
 
     @property
@@ -70,32 +70,32 @@ class Chunk:
 
 @dataclass(frozen=True)
 class DcpTensor:
-    """A tensor whose parts are in files of ranks."""
+    """A tensor whose parts are in the files of one or more ranks."""
 
-    name: str  # flat
+    name: str  # its flat name, as in the metadata
     dtype: torch.dtype
     shape: torch.Size
-    chunks: list[Chunk]  # without empty ones, in the order of the metadata
-    lost: str = ""  # why the tensor cannot be read
+    chunks: list[Chunk]  # without empty chunks, in the order of the metadata
+    lost: str = ""  # why the tensor cannot be read; "" if it can
 
 
 @dataclass(frozen=True)
 class Item:
-    """A part of a file: a chunk of a tensor, or an object."""
+    """A part of a file: a chunk of a tensor, or a pickled object."""
 
-    name: str  # flat, of the tensor or object
+    name: str  # the flat name of the tensor or object
     info: Any  # its place, from the metadata
     tensor: DcpTensor | None = None  # None for an object
     chunk: Chunk | None = None
 
     @property
     def begin(self) -> int:
-        """Where it begins in the file, in bytes."""
+        """Where the item begins in the file, in bytes."""
         return int(self.info.offset)
 
     @property
     def end(self) -> int:
-        """Where it ends in the file, in bytes."""
+        """Where the item ends in the file, in bytes."""
         return int(self.info.offset + self.info.length)
 
 
@@ -103,11 +103,11 @@ class DcpCheckpoint:
     """A DCP directory that torch's FileSystemWriter or ptsave has written; no file stays open.
 
     `file` is the metadata: ``.metadata``, or ``__<rank>.metadata`` of a rank that saved by itself.
-    A file that another save has removed meanwhile is an OSError with ``ESTALE``.
+    Reading a file that another save has removed meanwhile raises OSError with ``ESTALE``.
 
-    `checked` are the files with checksums of their blocks.  `sizes` has the bytes of each file that
-    the metadata names, or -1 if it is missing.  `tensors` and `objects` have the entries by flat
-    names, in the order of the metadata.  `nbytes` is the size of all files.
+    `checked` has the files with a checksum for each block.  `sizes` has the size in bytes of each
+    file that the metadata names, or -1 if the file is missing.  `tensors` and `objects` have the
+    entries by flat name, in the order of the metadata.  `nbytes` is the size of all files together.
     """
 
     def __init__(self, file: str | FsspecFile) -> None:
@@ -131,18 +131,18 @@ class DcpCheckpoint:
         self.objects: dict[str, Any] = {}
         for name, described in metadata.state_dict_metadata.items():
             if type(name) is not str:
-                self._fail(f"it names an entry {name!r}, which is no text")
+                self._fail(f"the metadata has an entry with the name {name!r}, which is not text")
             if type(described) is TensorStorageMetadata:
                 self.tensors[name] = self._tensor(name, described)
             elif type(described) is BytesStorageMetadata:
                 self.objects[name] = self._info(name, None)
             else:
-                self._fail(f"it says of {name} what DCP does not", name)
+                self._fail(f"the metadata describes {name} with a class that is not DCP's", name)
         self._stored: dict[int, StoredTensor | None] = {}
 
     @property
     def facts(self) -> dict[str, str]:
-        """The version of the metadata, if it names one."""
+        """A dict with the version that the metadata states; empty if it states none."""
         version = getattr(self._metadata, "version", None)
         return {"version": version} if type(version) is str else {}
 
@@ -153,14 +153,14 @@ class DcpCheckpoint:
         for info in self._infos.values():
             name = getattr(info, "relative_path", None)
             if type(name) is not str:
-                self._fail("it does not say in which file an item is")
+                self._fail("the metadata does not say in which file an item is")
             if name not in names:
                 refuse_outside(name, self.path)
                 names[name] = None
         return [*names]
 
     def _metadata_bytes(self) -> bytes | None:
-        """Return the bytes of metadata at a URL, or None for a local file."""
+        """Return the bytes of metadata at a URL; None for a local file."""
         if self._remote is None:
             return None
         (data,) = self._remote.read([(0, self._remote.nbytes)])
@@ -199,39 +199,41 @@ class DcpCheckpoint:
         """Return why the size of a file is wrong, or "" if it is right."""
         nbytes = self.sizes[name]
         if nbytes < 0:
-            return f"it is missing, and {self.metadata_path} names it"
+            return f"this file is missing, but {self.metadata_path} names it"
         file = self.checked.get(name)
         if file is not None:
             saved = file.saved_nbytes
-            return "" if nbytes == saved else f"it has {nbytes} bytes, and was saved with {saved}"
+            return "" if nbytes == saved else f"the file has {nbytes} bytes instead of {saved}"
         end = max((item.end for item in self.items_in(name)), default=0)
         if nbytes < end:
-            return f"cut short: it has {nbytes} bytes, and its last item ends at {end}"
+            return f"the file is cut short: it has {nbytes} bytes, but its last item ends at {end}"
         return ""
 
     def require_files(self) -> None:
-        """Raise if a file is missing or has a wrong size; the message names tensors in it."""
+        """Raise if a file is missing or has a wrong size; the message names tensors in the file."""
         for name in self.sizes:
             wrong = self.what_is_wrong(name)
             if not wrong:
                 continue
             entries = self.entries_in(name)
-            what = f"{wrong}; it holds parts of {some_of(entries, 3)}"
+            what = f"{wrong}. The file holds parts of {some_of(entries, 3)}"
             path = self.file(name)
             if self.sizes[name] < 0 and self._was_replaced():
                 raise replaced(self.path)
             if self.sizes[name] < 0:
-                raise FileNotFoundError(errno.ENOENT, f"{what}: copy it, too", path)
+                raise FileNotFoundError(
+                    errno.ENOENT, f"{what}. If you copied the checkpoint, copy this file, too", path
+                )
             raise CorruptCheckpointError(f"{path}: {what}", path=path, entries=entries)
         for text in self._oversized:
             self._fail(text)
 
     def items_in(self, file: str) -> list[Item]:
-        """Return all items in a file, by their offsets."""
+        """Return all items in a file, sorted by offset."""
         return self._items_by_file.get(file, [])
 
     def entries_in(self, file: str, begin: int = -1, end: float = math.inf) -> list[str]:
-        """Return the flat names of all items in a range of a file."""
+        """Return the flat names of all items that have bytes in a range of a file."""
         items = self.items_in(file)
         return list(dict.fromkeys(i.name for i in items if i.begin < end and i.end > begin))
 
@@ -249,7 +251,7 @@ class DcpCheckpoint:
         return found
 
     def rank_files(self, *, verify: bool) -> RankFiles:
-        """Return the files, to be opened and read in a ``with`` block."""
+        """Return a `RankFiles`, which opens and reads files until its ``with`` block ends."""
         if self._remote is not None:
             return FetchedFiles(self._remote, self.checked, verify=verify)
         return RankFiles(self.path, self.checked, verify=verify, metadata=self._read_metadata)
@@ -263,11 +265,11 @@ class DcpCheckpoint:
     def _info(self, name: str, offset: Sequence[int] | None) -> Any:
         info = self._infos.get(MetadataIndex(name, offset))
         if info is None:
-            at = "" if offset is None else f" the part of it at {list(offset)}"
-            self._fail(f"it does not say where{at} {name} is", name)
+            at = "" if offset is None else f" the part at {list(offset)} of"
+            self._fail(f"the metadata does not say where{at} {name} is", name)
         begin, length = getattr(info, "offset", None), getattr(info, "length", None)
         if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
-            self._fail(f"it does not say where {name} is", name)
+            self._fail(f"the metadata does not say where {name} is", name)
         return info
 
     def _tensor(self, name: str, described: TensorStorageMetadata) -> DcpTensor:
@@ -275,29 +277,32 @@ class DcpCheckpoint:
         dtype = getattr(properties, "dtype", None)
         shape = vars(described).get("size")
         if type(properties) is not TensorProperties or not isinstance(dtype, torch.dtype):
-            self._fail(f"it does not say what kind of tensor {name} is", name)
+            self._fail(f"the metadata does not say what kind of tensor {name} is", name)
         if not are_sizes(shape):
             self._fail(f"{name} cannot have the shape {shape!r}", name)
         assert isinstance(shape, tuple)
         parts = vars(described).get("chunks")
         if type(parts) is not list:
-            self._fail(f"it does not say which parts {name} has", name)
+            self._fail(f"the metadata does not say which parts {name} has", name)
         chunks = [self._chunk(name, part, shape) for part in parts]
         whole = [chunk for chunk in chunks if chunk is not None]
         lost = _what_is_lost(shape, whole, dtype.itemsize)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > self.nbytes:
-            lost = f"it has {nbytes} bytes by it, and all files together have {self.nbytes}"
+            lost = (
+                f"the metadata gives this tensor {nbytes} bytes, but all files together have only "
+                f"{self.nbytes}"
+            )
             self._oversized.append(f"{name}: {lost}")
         return DcpTensor(name, dtype, torch.Size(shape), whole, lost)
 
     def _chunk(self, name: str, chunk: Any, shape: tuple[int, ...]) -> Chunk | None:
-        """Return a part of a tensor, or None if it is empty, as on ranks that get no elements."""
+        """Return a part of a tensor; None if the part has no elements."""
         is_one = type(chunk) is ChunkStorageMetadata
         offsets = vars(chunk).get("offsets") if is_one else None
         sizes = vars(chunk).get("sizes") if is_one else None
         if not are_sizes(offsets) or not are_sizes(sizes):
-            self._fail(f"it does not say which parts {name} has", name)
+            self._fail(f"the metadata does not say which parts {name} has", name)
         assert isinstance(offsets, tuple)
         assert isinstance(sizes, tuple)
         if 0 in sizes:
@@ -307,8 +312,8 @@ class DcpCheckpoint:
         )
         if not fits:
             self._fail(
-                f"{name} has shape {list(shape)}, and a part of shape {list(sizes)} at "
-                f"{list(offsets)}, which is not in it",
+                f"{name} has shape {list(shape)}, but a part of shape {list(sizes)} at "
+                f"{list(offsets)}, which is out of bounds",
                 name,
             )
         return Chunk(tuple(offsets), tuple(sizes), self._info(name, offsets))
@@ -323,13 +328,13 @@ class DcpCheckpoint:
         for file, nbytes in wanted.items():
             if 0 <= self.sizes[file] < nbytes:
                 self._fail(
-                    f"by it, parts of {tensor.name} are {nbytes} bytes of {self.file(file)}, which "
-                    f"has {self.sizes[file]}",
+                    f"according to this file, parts of {tensor.name} take {nbytes} bytes of "
+                    f"{self.file(file)}, which has only {self.sizes[file]}",
                     tensor.name,
                 )
 
     def stored(self, files: RankFiles, tensor: DcpTensor, chunk: Chunk) -> StoredTensor | None:
-        """Return where the elements of a part are, or None if only torch can read its item."""
+        """Return where a chunk's elements are in its file; None if only torch can read them."""
         key = id(chunk)
         if key not in self._stored:
             planned = tensor.dtype, torch.Size(chunk.sizes)
@@ -337,8 +342,8 @@ class DcpCheckpoint:
             if found is not None and tuple(found.shape) != chunk.sizes:
                 path = self.file(chunk.file)
                 raise CorruptCheckpointError(
-                    f"{path}: a part of {tensor.name} has shape {list(found.shape)} there, and "
-                    f"{list(chunk.sizes)} by {self.metadata_path}",
+                    f"{path}: a part of {tensor.name} has shape {list(found.shape)} here, but "
+                    f"{list(chunk.sizes)} according to {self.metadata_path}",
                     path=path,
                     offset=chunk.begin,
                     entries=[tensor.name],
@@ -349,13 +354,13 @@ class DcpCheckpoint:
     # ------------------------------------------------------------------------------- its object
 
     def nested(self, values: Mapping[str, Any]) -> dict[Any, Any]:
-        """Return values in the containers that the planner has flattened, in the file's order.
+        """Rebuild the dicts and lists that the save's planner flattened, in the metadata's order.
 
-        `values` has all entries by their flat names.  The result has the dicts and lists of torch's
-        ``dcp_to_torch_save``.  Two entries in one place are a CorruptCheckpointError.
+        `values` has all entries by flat name.  The result has the same structure as the file that
+        torch's ``dcp_to_torch_save`` writes.  Equal paths of entries raise CorruptCheckpointError.
         """
         paths = self._metadata.planner_data
-        if not isinstance(paths, dict):  # none, or another planner's
+        if not isinstance(paths, dict):  # absent, or in another planner's format
             paths = {}
         nested = _Nested()
         for name in self._metadata.state_dict_metadata:
@@ -370,7 +375,7 @@ class DcpCheckpoint:
 
 
 class _Nested:
-    """Containers that grow as values are put into them, as by torch's set_element."""
+    """Nested dicts and lists; `put` adds a value in the way of torch's function set_element."""
 
     def __init__(self) -> None:
         self.root: dict[Any, Any] = {}
@@ -384,18 +389,18 @@ class _Nested:
             if found is None:
                 container[key] = found = kind()
             if type(found) is not kind:
-                raise ValueError(f"{key!r} is no {kind.__name__}")
+                raise ValueError(f"{key!r} is not a {kind.__name__}")
             container = found
         if self._slot(container, path[-1]) is not None:
-            raise ValueError("another entry is there")
+            raise ValueError("another entry has this place")
         container[path[-1]] = value
 
     def _slot(self, container: Any, key: Any) -> Any:
-        """Return a key's value in a container, or None; a list grows until the key can be set."""
+        """Return a key's value in a container, or None; extend a list until the key can be set."""
         if type(container) is dict:
             return container.get(key)
         if type(key) is not int:
-            raise ValueError(f"a list has no {key!r}")
+            raise ValueError(f"a list has no index {key!r}")
         n_missing = key + 1 - len(container)
         if n_missing > self._padding_left:
             raise ValueError("the list would be nearly empty")
@@ -411,34 +416,34 @@ def _is_key(key: Any) -> bool:
 def _what_is_lost(shape: tuple[int, ...], chunks: Sequence[Chunk], itemsize: int) -> str:
     """Return why chunks do not make a tensor of this shape, or "" if they do."""
     for chunk in chunks:
-        is_whole = getattr(chunk.info, "ptsave_whole", False)  # it may be sparse
+        is_whole = getattr(chunk.info, "ptsave_whole", False)  # the tensor may be sparse
         if chunk.numel * itemsize > chunk.nbytes and not is_whole:
             return (
-                f"the part at {list(chunk.offsets)} has {chunk.numel * itemsize} bytes, and its "
-                f"item in {chunk.file} only {chunk.nbytes}"
+                f"the part at {list(chunk.offsets)} needs {chunk.numel * itemsize} bytes, but its "
+                f"item in {chunk.file} has only {chunk.nbytes}"
             )
     overlap = _overlap(shape, chunks)
     if overlap is not None:
         one, other = overlap
         return (
-            f"the part of shape {list(one.sizes)} at {list(one.offsets)} overlaps the one of shape "
-            f"{list(other.sizes)} at {list(other.offsets)}"
+            f"the part of shape {list(one.sizes)} at {list(one.offsets)} overlaps the part of "
+            f"shape {list(other.sizes)} at {list(other.offsets)}"
         )
     n_there = sum(chunk.numel for chunk in chunks)
     n_all = math.prod(shape)
     if n_there != n_all:
-        return f"its parts have {n_there} elements, and the tensor has {n_all}"
+        return f"the parts have {n_there} elements, but the tensor has {n_all}"
     return ""
 
 
 def _overlap(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Find two chunks that overlap, by a sweep along the longest dimension."""
+    """Return two chunks that overlap, or None; sweep along the longest dimension to find them."""
     if len(chunks) < 2:
         return None
     if not shape:
         return chunks[0], chunks[1]
     dim = max(range(len(shape)), key=shape.__getitem__)
-    active: list[tuple[int, int]] = []  # ends along that dimension, and numbers
+    active: list[tuple[int, int]] = []  # of each chunk: its end along `dim`, and its number
     for number in sorted(range(len(chunks)), key=lambda i: chunks[i].offsets[dim]):
         chunk = chunks[number]
         begin = chunk.offsets[dim]
@@ -464,8 +469,8 @@ class DcpDamage:
 
     path: str
     reason: str
-    offset: int | None = None  # where it begins in the file
-    entries: list[str] = field(default_factory=list)  # flat names of what it affects
+    offset: int | None = None  # where the damage begins in the file
+    entries: list[str] = field(default_factory=list)  # flat names of the affected entries
 
 
 @dataclass
@@ -474,7 +479,7 @@ class DcpFindings:
 
     damage: list[DcpDamage] = field(default_factory=list)
     unverified: list[str] = field(default_factory=list)  # flat names of entries without checksums
-    metadata_is_checked: bool = False  # the metadata matches its checksum
+    metadata_is_checked: bool = False  # the metadata has a checksum and matches it
 
 
 def find_dcp_damage(
@@ -482,8 +487,8 @@ def find_dcp_damage(
 ) -> DcpFindings:
     """Read all files of a checkpoint, and compare everything with its checksums.
 
-    Files of `ptsave.distributed` have a checksum for each block.  Files of torch's writer have one
-    for each record of each item.  `progress` gets the number of bytes that are done.
+    Files of `ptsave.distributed` have a checksum for each block.  Files of torch's writer have a
+    checksum for each record of each item.  `progress` gets the number of bytes compared so far.
     """
     found = DcpFindings()
     try:
@@ -525,7 +530,7 @@ def _check_blocks(
         what = "block" if begin < nbytes else "table of checksums"
         entries = checkpoint.entries_in(name, begin, end) if begin < nbytes else []
         found.damage.append(
-            DcpDamage(checkpoint.file(name), f"the checksum of its {what} differs", begin, entries)
+            DcpDamage(checkpoint.file(name), f"the checksum of this {what} differs", begin, entries)
         )
 
 
@@ -536,7 +541,7 @@ def _check_items(
     found: DcpFindings,
     progress: Callable[[int], None] | None,
 ) -> None:
-    """Check the items of a file of torch's writer: each item is an archive."""
+    """Check a file of torch's writer item by item, because each item is an archive."""
     path = checkpoint.file(name)
     unverified: dict[str, None] = dict.fromkeys(found.unverified)
     for item in checkpoint.items_in(name):
@@ -554,7 +559,7 @@ def _check_items(
                 checkpoint.stored(files, item.tensor, item.chunk)
         except CorruptCheckpointError as error:
             found.damage.append(DcpDamage(path, bare_message(error, path), item.begin, [item.name]))
-        except NotImplementedError:  # an extension of DCP has transformed it
+        except NotImplementedError:  # an extension of DCP has transformed the item
             unverified[item.name] = None
         if progress is not None:
             progress(item.end)

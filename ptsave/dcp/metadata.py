@@ -1,8 +1,8 @@
 """Reads and writes ``.metadata``, the pickle that makes a directory a DCP checkpoint.
 
-A rank's file that `ptsave.distributed` has written has a table behind its last block: the CRC-32 of
-each block of 4,096 bytes.  The metadata has a CRC-32 for each section of the table, which covers
-1,024 blocks.
+In a rank's file of `ptsave.distributed`, a table follows the last block of data.  It has the CRC-32
+of each block of 4,096 bytes.  A section of the table covers 1,024 blocks, and the metadata has a
+CRC-32 for each section.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CRC_NBYTES = 4
 # The attribute of StorageMeta that lists the files with checksums; stock torch ignores it.
 _ATTRIBUTE = "ptsave"
 _FORMAT = 1
-# Behind the pickle, where no reader of pickles looks: this and the CRC-32 of the pickle.
+# This text and the pickle's CRC-32 follow the pickle; unpicklers ignore bytes after its end.
 _TRAILER = b"ptsave\0\1"
 _TRAILER_NBYTES = len(_TRAILER) + 4
 
@@ -68,7 +68,7 @@ _CLASSES: tuple[type, ...] = (
 
 
 class _MegatronMetadata(Metadata):
-    """Metadata of Megatron-LM's ``torch_dist``: DCP's fields, and facts for its resharding."""
+    """Metadata of Megatron-LM's format ``torch_dist``: DCP's fields, and more for resharding."""
 
 
 class _Opaque:
@@ -78,7 +78,7 @@ class _Opaque:
 _MEGATRON = {"MCoreMetadata": _MegatronMetadata, "MCoreSavePlan": _Opaque}
 _GUARDED = (*_CLASSES, *_MEGATRON.values())
 _ALLOWED = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _CLASSES}
-# Checkpoints of older torch releases name these, with the same state and values.
+# Older torch releases pickle two of the classes under these names, with the same state.
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 _ALLOWED[f"{_SHARDED_TENSOR}.TensorProperties"] = TensorProperties
 _ALLOWED[f"{_SHARDED_TENSOR}.MEM_FORMAT_ENCODING"] = torch_dcp.MemoryFormat
@@ -90,7 +90,7 @@ _NEW, _STATE, _BUILD = b")\x81", b"}(", b"ub"
 
 
 def metadata_name(rank: int | None) -> str:
-    """Return the name of the metadata file of all ranks, or of a rank that saves by itself."""
+    """Return the metadata file's name: for all ranks (None), or for a rank that saves by itself."""
     return ".metadata" if rank is None else f"__{rank}.metadata"
 
 
@@ -98,12 +98,12 @@ def metadata_name(rank: int | None) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds DCP's classes and plain values, and calls nothing else."""
+    """Builds only plain values, DCP's classes, and classes that the user allows."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object that a pickle names, if the pickle may use it.
+        """Return the object that a pickle names; raise if the pickle may not use the object.
 
-        The function for paths is made anew, because a pickle can set attributes of what it gets.
+        A pickle can set attributes of a function, so each pickle gets its own functions for paths.
         """
         full = f"{module}.{name}"
         if full in _ALLOWED:
@@ -122,21 +122,21 @@ class _Unpickler(pickle.Unpickler):
         if full in allowed:
             return allowed[full]
         raise pickle.UnpicklingError(
-            f"it names {full}, which is no part of DCP's metadata: if you trust the file, allow it "
-            "with torch.serialization.add_safe_globals"
+            f"the pickle names {full}, which DCP's metadata does not need: if you trust the file, "
+            "allow this name with torch.serialization.add_safe_globals"
         )
 
 
 def _layout(text: str) -> torch.layout:
     value = getattr(torch, str(text).removeprefix("torch."), None)
     if not isinstance(value, torch.layout):
-        raise pickle.UnpicklingError(f"it names the layout {text!r}, which torch does not have")
+        raise pickle.UnpicklingError(f"torch has no layout {text!r}, which the pickle names")
     return value
 
 
 @contextmanager
 def _guarded_classes() -> Iterator[None]:
-    """Undo and refuse changes that a pickle makes to the classes themselves."""
+    """Undo changes that a pickle makes to the allowed classes, and raise if there were any."""
     before = {kind: dict(vars(kind)) for kind in _GUARDED}
     try:
         yield
@@ -149,11 +149,11 @@ def _guarded_classes() -> Iterator[None]:
                 if vars(kind).get(name) is not value:
                     type.__setattr__(kind, name, value)
         if changed:
-            raise pickle.UnpicklingError(f"it changes the class {changed[0].__qualname__}")
+            raise pickle.UnpicklingError(f"the pickle changes the class {changed[0].__qualname__}")
 
 
 def load_metadata(path: str, *, data: bytes | None = None) -> Metadata:
-    """Read metadata from a local file, or from `data`; no code in it runs."""
+    """Read metadata from a local file or from `data`, without running code that it contains."""
     data = _read(path) if data is None else data
     if data[-_TRAILER_NBYTES:].startswith(_TRAILER) and data != _with_trailer(
         data[:-_TRAILER_NBYTES]
@@ -166,7 +166,7 @@ def load_metadata(path: str, *, data: bytes | None = None) -> Metadata:
 
 
 def _read(path: str) -> bytes:
-    with open(path, "rb", opener=regular_only) as stream:  # a pipe would never end
+    with open(path, "rb", opener=regular_only) as stream:  # a pipe might never end
         return stream.read()
 
 
@@ -175,21 +175,21 @@ def _with_trailer(data: bytes) -> bytes:
 
 
 def dump_metadata(metadata: Metadata) -> bytes:
-    """Return the bytes of a metadata file: a pickle, and its checksum, which stock ignores."""
+    """Return the bytes of a metadata file: a pickle, and its checksum, which torch ignores."""
     return _with_trailer(pickled_metadata(metadata) or pickle.dumps(metadata, protocol=4))
 
 
 def has_checksum(path: str, data: bytes | None = None) -> bool:
-    """Return whether metadata, once `load_metadata` has read it, has a checksum.
+    """Return whether metadata that `load_metadata` can read has a checksum.
 
-    Other bytes behind the pickle, such as a damaged checksum, are a CorruptCheckpointError.
+    Raises CorruptCheckpointError for other bytes after the pickle, such as a damaged checksum.
     """
     stream = io.BytesIO(_read(path) if data is None else data)
     _unpickled(stream, path)
     rest = stream.read()
     if rest and not (rest.startswith(_TRAILER) and len(rest) == _TRAILER_NBYTES):
         raise CorruptCheckpointError(
-            f"{path}: damaged: {len(rest)} bytes behind its end are no checksum", path=path
+            f"{path}: damaged: {len(rest)} bytes after its end are not a checksum", path=path
         )
     return bool(rest)
 
@@ -214,24 +214,24 @@ def _unpickled(stream: io.BytesIO, path: str) -> Metadata:
 
 def _check_types(metadata: Any, path: str) -> None:
     if type(metadata) is not Metadata:
-        raise CorruptCheckpointError(f"{path}: it holds no DCP metadata", path=path)
+        raise CorruptCheckpointError(f"{path}: the file holds no DCP metadata", path=path)
     for name in ("state_dict_metadata", "storage_data"):
         if not isinstance(vars(metadata).get(name), dict):
-            raise CorruptCheckpointError(f"{path}: its {name} is no dict", path=path)
+            raise CorruptCheckpointError(f"{path}: the field {name} is not a dict", path=path)
     meta = vars(metadata).setdefault("storage_meta", None)
     if meta is not None and type(meta) is not StorageMeta:
-        raise CorruptCheckpointError(f"{path}: its storage_meta is no StorageMeta", path=path)
+        raise CorruptCheckpointError(f"{path}: the storage_meta is not a StorageMeta", path=path)
 
 
-# ------------------------------------------------------------------------- the files in it, checked
+# ------------------------------------------------------------------------- the files with checksums
 
 
 @dataclass(frozen=True)
 class CheckedFile:
     """A rank's file whose blocks have checksums."""
 
-    nbytes: int  # of its blocks; the table of their checksums follows
-    crcs: bytes  # of the table's sections: four bytes for 4 MiB of the file
+    nbytes: int  # of all blocks; the table of checksums follows the blocks
+    crcs: bytes  # of the table's sections: four bytes for each 4 MiB of the file
 
     @property
     def table_nbytes(self) -> int:
@@ -267,7 +267,7 @@ def checked_files(metadata: Metadata, path: str) -> dict[str, CheckedFile]:
     try:
         if described["format"] != _FORMAT:
             raise CorruptCheckpointError(
-                f"{path}: its files are of format {described['format']}, which this release of "
+                f"{path}: the files have format {described['format']}, which this release of "
                 "ptsave does not know",
                 path=path,
             )
@@ -277,9 +277,9 @@ def checked_files(metadata: Metadata, path: str) -> dict[str, CheckedFile]:
             for name, file in files.items()
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{path}: its checksums make no sense", path=path) from error
+        raise CorruptCheckpointError(f"{path}: the checksums are malformed", path=path) from error
     if not sane:
-        raise CorruptCheckpointError(f"{path}: its checksums make no sense", path=path)
+        raise CorruptCheckpointError(f"{path}: the checksums are malformed", path=path)
     return files
 
 
@@ -289,19 +289,19 @@ def checked_files(metadata: Metadata, path: str) -> dict[str, CheckedFile]:
 def replaced(directory: str) -> OSError:
     """Return the error for a checkpoint that was replaced while it was read.
 
-    A save removes the files of the previous checkpoint once its own metadata has the name.  A
-    reader of the old metadata that opens those files late may find that they are gone.
+    A save removes the files of the previous checkpoint once its own metadata is in place.  If a
+    reader has read the previous metadata, but has not yet opened a file, that file may be gone.
     """
     return OSError(
         errno.ESTALE,
-        "another save has replaced the checkpoint while this one was read, and has removed its "
-        "files: load it again",
+        "another save has replaced the checkpoint while it was being read, and has removed its "
+        "files: load the checkpoint again",
         directory,
     )
 
 
 class ReadMetadata:
-    """Identifies a metadata file before the read, to tell whether it was replaced meanwhile."""
+    """Notes the identity of a metadata file, to tell later whether the file was replaced."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -309,17 +309,18 @@ class ReadMetadata:
 
     @property
     def has_changed(self) -> bool:
-        """Whether another file has the name by now, or no file has it."""
+        """Whether the path now names another file or no file."""
         try:
             return identity_of(self._path) != self._identity
-        except FileNotFoundError:  # torch's writer removes it before it renames the next one
+        except FileNotFoundError:  # torch's writer removes the old file first
             return True
 
 
 # ------------------------------------------------------------------------------------ pickling it
 #
-# It takes a third of pickle's time.  Equal objects that never change (shapes, properties, classes,
-# names) stand once, at the beginning of the pickle.  Its memo gives them where they are needed:
+# This code takes a third of the time that `pickle` takes.  Equal objects that never change (shapes,
+# properties, classes, names) are made once, at the beginning of the pickle, and put into its memo.
+# Later opcodes fetch them from the memo:
 #
 #     PROTO 4
 #     GLOBAL torch.Size, ..., MEMO 0, POP     for each shared object
@@ -328,11 +329,11 @@ class ReadMetadata:
 
 
 class _UnusualError(Exception):
-    """A value that only pickle can pickle."""
+    """Raised for a value that `_Pickle` cannot pickle, but the module `pickle` can."""
 
 
 def pickled_metadata(metadata: Metadata) -> bytes | None:
-    """Return a pickle of metadata; None if it has values that are unusual in DCP."""
+    """Return a pickle of metadata; None if only the module `pickle` can pickle some value."""
     if type(metadata) is not Metadata:
         return None
     try:
@@ -342,14 +343,14 @@ def pickled_metadata(metadata: Metadata) -> bytes | None:
 
 
 class _Pickle:
-    """Makes one pickle."""
+    """Makes the pickle of one checkpoint's metadata."""
 
     def __init__(self) -> None:
         self._n_memo = 0
-        # Opcodes that fetch shared objects from the memo, by keys; `_head` makes the objects.
+        # By key: the opcodes that fetch a shared object from the memo.  `_head` makes the objects.
         self._shared: dict[Any, bytes] = {}
         self._head: list[bytes] = []
-        self._names: dict[str, int] = {}  # memo numbers of names, which are made at first use
+        self._names: dict[str, int] = {}  # memo numbers of texts that are in the pickle
         self._tensors: dict[Any, bytes] = {}
         self._files: dict[str, bytes] = {}
 
@@ -360,23 +361,23 @@ class _Pickle:
             "planner_data": self._paths,
             "storage_data": self._places,
         }
-        begin = self._class(Metadata) + _NEW + _STATE  # first: readers know the file by it
+        begin = self._class(Metadata) + _NEW + _STATE  # first: this class identifies the file
         state = [
             self._constant(name) + fields.get(name, self._value)(value)
             for name, value in vars(metadata).items()
         ]
         body = begin + b"".join(state) + _BUILD + b"."
         whole = b"".join(self._head) + body
-        # Without a frame, an unpickler asks the file for each argument.
+        # Without a frame, an unpickler would fetch each argument with a read of its own.
         return b"\x80\x04\x95" + struct.pack("<Q", len(whole)) + whole
 
     # ---------------------------------------------------------------------------- shared objects
 
     def _share(self, key: Any, make: Callable[[], bytes]) -> bytes:
-        """Return the opcodes that fetch an object; the beginning of the pickle makes it once."""
+        """Return the opcodes that fetch an object; the beginning of the pickle makes the object."""
         found = self._shared.get(key)
         if found is None:
-            made = make()  # this may share other objects
+            made = make()  # `make` may share other objects
             number = _pack_number(self._new_number())
             self._head += [made, b"r", number, b"0"]
             found = self._shared[key] = b"j" + number
@@ -494,7 +495,7 @@ class _Pickle:
             begin = known.get(parents)
             if begin is None:
                 begin = self._begin_of_path(parents)
-                if all(type(each) is str for each in parents):  # 1 and True are equal
+                if all(type(each) is str for each in parents):  # 1 and True are equal keys
                     known[parents] = begin
             is_text = type(last) is str
             begins.append(begin)
@@ -532,7 +533,7 @@ class _Pickle:
         return b"".join(parts) + _BUILD
 
     def _columns_of(self, infos: list[Any]) -> tuple[Any, ...]:
-        """Return the bytes of places as columns for `packed_rows`."""
+        """Return the pickled places of items, as columns for `packed_rows`."""
         if not all(map(_is_usual, infos)):
             return ([self._place(info) for info in infos],)
         begin = self._begin_of_place
@@ -545,7 +546,7 @@ class _Pickle:
         )
 
     def _begin_of_place(self, file: Any) -> bytes:
-        """Return the bytes before the offset of an item in a file."""
+        """Return the pickle of an item's place, up to the item's offset in the file."""
         _require(file, str)
         begin = self._class(torch_dcp.StorageInfo) + _NEW + _STATE
         begin += self._constant("relative_path") + self._constant(file)
@@ -598,7 +599,7 @@ def _require_all(values: Iterable[Any], *kinds: type) -> None:
 
 
 def _is_usual(info: Any) -> bool:
-    """Return whether a place is of a plain item and its numbers fit into 31 bits."""
+    """Return whether a place has only the usual fields, and its numbers fit into 31 bits."""
     state = vars(info)
     offset, length = state.get("offset"), state.get("length")
     return (

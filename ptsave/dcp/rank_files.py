@@ -1,7 +1,7 @@
-"""Reads parts of the files of ranks, all of them in one pipeline, and checks their blocks.
+"""Reads parts of several ranks' files together, and compares their blocks with checksums.
 
-The engine reads and checks local files.  So each file at a URL has a sparse file of its size in
-memory, which gets the blocks that are wanted next and loses them after the read.
+The engine reads and checks only local files.  So for each file at a URL, there is a sparse file of
+the same size in memory.  It has only the blocks that the current read needs.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from ptsave.sources.ranges import FsspecFile, RangeSource, SparseFile
 from ptsave.support import config, torch_dcp
 from ptsave.support.torch_names import restricted_unpickler
 
-# Gaps of up to this size are read, not left out; for columns of a tensor the limit is lower.
+# Gaps of up to this size between wanted bytes are read, too.  For columns, the limit is lower.
 MAX_GAP = 64 << 10
 _N_READERS_OF_COLUMNS = 128
 _MAX_COPIED_NBYTES = 32 << 20
-_VERIFIED_NBYTES = 32 << 20  # in memory at a time
-# The most bytes in one request, and in memory at once.
+_VERIFIED_NBYTES = 32 << 20  # bytes that `damaged_blocks` reads at a time
+# For files at a URL: the most bytes in one request, and in memory at once.
 _REQUEST_NBYTES = 8 << 20
 _BATCH_NBYTES = 32 << 20
 
 
 class RankFiles:
-    """The files of one load; closes them at the end of a ``with`` block.
+    """Opens the files of one load, and closes them at the end of a ``with`` block.
 
-    `checked` are the files with checksums, which `verify` compares.  If a file is missing and
-    `metadata` is another file by now, the error says that the checkpoint was replaced.
+    `checked` has the files with checksums; `verify` says whether to compare these.  If a file is
+    missing and `metadata` has changed, the error says that the checkpoint was replaced.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RankFiles:
     # ------------------------------------------------------------------------- their contents
 
     def fail(self, what: str, name: str) -> NoReturn:
-        """Raise an error of the metadata that concerns a tensor or object."""
+        """Raise CorruptCheckpointError: the metadata is wrong for the tensor or object `name`."""
         raise CorruptCheckpointError(f"{self.path}: {what}", path=self.path, entries=[name])
 
     def is_checked(self, info: Any) -> bool:
@@ -99,7 +99,7 @@ class RankFiles:
         return getattr(info, "relative_path", None) in self._checked
 
     def holds_as_planned(self, info: Any) -> bool:
-        """Return whether an item is in a checked file, and ends with the tensor of its plan."""
+        """Whether an item is in a checked file, and its tensor has the planned dtype and shape."""
         if type(info) is not torch_dcp.StorageInfo:
             return False
         state = vars(info)
@@ -110,7 +110,7 @@ class RankFiles:
         )
 
     def descriptor(self, name: str) -> tuple[int, int]:
-        """Return the descriptor and size of a file, which is opened once."""
+        """Return the descriptor and size of a file, which the first call opens."""
         if name not in self._open:
             refuse_outside(name, self.path)
             path = self.file(name)
@@ -118,15 +118,14 @@ class RankFiles:
             file = self._checked.get(name)
             if file is not None and nbytes != file.saved_nbytes:
                 raise CorruptCheckpointError(
-                    f"{path}: the file has {nbytes} bytes, and its checkpoint was saved with "
-                    f"{file.saved_nbytes}",
+                    f"{path}: the file has {nbytes} bytes, but was saved with {file.saved_nbytes}",
                     path=path,
                 )
             self._open[name] = descriptor, nbytes
         return self._open[name]
 
     def _open_file(self, name: str) -> tuple[int, int]:
-        """Open a file, which the stack closes, and return its descriptor and size."""
+        """Open a file, which `__exit__` closes, and return its descriptor and size."""
         try:
             descriptor = regular_only(self.file(name), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -140,18 +139,18 @@ class RankFiles:
         return descriptor, found.st_size
 
     def _fetch(self, name: str, spans: Iterable[tuple[int, int]]) -> None:
-        """Fetch ranges of a file for the engine: local files need no fetch."""
+        """Fetch byte ranges of a file at a URL for the engine; do nothing for a local file."""
 
     def _fetch_boxes(self, name: str, boxes: Sequence[Box]) -> None:
-        """Fetch the bytes of boxes in a file for the engine: local files need no fetch."""
+        """Fetch the bytes of boxes from a URL for the engine; do nothing for a local file."""
 
     def head_of(self, info: Any, name: str, nbytes: int) -> bytes:
-        """Return the first bytes of an item."""
+        """Return the first `nbytes` bytes of an item."""
         offset, length = self.place_of(info, name)
         return bytes(self.view(info.relative_path)[offset : offset + min(nbytes, length)])
 
     def archive_of(self, info: Any, name: str, path: str, *, verify: bool) -> RecordReader:
-        """Open an item that is an archive; errors name it `path`."""
+        """Open an item that is an archive; `path` names the archive in errors."""
         offset, length = self.place_of(info, name)
         view = self.view(info.relative_path)[offset : offset + length]
         engine = _C.Reader.open_memory(view, os.fsencode(path))
@@ -162,7 +161,7 @@ class RankFiles:
         return os.path.join(self.path, name)
 
     def view(self, name: str) -> memoryview:
-        """Return the bytes of a file, which is mapped once."""
+        """Return the bytes of a file, which the first call maps into memory."""
         if name not in self._mapped:
             descriptor, nbytes = self.descriptor(name)
             mapped = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ) if nbytes else b""
@@ -172,7 +171,7 @@ class RankFiles:
     def place_of(self, info: Any, name: str) -> tuple[int, int]:
         """Return the offset and size of an item; raise if it is not within its file.
 
-        An item that an extension of DCP has transformed is a NotImplementedError.
+        Raises NotImplementedError if an extension of DCP has transformed the item.
         """
         state = vars(info) if type(info) is torch_dcp.StorageInfo else {}
         file, offset, length = map(state.get, ("relative_path", "offset", "length"))
@@ -189,8 +188,8 @@ class RankFiles:
         if not 0 <= offset <= offset + length <= limit:
             path = self.file(file)
             raise CorruptCheckpointError(
-                f"{path}: cut short: {name} is {length} bytes from offset {offset} on, and the "
-                f"file ends at {limit}",
+                f"{path}: the file is cut short: {name} takes {length} bytes from offset {offset}, "
+                f"but the file ends at {limit}",
                 path=path,
                 offset=offset,
                 entries=[name],
@@ -200,10 +199,10 @@ class RankFiles:
     def stored_tensor(
         self, info: Any, name: str, kind: Callable[[], tuple[torch.dtype, torch.Size]]
     ) -> StoredTensor | None:
-        """Return the tensor that an item holds, or None if only torch can read the item.
+        """Return the place of the tensor in an item, or None if only torch can read the item.
 
-        `kind` returns the dtype and shape by the plan, for the tensor at the end of an item of
-        ptsave.  A damaged archive of torch's writer is a CorruptCheckpointError.
+        `kind` returns the planned dtype and shape of the tensor, for an item that ptsave has
+        written.  Raises CorruptCheckpointError if an archive of torch's writer is damaged.
         """
         if not self.is_checked(info):
             return self._tensor_in_archive(info, name)
@@ -212,14 +211,14 @@ class RankFiles:
         match getattr(info, "ptsave_tensor", None):
             case None:
                 dtype, shape = kind()
-            case (torch.dtype() as dtype, sizes) if are_sizes(sizes):  # unlike the plan
+            case (torch.dtype() as dtype, sizes) if are_sizes(sizes):  # differs from the plan
                 shape = torch.Size(sizes)
             case _:
                 self.fail(f"the metadata does not say what kind of tensor {name} is", name)
         offset, length = self.place_of(info, name)
         nbytes = shape.numel() * dtype.itemsize
         if not 0 <= nbytes <= length:
-            self.fail(f"{name} has {nbytes} bytes, and its item only {length}", name)
+            self.fail(f"{name} has {nbytes} bytes, but its item has only {length}", name)
         steps, begin = packed_strides(shape, dtype.itemsize), offset + length - nbytes
         return StoredTensor(info.relative_path, name, dtype, shape, steps, begin)
 
@@ -238,7 +237,7 @@ class RankFiles:
             raise_with_advice(error, restricted_unpickler)
 
     def damage_in(self, info: Any, name: str) -> list[Damage] | None:
-        """Return the damaged records of an item of torch's writer; None without checksums."""
+        """Return the damaged records in an item of torch's writer; None if it has no checksums."""
         if is_legacy(self.head_of(info, name, 64)):
             return None
         reader = self.archive_of(info, name, self.file(info.relative_path), verify=True)
@@ -252,12 +251,12 @@ class RankFiles:
         targets: Sequence[Tensor],
         alike: Sequence[int],
     ) -> list[Box]:
-        """Return boxes of the whole, contiguous tensors at the ends of items of ptsave.
+        """Return a `Box` for each item, to read the tensor at the item's end into its target.
 
         Targets with the same number in `alike` have the same dtype and shape.
         """
         kinds: dict[int, tuple[int, tuple[int, ...]]] = {}
-        limits: dict[str, int] = {}  # ends of files that were opened and checked
+        limits: dict[str, int] = {}  # where the blocks of each open file end
         offsets, sizes, strides = [], [], []
         for info, name, target, number in zip(infos, names, targets, alike, strict=True):
             if number not in kinds:
@@ -273,7 +272,7 @@ class RankFiles:
                 offset, length = self.place_of(info, name)
                 limits[info.relative_path] = self._checked[info.relative_path].nbytes
             if nbytes > length:
-                self.fail(f"{name} has {nbytes} bytes, and its item only {length}", name)
+                self.fail(f"{name} has {nbytes} bytes, but its item has only {length}", name)
             offsets.append(offset + length - nbytes)
             sizes.append(nbytes)
             strides.append(steps)
@@ -289,7 +288,7 @@ class RankFiles:
         return _C.instances(Box, box)
 
     def bytes_of(self, info: Any, name: str) -> StoredTensor:
-        """Return all bytes of an item, as a tensor."""
+        """Return the place of an item's bytes, described as a one-dimensional uint8 tensor."""
         offset, length = self.place_of(info, name)
         shape = torch.Size([length])
         return StoredTensor(info.relative_path, name, torch.uint8, shape, (1,), offset)
@@ -304,7 +303,7 @@ class RankFiles:
     # ------------------------------------------------------------------------------ reading them
 
     def read(self, boxes: Sequence[Box]) -> None:
-        """Fill the targets of boxes; a wrong checksum is a CorruptCheckpointError."""
+        """Fill the targets of boxes; raise CorruptCheckpointError if a checksum is wrong."""
         boxes = [box for box in boxes if box.target.numel() > 0]
         for batch in batches(boxes):
             self._read(batch)
@@ -339,9 +338,9 @@ class RankFiles:
         *,
         are_columns: bool = False,
     ) -> list[tuple[int, int]]:
-        """Read parts of files; return the files' numbers and the offsets of damaged blocks."""
+        """Read parts of files; return (number of the file, offset) for each damaged block."""
         limits = config.current()
-        # The disk needs many requests at once for short runs.
+        # Short runs are fast only if the disk gets many requests at once.
         n_threads = max(limits.n_readers, _N_READERS_OF_COLUMNS if are_columns else 0)
         opened = [(self.descriptor(name)[0], os.fsencode(self.file(name))) for name in names]
         return _C.read_checked(
@@ -356,14 +355,14 @@ class RankFiles:
     def _read_bytes(
         self, name: str, parts: Sequence[tuple[int, Tensor]], table: Tensor | None = None
     ) -> list[int]:
-        """Fill tensors from offsets of a file; return the offsets of damaged blocks in them."""
+        """Fill the tensor of each (offset, tensor) in `parts`; return offsets of damaged blocks."""
         parts = [(begin, part) for begin, part in parts if part.numel()]
         self._fetch(name, ((begin, begin + part.numel()) for begin, part in parts))
         boxes = [(0, begin, [1], part) for begin, part in parts]
         return [offset for _, offset in self._read_checked([name], boxes, [table])]
 
     def _table(self, name: str, boxes: Sequence[Box | StoredTensor]) -> Tensor | None:
-        """Return the checksums of a file's blocks, read as far as boxes need them."""
+        """Return a file's table of checksums, read only where `boxes` need it; None: no checks."""
         file = self._checked.get(name)
         if file is None or not self.verify:
             return None
@@ -381,8 +380,8 @@ class RankFiles:
     def crcs_of(self, tensors: Sequence[StoredTensor]) -> list[int]:
         """Return the checksums of contiguous tensors in checked files.
 
-        If a tensor begins with a block, its checksum follows from the checksums of its blocks: only
-        the rest of the last block is read.
+        If a tensor begins where a block begins, the checksums of its whole blocks are combined.
+        Then only the bytes in its last, partial block are read.
         """
         crcs = [0] * len(tensors)
         by_file: dict[str, list[int]] = {}
@@ -417,8 +416,8 @@ class RankFiles:
     ) -> list[tuple[int, int]]:
         """Read a checked file, and return the ranges of bytes that do not match their checksums.
 
-        A range is a block, or a damaged section of the table; its blocks cannot be compared.
-        `progress` gets the number of bytes that are done.
+        A range is a block, or a section of the table of checksums.  Blocks whose section is damaged
+        cannot be compared.  `progress` gets the number of bytes compared so far.
         """
         file = self._checked[name]
         section = SECTION_BLOCKS * CRC_NBYTES
@@ -460,7 +459,7 @@ class RankFiles:
         end = offset + BLOCK_NBYTES
         hit = [b.name for b in boxes if b.file == name and b.offset < end and b.end > offset]
         entries = list(dict.fromkeys(hit))
-        held = f"; it holds bytes of {', '.join(entries[:5])}" if entries else ""
+        held = f"; the block holds bytes of {', '.join(entries[:5])}" if entries else ""
         raise CorruptCheckpointError(
             f"{path}: the checksum of the block at offset {offset} differs{held}",
             path=path,
@@ -481,7 +480,7 @@ def _describe(
     if number is None:
         return None
     record = engine.record(number)
-    is_remote = isinstance(reader, RemoteReader)  # its header has to be fetched
+    is_remote = isinstance(reader, RemoteReader)  # the record's header has to be fetched
     at = reader.get_record_offset(record.name) if is_remote else engine.payload_offset(number)
     is_all = tensor.is_contiguous() and record.nbytes == tensor.nbytes
     crc = record.crc if is_all and engine.has_crcs else None
@@ -493,7 +492,7 @@ def _crc_at(crcs: bytes, number: int) -> bytes:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Split a tensor into parts that need little memory to be made contiguous."""
+    """Split a tensor into parts so small that a contiguous copy of one takes little memory."""
     if tensor.is_contiguous() or tensor.nbytes <= _MAX_COPIED_NBYTES:
         yield tensor
         return
@@ -502,7 +501,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def joined(spans: Iterable[tuple[int, int]], max_gap: int = 0) -> list[tuple[int, int]]:
-    """Sort half-open spans, and join those that have at most `max_gap` between them."""
+    """Sort half-open spans, and join spans that are at most `max_gap` apart."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if found and begin - found[-1][1] <= max_gap:
@@ -513,12 +512,12 @@ def joined(spans: Iterable[tuple[int, int]], max_gap: int = 0) -> list[tuple[int
 
 
 def are_sizes(value: Any) -> bool:
-    """Return whether a value of the metadata can be a shape or an index."""
+    """Return whether a value from the metadata can be a shape or an index."""
     return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
 def refuse_outside(name: str, directory: str) -> None:
-    """Raise if the name of a file leads out of the directory."""
+    """Raise CorruptCheckpointError if the name of a file leads out of `directory`."""
     parts = name.split("/")
     if os.path.isabs(name) or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise CorruptCheckpointError(
@@ -563,14 +562,14 @@ class FetchedFiles(RankFiles):
     # ---------------------------------------------------------------------------- reading them
 
     def _read(self, boxes: Sequence[Box]) -> None:
-        """Read in batches, which limits the memory for fetched bytes."""
+        """Read in batches, to limit the memory for fetched bytes."""
         for batch in batches(boxes, _BATCH_NBYTES):
             super()._read(batch)
 
     def _fetch(self, name: str, spans: Iterable[tuple[int, int]]) -> None:
         self.descriptor(name)
         source, file = self._sources[name], self._files[name]
-        os.ftruncate(file.descriptor, 0)  # frees the blocks fetched before
+        os.ftruncate(file.descriptor, 0)  # frees the blocks of earlier reads
         os.ftruncate(file.descriptor, source.nbytes)
         limit = self._checked[name].nbytes if name in self._checked else source.nbytes
         wanted = [span for begin, end in spans for span in _blocks(begin, end, limit)]
@@ -579,7 +578,7 @@ class FetchedFiles(RankFiles):
                 file.write(begin, piece)
 
     def _fetch_boxes(self, name: str, boxes: Sequence[Box]) -> None:
-        # The engine reads and checks the bytes in short gaps, too.
+        # Short gaps are fetched, too, because the engine reads and checks them.
         runs = (
             run
             for box in boxes
@@ -589,7 +588,7 @@ class FetchedFiles(RankFiles):
 
 
 class _Part(RangeSource):
-    """A part of a file, as a file of its own."""
+    """A part of a file that is read as if it were a file."""
 
     def __init__(self, source: RangeSource, begin: int, nbytes: int, name: str) -> None:
         self.name = name or source.name
@@ -607,9 +606,9 @@ def files_beside(metadata: FsspecFile) -> str:
 
 
 def _blocks(begin: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield a range of bytes, extended to whole blocks, in pieces of one request each.
+    """Extend a byte range to whole blocks, and yield it in pieces of up to `_REQUEST_NBYTES`.
 
-    Bytes behind `limit`, where the checksums are, belong to no block.
+    The bytes after `limit` are checksums, and belong to no block.
     """
     if begin < limit:
         begin -= begin % BLOCK_NBYTES
@@ -644,7 +643,7 @@ def _runs(
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether all gaps between the elements are short."""
+    """Return whether all gaps between the elements are short."""
     inner = itemsize
     for n, step in zip(reversed(shape), reversed(strides), strict=True):
         if n > 1:

@@ -1,6 +1,6 @@
 """Plans reads of stored tensors: which bytes of a rank's file go to which memory.
 
-`RankFiles` executes a plan by the engine, and `FetchedFiles` by fetched ranges.
+`RankFiles` lets the engine execute a plan.  `FetchedFiles` first fetches the bytes from a URL.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from ptsave.dcp.metadata import BLOCK_NBYTES
 from ptsave.errors import CorruptCheckpointError
 
 _PLAIN_TYPES = (Tensor, Parameter)
-# The most bytes that are read at once to be copied to their targets.
+# The most bytes that are held in temporary memory before they are copied to targets.
 _STAGED_NBYTES = 256 << 20
-# The most runs of bytes that are read at once, because each run takes memory.
+# The most runs (contiguous ranges of bytes) that are read at once, because each takes memory.
 _MAX_RUNS = 1 << 18
-# A column-wise read has runs of at least the first size, and gaps above the second.
+# Columns are parts whose runs have at least the first size, with gaps above the second size.
 _MIN_RUN_NBYTES = 4 << 10
 MAX_GAP_OF_COLUMNS = 8 << 10
 
 
 @dataclass(slots=True)
 class Box:
-    """A line of a plan: a block of a stored tensor, and memory for it."""
+    """A part of a stored tensor, and the memory to read this part into."""
 
     file: str
     name: str  # of the tensor or object, for errors
-    offset: int  # of the block's first element in the file, in bytes
+    offset: int  # of the part's first element in the file, in bytes
     strides: tuple[int, ...]  # in the file, in bytes
-    target: Tensor  # CPU memory for the block
+    target: Tensor  # CPU memory for the part
     crc: int | None = None  # of the target's elements in contiguous order, if known
-    packed_nbytes: int = -1  # size, if known to be contiguous in the file and in memory
+    packed_nbytes: int = -1  # the size if contiguous in the file and in memory; otherwise -1
 
     @property
     def end(self) -> int:
-        """Where the block's last byte ends in the file."""
+        """Offset in the file directly after the part's last byte."""
         if self.packed_nbytes >= 0:
             return self.offset + self.packed_nbytes
         if self.target.numel() == 0:
@@ -52,7 +52,7 @@ class Box:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether the block has long runs with long gaps between them, as columns do."""
+        """Whether the part has long runs with long gaps between them, as a range of columns has."""
         if len(self.strides) < 2 or self.packed_nbytes >= 0:
             return False
         run = self.target.itemsize
@@ -79,7 +79,7 @@ class Box:
         return n_runs
 
     def pieces(self, max_nbytes: int) -> Iterator[Box]:
-        """Split the block into pieces of at most `max_nbytes` bytes and `_MAX_RUNS` runs."""
+        """Split the part into pieces of at most `max_nbytes` bytes and `_MAX_RUNS` runs."""
         target = self.target
         n_pieces = max(-(-target.nbytes // max_nbytes), -(-self.n_runs // _MAX_RUNS))
         if n_pieces <= 1:
@@ -95,7 +95,7 @@ class Box:
 
 
 def batches(boxes: Iterable[Box], max_nbytes: int = sys.maxsize) -> Iterator[list[Box]]:
-    """Yield boxes to read at once: at most `max_nbytes` bytes and `_MAX_RUNS` runs."""
+    """Yield lists of boxes to read at once: at most `max_nbytes` bytes and `_MAX_RUNS` runs."""
     batch: list[Box] = []
     nbytes = n_runs = 0
     for box in boxes:
@@ -113,13 +113,13 @@ def batches(boxes: Iterable[Box], max_nbytes: int = sys.maxsize) -> Iterator[lis
         yield batch
 
 
-# A box, the tensor that gets its values at last, and a key; no tensor for values that are returned.
+# A box, the tensor that finally gets its values (None: the box's own target), and a key.
 _Line: TypeAlias = tuple[Box, Tensor | None, Any]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The place of a tensor in a file."""
+    """The place of a tensor in a file, and its layout there."""
 
     file: str
     name: str
@@ -133,37 +133,37 @@ class StoredTensor:
     def of(
         cls, tensor: Tensor, file: str, name: str, offset: int, crc: int | None = None
     ) -> StoredTensor:
-        """Return the place of a tensor whose storage begins at an offset of a file."""
+        """Return the place of a tensor whose storage begins at `offset` in the file."""
         strides = tuple(step * tensor.itemsize for step in tensor.stride())
         begin = offset + int(tensor.storage_offset()) * tensor.itemsize
         return cls(file, name, tensor.dtype, tensor.shape, strides, begin, crc)
 
     @property
     def nbytes(self) -> int:
-        """The size of its elements, in bytes."""
+        """The size of the tensor's elements, in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     @property
     def end(self) -> int:
-        """Where it ends in the file, if it is packed."""
+        """Offset in the file directly after the tensor's last byte, if the tensor is packed."""
         return self.offset + self.nbytes
 
     @property
     def is_packed(self) -> bool:
-        """Whether its elements lie in the order of a contiguous tensor, without gaps."""
+        """Whether the tensor's elements lie in contiguous order, without gaps."""
         packed = packed_strides(self.shape, self.dtype.itemsize)
         pairs = zip(self.shape, self.strides, packed, strict=True)
         return all(n == 1 or stride == wanted for n, stride, wanted in pairs)
 
     @property
     def whole_blocks(self) -> int:
-        """Number of blocks that the tensor fills, if it begins with a block; otherwise 0."""
+        """Number of blocks that the tensor fills completely; 0 if it begins inside a block."""
         return 0 if self.offset % BLOCK_NBYTES else self.nbytes // BLOCK_NBYTES
 
     def box(self, begins: Sequence[int], target: Tensor, steps: Sequence[int] = ()) -> Box:
-        """Return the box at an index, with the target's shape; raise if it exceeds the tensor.
+        """Return the box that reads the part at index `begins` into `target`; raise if none fits.
 
-        `steps` are the distances between its elements, by default 1, in each dimension.
+        In each dimension, `steps` has the distance between neighboring elements (default: 1).
         """
         shape, steps = target.shape, steps or (1,) * target.dim()
         fits = len(begins) == len(shape) == len(self.shape) and all(
@@ -194,7 +194,7 @@ def packed_strides(shape: torch.Size, itemsize: int) -> tuple[int, ...]:
 
 
 def is_strided(tensor: Any) -> bool:
-    """Return whether a tensor's values lie in memory at the places that its strides give."""
+    """Return whether a tensor is strided, and its memory has its values unchanged."""
     return (
         type(tensor) in _PLAIN_TYPES
         and tensor.layout == torch.strided
@@ -205,7 +205,7 @@ def is_strided(tensor: Any) -> bool:
 
 
 def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether bytes can be read straight into a tensor, in runs of at least a row."""
+    """Return whether values of `dtype` can be read from a file directly into a tensor's rows."""
     return (
         is_strided(target)
         and target.is_cpu
@@ -215,10 +215,11 @@ def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
 
 
 class ReadPlan:
-    """Parts of stored tensors and their targets, which `read` reads together, as `RankFiles` does.
+    """Collects parts of stored tensors and their targets, and then reads all of them together.
 
-    Bytes go straight into a target that `takes_bytes`, and into others by copies, `max_staged`
-    bytes at a time.  `done` gets the key of each part and its filled target.
+    The argument `read` fills boxes, as `RankFiles.read` does.  If `takes_bytes` is true for a
+    target, bytes are read directly into it.  For other targets, about `max_staged` bytes at a time
+    are read into temporary memory and copied.  `done` gets each part's key and filled target.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class ReadPlan:
         *,
         steps: Sequence[int] = (),
     ) -> None:
-        """Add the part of a tensor from an index on that has the target's shape.
+        """Add the part of a tensor that begins at the index `begins` and has the target's shape.
 
         Without a target, the whole tensor is read into new memory, which `done` gets.
         """
@@ -258,7 +259,7 @@ class ReadPlan:
             self._staged.append((line, stored.dtype))
 
     def add_boxes(self, boxes: Iterable[Box], targets: Iterable[Tensor], keys: list[Any]) -> None:
-        """Add boxes of targets that take bytes."""
+        """Add boxes with targets for which `takes_bytes` is true."""
         self._direct += zip(boxes, targets, keys, strict=True)
 
     def read(self) -> None:
@@ -274,7 +275,7 @@ class ReadPlan:
                 lines.append(line)
             self._read([box for box, _, _ in lines])
             lines.reverse()
-            while lines:  # releases each line's memory once it is done
+            while lines:  # frees each line's memory when the line is done
                 box, target, key = lines.pop()
                 if target is None:
                     target = box.target

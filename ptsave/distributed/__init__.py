@@ -1,8 +1,8 @@
-"""Checkpoints of many processes: storage for torch.distributed.checkpoint at the engine's speed.
+"""Fast checkpoints of many processes: storage and planners for torch.distributed.checkpoint.
 
 torch.distributed.checkpoint calls these classes, which read files through `ptsave.dcp`.
 
-The classes are imported on first access, because torch's module takes a second.
+Each class is imported on first access, because importing torch's module takes a second.
 """
 
 from importlib import import_module
@@ -19,7 +19,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public class, importing its module."""
+    """Import the module of the public class `name`, and return the class."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,20 +1,20 @@
-"""The directory of a checkpoint: where it may be, its files, and how new ones replace old ones.
+"""The directory of a checkpoint: its place, its files, and how a save replaces the files.
 
 A save writes files with new names, replaces ``.metadata`` by one rename, and only then removes
-files that it no longer names.  So a reader finds either the old checkpoint or the new one.
+the files of the old metadata.  So a reader finds either the old checkpoint or the new one.
 
-A rank's file has the items of its plan, each at an aligned place, and checksums of its blocks::
+A rank's file has the items of its plan, each at an aligned offset, and checksums of its blocks::
 
     small items   head, payload, head, payload, ...          payloads at multiples of 64
     large items   padding, head | payload                    payloads at multiples of 4,096
     table         the CRC-32 of each block of 4,096 bytes before it
 
-The metadata has a checksum for each section of the table: `ptsave.dcp.metadata`.
+The metadata has a checksum for each section of the table: see `ptsave.dcp.metadata`.
 
-DCP keeps every tensor as a whole ``torch.save`` file and reads it with ``torch.load``.  That also
-reads the format before torch 1.6: a few pickles, which are the head, then the bytes.  A head takes
-300 bytes, where an archive takes 1.6 KiB around the payload.  Nothing follows the payload, so the
-end of the item tells where it is.
+DCP stores each tensor as a ``torch.save`` file, and reads it with ``torch.load``.  Here each such
+file has the format from before torch 1.6: a few pickles (the head), then the bytes (the payload).
+A head takes about 300 bytes; an archive adds 1.6 KiB to a payload.  The payload is at the end
+of the item, so readers find it without reading the head.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CheckpointDirectory(LocalFolder):
     """The local directory of one checkpoint."""
 
     def has_checkpoint(self, rank: int | None) -> bool:
-        """Return whether metadata exists, of all ranks or of a `rank` that saves by itself."""
+        """Return whether the metadata of all ranks, or of a `rank` that saves by itself, exists."""
         return self.is_taken(metadata_name(rank))
 
     def new_name(self, rank: int) -> str:
@@ -71,11 +71,11 @@ class CheckpointDirectory(LocalFolder):
     def publish(
         self, metadata: Metadata, sizes: dict[str, int], rank: int | None, *, fsync: bool
     ) -> None:
-        """Make a set of files the checkpoint, and remove the previous one.
+        """Publish the metadata, which makes its files the checkpoint, and remove the old files.
 
-        `sizes` has the bytes of each file that the metadata names.  `rank` saves by itself; None is
-        a save of all ranks.  If another save has removed some of the files, this is a SaveError,
-        and the old checkpoint stays.
+        `sizes` has the size of each file that the metadata names.  `rank` is the rank that saves by
+        itself, or None if all ranks save together.  If another save has removed some of these
+        files, SaveError is raised, and the old checkpoint stays.
         """
         from ptsave.streaming.payload_sources import write_bytes
 
@@ -109,11 +109,11 @@ class CheckpointDirectory(LocalFolder):
             if found != nbytes:
                 raise SaveError(
                     5,
-                    "another save to this directory has replaced the checkpoint meanwhile, and "
-                    "removed this file, or the rank that wrote it has another directory at this "
-                    "path: all ranks have to save to one that they share"
+                    "another save to this directory has removed this file, or the rank that wrote "
+                    "this file has another directory at this path: all ranks must save to one "
+                    "directory that they share"
                     if found < 0
-                    else "the file has changed its size",
+                    else "the size of the file has changed",
                     path,
                 )
 
@@ -134,14 +134,14 @@ class CheckpointDirectory(LocalFolder):
         for name in names:
             match = _RANK_METADATA.fullmatch(name)
             if match is not None and int(match["rank"]) == rank:
-                continue  # this save has just written it
+                continue  # this save has just written this metadata
             if match is None and (name != metadata_name(None) or rank is None):
                 continue
             try:
                 infos = load_metadata(self.file(name)).storage_data.values()
                 named |= {info.relative_path for info in infos}
             except (OSError, CorruptCheckpointError, AttributeError):
-                # Its names are unknown, so no file that it might name is removed.
+                # The metadata's names are unknown, so no file that it might name is removed.
                 pattern = rf"__{match['rank']}_.*" if match is not None else r"__.*"
                 named |= {each for each in names if re.fullmatch(pattern, each)}
         return named
@@ -151,12 +151,12 @@ class CheckpointDirectory(LocalFolder):
 
 
 def directory_name(path: str | os.PathLike[str]) -> str:
-    """Return a path as text; an empty path is the current directory, as in torch's classes."""
+    """Return a path as text; an empty path means the current directory, like in torch's classes."""
     return os.fsdecode(path) or os.curdir
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return the directory that `path` names; a URL is an UnsupportedUrlError."""
+    """Return the directory that `path` names; raise UnsupportedUrlError for a URL."""
     name = directory_name(path)
     if isinstance(path, str) and is_url(name):
         raise UnsupportedUrlError.of(name)
@@ -174,7 +174,7 @@ def remote_metadata(
 
 
 def accepts(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Return whether a checkpoint can be at `checkpoint_id`, by the rules of FileSystemWriter."""
+    """Return whether FileSystemWriter would accept `checkpoint_id` as a checkpoint's path."""
     if not isinstance(checkpoint_id, str):
         return isinstance(checkpoint_id, os.PathLike)
     if is_url(checkpoint_id):
@@ -197,7 +197,7 @@ def _alignment(nbytes: int) -> int:
 
 
 class RankFile:
-    """Lays out one file and writes it; adding small items first needs the least padding."""
+    """Lays out and writes a rank's file; adding small items first gives the least padding."""
 
     def __init__(self) -> None:
         self._pieces: list[tuple[int, Any]] = []
@@ -231,7 +231,7 @@ class RankFile:
     def add_payload(
         self, dtype: torch.dtype, shape: torch.Size, payload: StoragePlace
     ) -> tuple[int, int]:
-        """Add a tensor whose bytes are in the sources of `write`; return its offset and size."""
+        """Add a tensor that `write` reads from `sources`; return the item's offset and size."""
         place = (payload.nbytes, payload.source, payload.offset, payload.parts)
         head = head_of(dtype, shape)
         at = _align(self._end + len(head), _alignment(payload.nbytes))
@@ -257,10 +257,7 @@ class RankFile:
         sources: _C.PayloadSources | None = None,
         progress: ProgressCallback | None = None,
     ) -> CheckedFile:
-        """Write the file, which appears whole or not at all.
-
-        `sources` has the bytes of tensors that `add_payload` has added.
-        """
+        """Write the file atomically; `sources` has the bytes of tensors from `add_payload`."""
         plan = _C.CheckedPlan(self._pieces, sources)
         FileWriter(plan, compute_crcs=True, fsync=fsync, atomic=True, progress=progress).write_file(
             path
@@ -295,14 +292,14 @@ _PROTOCOL = 2
 
 
 class _Storage:
-    """Stands for the storage of a tensor; its bytes follow the pickles."""
+    """Stands for the storage of a tensor, whose bytes follow the pickles."""
 
     def __init__(self, kind: Any, numel: int) -> None:
         self.id = ("storage", kind, _KEY, "cpu", numel, None)
 
 
 class _Tensor:
-    """Pickles as a contiguous tensor."""
+    """An object whose pickle loads as a contiguous tensor."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
         self._reduced = function, arguments
@@ -325,7 +322,7 @@ def head_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
     >>> torch.load(io.BytesIO(file), weights_only=True)
     tensor([1., 2.])
     """
-    # A meta tensor has the strides that torch gives to a contiguous one.
+    # A meta tensor has the strides that torch gives to a contiguous tensor.
     stride = torch.empty(shape, device="meta").stride()
     tail: tuple[Any, ...] = (0, tuple(shape), stride, False, OrderedDict())
     kind = _STORAGES.get(dtype)

@@ -1,4 +1,4 @@
-"""`StorageReader`: checked loads of torch.distributed.checkpoint that read only needed bytes."""
+"""`StorageReader`: verified loads for torch.distributed.checkpoint that read only needed bytes."""
 
 from __future__ import annotations
 
@@ -49,41 +49,41 @@ _NOWHERE = object(), None
 class StorageReader(storage.StorageReader):
     """Storage for :func:`torch.distributed.checkpoint.load`.
 
-    A rank reads only the bytes that it needs, from all files at once, straight into its tensors in
-    CPU memory.  Tensors on other devices are filled by copies, 256 MiB at a time.  Checkpoints of
-    torch's ``FileSystemWriter`` are read, too.  The metadata may hold only DCP's classes, and no
-    code in it runs.
+    A rank reads only the bytes that it needs, from all files at once, directly into its tensors in
+    CPU memory.  For tensors on other devices, about 256 MiB at a time are read into temporary
+    memory and copied.  Checkpoints of torch's ``FileSystemWriter`` can be read, too.  No code in
+    the metadata runs.
 
     Parameters
     ----------
     path : str or os.PathLike
-        Directory of the checkpoint, by path or URL.
+        Path or URL of the checkpoint's directory.
     verify : bool, default True
         Whether each block of 4,096 bytes is compared with its checksum before its bytes reach a
-        tensor.  In a checkpoint of torch's writer, only tensors that are read whole can be
-        checked, after the read.
+        tensor.  In a checkpoint of torch's writer, each saved part of a tensor has one checksum.
+        It is compared after the read, and only if the whole part is read.
     weights_only : bool, default False
-        Whether objects may hold only what ``torch.load(weights_only=True)`` allows.  DCP's planner
-        loads them with ``weights_only=False``, which lets a checkpoint run any code.  Set this for
-        checkpoints that you do not trust.
+        Whether to refuse objects that ``torch.load(weights_only=True)`` does not allow.  DCP's
+        planner loads objects with ``weights_only=False``, which lets a checkpoint run any code.
+        Pass True for checkpoints that you do not trust.
     storage_options : mapping, optional
-        For the file system of a URL.
+        Arguments for the file system of a URL.
 
     Raises
     ------
     TypeError
-        If there are `storage_options` for a local directory.
+        If `storage_options` are given for a local directory.
 
     Notes
     -----
-    Errors of loads are inside DCP's ``CheckpointException``, which names the rank.  Damaged files
-    and metadata are a :class:`CorruptCheckpointError` with the file, the offset and the names of
-    the tensors; some tensors may have changed by then.  With ``weights_only=True``, an object that
-    is not allowed is a :class:`pickle.UnpicklingError`, before the planner gets it.
+    DCP wraps the errors of a load in its ``CheckpointException``, which names the rank.  Damaged
+    files and metadata raise :class:`CorruptCheckpointError` with the file, the offset and the names
+    of the tensors; some tensors may already have changed.  With ``weights_only=True``, an object
+    that is not allowed raises :class:`pickle.UnpicklingError` before the planner gets it.
 
     Another save may replace the checkpoint after its metadata was read and before its files are
     opened.  Then every rank raises an :class:`OSError` with ``errno.ESTALE``, and no rank gets a
-    mixture: load again.
+    mixture of both checkpoints.  Load again.
 
     Examples
     --------
@@ -119,7 +119,7 @@ class StorageReader(storage.StorageReader):
     # --------------------------------------------------------- called by DCP, in this order
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load, from another directory if that is given."""
+        """Begin another load; `checkpoint_id`, if given, is its directory or URL."""
         self._metadata = None
         if checkpoint_id:
             is_url_source(checkpoint_id, self._storage_options)
@@ -147,11 +147,11 @@ class StorageReader(storage.StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Take the metadata that was read."""
+        """Keep the metadata that `read_metadata` has returned."""
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan, with the id of the save whose metadata it is based on."""
+        """Return the plan, with the id of the save whose metadata this rank has read."""
         if not self._is_common or plan.storage_data is not None:
             return with_item_list(plan)
         meta = None if self._metadata is None else self._metadata.storage_meta
@@ -174,7 +174,7 @@ class StorageReader(storage.StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan; the reads are complete when the call returns."""
         if self._metadata is None:
-            raise RuntimeError("set_up_storage_reader() comes before read_data()")
+            raise RuntimeError("call set_up_storage_reader() before read_data()")
         metadata_path = self._file(metadata_name(None))
         checked = checked_files(self._metadata, metadata_path)
         with (
@@ -208,12 +208,12 @@ class StorageReader(storage.StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The directory."""
+        """The directory or URL of the checkpoint."""
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a checkpoint can be there, by the rules of torch's FileSystemReader."""
+        """Return whether torch's FileSystemReader would accept an id as a checkpoint's path."""
         return accepts(checkpoint_id)
 
 
@@ -235,13 +235,13 @@ class _Load:
         self._files = files
         self._planner = planner
         self._plan = ReadPlan(files.read, self._deliver)
-        # Whether the items and targets of a kind are simple.
+        # For each kind of item and target: the result of `_is_simple`.
         self._known: dict[tuple[int, ...], bool] = {}
 
     def run(self, items: list[ReadItem]) -> None:
         """Read all items, and hand them to the planner."""
         for begin in range(0, len(items), _N_ITEMS_AT_A_TIME):
-            self._known.clear()  # each call numbers the kinds anew
+            self._known.clear()  # `tensor_kinds` numbers the kinds anew in each call
             self._add_all(items[begin : begin + _N_ITEMS_AT_A_TIME])
         self._plan.read()
 
@@ -271,7 +271,7 @@ class _Load:
         return target
 
     def _is_simple(self, item: ReadItem, info: Any, target: Tensor | None, number: int) -> bool:
-        """Return whether an item reads a whole tensor of a checked file into a contiguous one."""
+        """Return whether an item reads a checked file's complete tensor into contiguous memory."""
         described = self._metadata.state_dict_metadata.get(item.storage_index.fqn)
         if (
             number < 0
@@ -312,7 +312,7 @@ class _Load:
 
     @cached_property
     def _infos(self) -> dict[str, tuple[Any, Any]]:
-        """Offsets and places by names, because a lookup by name is faster than one by index."""
+        """Offset and place of a saved part by tensor name, for a lookup without a MetadataIndex."""
         return {
             key.fqn: (key.offset, info)
             for key, info in self._metadata.storage_data.items()
@@ -322,7 +322,7 @@ class _Load:
     def _info_of(self, item: ReadItem) -> Any:
         index = item.storage_index
         offset, info = self._infos.get(index.fqn, _NOWHERE)
-        if offset == index.offset:  # other parts of a tensor need the index
+        if offset == index.offset:  # a tensor's other parts are found by index
             return info
         info = self._metadata.storage_data.get(index)
         if info is None:
@@ -335,7 +335,7 @@ class _Load:
         described = self._metadata.state_dict_metadata.get(index.fqn)
         if not isinstance(described, TensorStorageMetadata):
             self._files.fail(f"the metadata describes no tensor {index.fqn}", index.fqn)
-        first = 0 if index.offset is None else max(index.index or 0, 0)  # by the planner's hint
+        first = 0 if index.offset is None else max(index.index or 0, 0)  # the planner's guess
         chunks = chain(described.chunks[first:], described.chunks[:first])
         found = next((each for each in chunks if index.offset in (None, each.offsets)), None)
         if found is None:
@@ -365,7 +365,7 @@ class _Load:
         self._planner.load_bytes(item, io.BytesIO(data))
 
     def _refuse_code(self, item: ReadItem, data: bytes) -> None:
-        """Raise UnpicklingError if torch's restricted unpickler does not allow an object."""
+        """Raise UnpicklingError if torch.load with ``weights_only=True`` fails for an object."""
         try:
             torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:

@@ -1,8 +1,8 @@
 """Replaces DCP's ``FileSystemWriter`` and ``FileSystemReader``, for code that you cannot edit.
 
 Accelerate, composer and Lightning look up the two classes in `torch.distributed.checkpoint` when
-they save or load; DCP does so for a ``checkpoint_id``.  Calls without a planner get ptsave's, and
-errors of DCP's collectives name the checkpoint and the rank.
+they save or load.  DCP itself looks them up in calls with a ``checkpoint_id``.  Calls without a
+planner get ptsave's planners.  Errors of DCP's collectives name the checkpoint and the rank.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _StockReader: Any = filesystem.FileSystemReader
 class FileSystemWriter(StorageWriter):
     """`StorageWriter` with the arguments of torch's class.
 
-    The engine decides on threads and copies.  Calls for another format, for extensions or for a
-    file per tensor get torch's class.
+    Arguments for threads and copies have no effect, because the engine decides on both.  A call
+    with another format, extensions or a file per tensor makes an instance of torch's class.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an instance of torch's class if only that supports the arguments."""
+        """Return an instance of torch's class if ptsave does not support the arguments."""
         if cls is not FileSystemWriter:  # a derived class may have other arguments
             return super().__new__(cls)
         try:
             given = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
-        except TypeError:  # __init__ raises it, with the name of the class
+        except TypeError:  # __init__ raises this error, with the name of the class
             return super().__new__(cls)
         torch_format = filesystem.SerializationFormat.TORCH_SAVE
         if (
@@ -72,28 +72,28 @@ class FileSystemWriter(StorageWriter):
         _extensions: Any = None,
         serialization_format: Any = None,
     ) -> None:
-        if _extensions is not None:  # a derived class asks for them
+        if _extensions is not None:  # a derived class passes extensions
             raise NotImplementedError(
-                f"{type(self).__name__}: ptsave writes no extensions such as compression: derive "
+                f"{type(self).__name__}: ptsave has no extensions such as compression: derive "
                 "the class from torch.distributed.checkpoint.filesystem.FileSystemWriter"
             )
         super().__init__(path, fsync=sync_files, overwrite=overwrite)
 
     def __getnewargs__(self) -> tuple[str]:
-        """Return the arguments of `__new__` for a copy in another process."""
+        """Return the arguments that `__new__` gets when a pickled writer is loaded."""
         return (self.checkpoint_id,)
 
     @property
     def path(self) -> Path:
-        """The directory."""
+        """The checkpoint's directory."""
         return Path(self.checkpoint_id)
 
 
 class FileSystemReader(StorageReader):
-    """`StorageReader` with the arguments of torch's class, which reads files with extensions."""
+    """`StorageReader` with torch's arguments; a call with extensions makes torch's own reader."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an instance of torch's class if there are extensions."""
+        """Return an instance of torch's class if extensions are passed."""
         if cls is FileSystemReader and (any(args[1:]) or kwargs.get("_extension_registry")):
             return _StockReader(*args, **kwargs)
         return super().__new__(cls)
@@ -103,12 +103,12 @@ class FileSystemReader(StorageReader):
 
     @property
     def path(self) -> Path:
-        """The directory."""
+        """The checkpoint's directory."""
         return Path(self.checkpoint_id)
 
     @property
     def storage_data(self) -> dict[Any, Any]:
-        """The places of the items in the checkpoint that is being read."""
+        """Where each item of the current checkpoint is; empty before its metadata is read."""
         metadata: Metadata | None = self._metadata
         return {} if metadata is None else metadata.storage_data
 
@@ -118,7 +118,7 @@ class FileSystemReader(StorageReader):
         return self._load_id
 
     def read_data(self, plan: planners.LoadPlan, planner: planners.LoadPlanner) -> Future[None]:
-        """Read the items of a plan; torch's class reads items that extensions have transformed.
+        """Read the items of a plan; if extensions have transformed items, torch's class reads all.
 
         Torch's class knows its own extensions, such as ``ZStandard``, without a registry.
         """
@@ -219,11 +219,11 @@ class NamingGroup(torch_dcp.DistWrapper):  # type: ignore[misc]  # found at run 
 # ------------------------------------------------------------------- torch's names, exchanged
 
 
-# Instances of torch's classes that libraries have made stay instances of these names.
+# isinstance() with these names accepts instances of torch's classes, which libraries may have made.
 FileSystemWriter.register(_StockWriter)
 FileSystemReader.register(_StockReader)
-# Modules, names, torch's objects and ptsave's.  DCP looks up the storages for a ``checkpoint_id``,
-# the planners for a call without one, and the rest to exchange plans and results between ranks.
+# Module, name, torch's object, ptsave's object.  DCP looks up the storages for a ``checkpoint_id``,
+# the planners for a call without a planner, and the other names to exchange plans and results.
 _NAMES: tuple[tuple[Any, str, Any, Any], ...] = (
     (checkpoint, "FileSystemWriter", _StockWriter, FileSystemWriter),
     (checkpoint, "FileSystemReader", _StockReader, FileSystemReader),
@@ -241,9 +241,9 @@ _lock = threading.Lock()
 
 
 def exchange(*, installed: bool) -> None:
-    """Replace torch's classes by ptsave's, or put torch's back.
+    """With `installed`, replace torch's objects by ptsave's; otherwise, put torch's back.
 
-    A name that other code has given another class keeps that class.
+    If other code has put another object in place of one of them, that object stays.
     """
     with _lock:
         for module, name, stock, ours in _NAMES:

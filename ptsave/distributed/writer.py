@@ -1,4 +1,4 @@
-"""`StorageWriter`: saves of torch.distributed.checkpoint, with one file per rank."""
+"""`StorageWriter`: saves for torch.distributed.checkpoint, with one file per rank."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from ptsave.support.calls import check_flags, pausing_garbage_collection
 from ptsave.support.torch_names import is_distributed_tensor, storage_id_of
 
 _PLAIN_TYPES = (Tensor, Parameter)
-# Attribute of the first item of a rank's file, on the way to the coordinator.
+# Attribute of a file's first item that brings the file's checksums to the coordinator.
 _FILE = "ptsave_file"
-# Attribute of an item that is a whole torch.save file, as the item of an object is.
+# Attribute of a tensor's item that is a complete torch.save file, as each object's item is.
 _WHOLE = "ptsave_whole"
-# Attribute of an item whose tensor differs from the plan: dtype and shape.
+# Attribute of an item whose tensor differs from the plan: the tensor's dtype and shape.
 _TENSOR = "ptsave_tensor"
 _YIELD_SECONDS = 1e-3
-# If a tensor uses a smaller share of its storage, only the tensor is copied.
+# If a tensor uses a smaller share of its storage, only the tensor is copied, not its storage.
 _MIN_SHARE = 0.5
-# The wait for memory of the previous save; fresh memory from the system would take as long.
+# The longest wait for the previous save's memory, because fresh memory would take as long.
 _MAX_WAIT_SECONDS, _POLL_SECONDS = 2e-3, 1e-4
 _FRESH_NBYTES_A_SECOND = 8e9
 
@@ -52,15 +52,15 @@ _FRESH_NBYTES_A_SECOND = 8e9
 class StorageWriter(storage.StorageWriter):
     """Storage for :func:`torch.distributed.checkpoint.save` and ``async_save``.
 
-    Every rank writes one file, with all threads of the engine and past the page cache.  Once the
-    files of all ranks are durable, the rename of ``.metadata`` makes them the checkpoint.  Torch's
-    ``FileSystemReader`` reads it, too.
+    Every rank writes one file, with all threads of the engine and without the page cache.  Once all
+    ranks have written their files, a rename of the file ``.metadata`` makes them the checkpoint.
+    Torch's ``FileSystemReader`` can read the checkpoint, too.
 
     Parameters
     ----------
     path : str or os.PathLike
         Directory of the checkpoint, local or on a file system that all ranks have mounted.  It is
-        made if it does not exist.
+        created if it does not exist.
     fsync : bool, default True
         Whether the checkpoint survives power loss as soon as the save returns.
     overwrite : bool, default True
@@ -73,15 +73,15 @@ class StorageWriter(storage.StorageWriter):
 
     Notes
     -----
-    Errors of saves are inside DCP's ``CheckpointException``, which names the rank.  They are a
-    :class:`SaveError` if a file cannot be written, or if ``use_collectives=False`` finds a
-    checkpoint of all ranks.  With ``overwrite=False`` an existing checkpoint is a
-    :class:`RuntimeError`.  The existing checkpoint then stays.
+    DCP wraps the errors of a save in its ``CheckpointException``, which names the rank.  A file
+    that cannot be written raises :class:`SaveError`.  So does a save with ``use_collectives=False``
+    into a directory that holds a checkpoint of all ranks.  With ``overwrite=False``, an existing
+    checkpoint raises :class:`RuntimeError`.  After these errors, the existing checkpoint stays.
 
-    ``async_save`` waits until there is room for its copy beside the copies of unfinished saves.
-    The room is half of the memory that this process may use, or ``PTSAVE_MAX_STAGED_BYTES``.  A
-    state dict that never fits is a :class:`StagingFullError`.  Objects of this class can be
-    pickled, and used for one save after another.
+    ``async_save`` copies the state dict.  It waits until the copy fits beside the copies of
+    unfinished saves.  The limit for all copies together is ``PTSAVE_MAX_STAGED_BYTES``, by default
+    half of the memory that this process may use.  A state dict that never fits raises
+    :class:`StagingFullError`.  A writer can be pickled, and used for several saves in sequence.
 
     Examples
     --------
@@ -109,17 +109,17 @@ class StorageWriter(storage.StorageWriter):
     # --------------------------------------------------------- called by DCP, in this order
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save, in the directory `checkpoint_id` if it is given."""
+        """Begin another save; `checkpoint_id`, if given, is its directory."""
         if checkpoint_id:
             self._path = local_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
         if self._is_staged:
-            # This is the thread of async_save; its caller waits for the interpreter's lock.
+            # This is async_save's thread.  The caller's thread waits for the interpreter's lock.
             self._is_staged = False
             time.sleep(_YIELD_SECONDS)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take the rank from DCP."""
+        """Note this process's rank, and whether all ranks save together."""
         self._rank = kwargs.get("rank") or 0
         self._use_collectives = kwargs.get("use_collectives", True)
 
@@ -135,19 +135,19 @@ class StorageWriter(storage.StorageWriter):
             # DCP's loads look for the checkpoint of all ranks first.
             raise SaveError(
                 errno.EEXIST,
-                f"a checkpoint of all ranks is there, which loads would go on to take for the one "
-                f"that rank {self._rank} saves by itself: save to another directory, or with "
+                "this directory has a checkpoint of all ranks, which loads would read instead of "
+                f"what rank {self._rank} saves by itself: save to another directory, or with "
                 "use_collectives=True",
                 directory.file(metadata_name(None)),
             )
         return with_item_list(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans, which do not say where a rank writes."""
+        """Return the plans; each rank chooses the name of its file itself."""
         return [*map(with_item_list, plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; it is complete, and with `fsync` durable, on return."""
+        """Write this rank's file, which is complete (and with `fsync` durable) on return."""
         future: Future[list[WriteResult]] = Future()
         with pausing_garbage_collection():
             future.set_result(self._write(plan.items, planner))
@@ -170,17 +170,17 @@ class StorageWriter(storage.StorageWriter):
     # ------------------------------------------------------------------------------ the rest
 
     def storage_meta(self) -> StorageMeta:
-        """Return the metadata of this save."""
+        """Return a StorageMeta with the directory and id of this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     @property
     def checkpoint_id(self) -> str:
-        """The directory."""
+        """The checkpoint's directory."""
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a checkpoint can be there: no URL, and a directory that can be made."""
+        """Return whether torch's FileSystemWriter would accept an id as a checkpoint's path."""
         return accepts(checkpoint_id)
 
     # ------------------------------------------------- as torch's AsyncStager, for async_save
@@ -193,7 +193,7 @@ class StorageWriter(storage.StorageWriter):
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a state dict in CPU memory, which the next save uses again."""
+        """Return a copy of a state dict in CPU memory; the next save reuses that memory."""
         copied = staged(state_dict)
         self._is_staged = True
         return copied
@@ -202,7 +202,7 @@ class StorageWriter(storage.StorageWriter):
         """Do nothing: the copy is complete."""
 
     def close(self) -> None:
-        """Do nothing: a copy's memory returns to the pool with its last tensor."""
+        """Do nothing: a copy's memory returns to the pool when the last tensor is freed."""
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         if not items:
@@ -237,7 +237,7 @@ class StorageWriter(storage.StorageWriter):
 
 
 def _data_of_all(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[Any], list[int]]:
-    """Return `_data_of` of all items, and the number of the kind of each; -1 for bytes."""
+    """Return what to write for each item, and a number for its kind of tensor (-1 for bytes)."""
     values: list[Any] = [planner.resolve_data(item) for item in items]
     alike = _C.tensor_kinds(values, _PLAIN_TYPES)
     as_is = {number for number in set(alike) - {-1} if _is_written_as_is(values[number])}
@@ -253,7 +253,7 @@ def _data_of_all(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list
 
 
 def _order_in_file(data: Sequence[Any], alike: Sequence[int]) -> list[int]:
-    """Return indices of bytes, then of tensors smaller than a block, then of larger ones."""
+    """Return the indices of bytes, then of tensors smaller than a block, then of larger tensors."""
     classes = {
         number: 1 if data[number].nbytes < BLOCK_NBYTES else 2 for number in set(alike) - {-1}
     }
@@ -266,13 +266,13 @@ def _is_written_as_is(tensor: Tensor) -> bool:
 
 
 def _data_of(item: WriteItem, data: Any) -> Tensor | bytes:
-    """Return an item's value as it is written: a contiguous tensor, or a whole torch.save file."""
+    """Return what to write for an item: a contiguous tensor, or a complete torch.save file."""
     if item.type == WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
-            raise TypeError(f"the planner's value of {item.index.fqn} is no io.BytesIO")
+            raise TypeError(f"the planner's value of {item.index.fqn} is not an io.BytesIO")
         return data.getvalue()
     if not isinstance(data, Tensor):
-        raise TypeError(f"the planner's value of {item.index.fqn} is no tensor")
+        raise TypeError(f"the planner's value of {item.index.fqn} is not a tensor")
     tensor = data if type(data) is Tensor and not data.requires_grad else data.detach()
     if not _is_plain(tensor):
         stream = io.BytesIO()
@@ -301,7 +301,7 @@ def _describe_all(
     data: Sequence[Tensor | bytes],
     alike: Sequence[int],
 ) -> None:
-    """Mark the items with facts that a reader cannot take from the plan."""
+    """Note in `infos` which items are torch.save files, or differ from the planned tensor."""
     described: set[tuple[int, int]] = set()  # kinds of tensors that are as planned
     for info, item, value, number in zip(infos, items, data, alike, strict=True):
         planned = item.tensor_data
@@ -316,7 +316,7 @@ def _describe_all(
 
 
 def _files_of(results: list[list[WriteResult]]) -> dict[str, CheckedFile]:
-    """Take the checksums of the files from the items that carry them."""
+    """Take each file's checksums from the file's first item."""
     files = {}
     for each in results:
         for result in each[:1]:
@@ -333,8 +333,8 @@ class _Written:
     """A file that this process has written."""
 
     name: str
-    thread: threading.Thread  # its save is over when the thread has ended, or saves again
-    process: int  # id of the writer; a process forked from it has not written the file
+    thread: threading.Thread  # the save is over when this thread has ended, or saves again
+    process: int  # id of the process that wrote it; a forked child has another id
 
     @property
     def is_of_ended_save(self) -> bool:
@@ -359,8 +359,8 @@ def _remove_failed(directory: CheckpointDirectory, rank: int) -> None:
     """Remove the files of a rank's ended saves, unless metadata names them.
 
     A save that succeeds removes all other files.  If a save fails on one rank, the writers of the
-    other ranks do not learn of it, and their files stay.  Without this function, a loop that goes
-    on after a full disk would add a file with each save.
+    other ranks do not learn of the failure, and their files stay.  Without this function, a loop
+    that keeps saving to a full disk would add a file with each save.
     """
     key = os.path.abspath(directory.path), rank
     with _lock:
@@ -376,7 +376,7 @@ def _remove_failed(directory: CheckpointDirectory, rank: int) -> None:
 
 
 class _Staged(dict[str, Any]):
-    """A staged state dict, which reserves its memory until DCP drops it at the end of the save."""
+    """A copied state dict.  Its memory is reserved until DCP drops the copy after the save."""
 
     def __init__(self, values: dict[str, Any], reservation: Reservation) -> None:
         super().__init__(values)
@@ -389,9 +389,9 @@ class _Staged(dict[str, Any]):
 def staged(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Copy a state dict into CPU memory, where other code cannot change it.
 
-    Tensors that share a storage share one in the copy.  The memory returns to the pool with the
-    last tensor.  The call waits while copies of other saves take the room; a state dict that is
-    larger than the whole room is a StagingFullError.
+    Tensors that share a storage share one in the copy, too.  The memory returns to the pool when
+    the last tensor is freed.  If the copies of other saves leave too little room, the call waits.
+    A state dict that never fits raises StagingFullError.
     """
     all_tensors = list(_tensors_of(state_dict))
     tensors = [tensor for tensor in all_tensors if _can_snapshot(tensor)]
@@ -410,11 +410,11 @@ def staged(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wait_for_memory(nbytes: int) -> None:
-    """Wait until the copy of a save that has just ended is back in the pool.
+    """Wait until the memory of a save that has just ended is back in the pool.
 
-    DCP drops the copy after its future is done, in a thread that needs the interpreter's lock.  The
-    thread that begins the next save holds that lock.  Fresh memory would take longer than the copy
-    into it.
+    DCP drops the copy after the save's future is done, in a thread that needs the interpreter's
+    lock.  The thread that begins the next save holds that lock.  Getting fresh memory would take
+    longer than copying into it.
     """
     deadline = time.perf_counter() + min(_MAX_WAIT_SECONDS, nbytes / _FRESH_NBYTES_A_SECOND)
     while time.perf_counter() < deadline:
@@ -446,7 +446,7 @@ def _can_snapshot(tensor: Tensor) -> bool:
 
 
 class _Copier:
-    """Copies containers, with tensors over the copies of their storages."""
+    """Copies containers and their tensors, given the copies of the tensors' storages."""
 
     def __init__(self, storages: dict[Any, torch.UntypedStorage]) -> None:
         self._storages = storages

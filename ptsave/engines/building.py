@@ -1,4 +1,4 @@
-"""Compiles extension modules with CMake, against the running Python and its torch.
+"""Compiles extension modules with CMake, for the running Python and its torch.
 
 setup.py also uses this module, before ptsave can be imported.  The environment variable MAX_JOBS
 sets the number of compilers that run at once (default: one for each usable core).
@@ -24,7 +24,7 @@ from pathlib import Path
 MINIMUM_TORCH = (2, 9)
 # Advice for an install from source: pip builds in a separate environment, which has no torch.
 OF_PIP = (
-    "this build sees none. pip hides it without --no-build-isolation: "
+    "this build sees none. Without --no-build-isolation, pip hides an installed torch: run "
     "`pip install torch pybind11 ninja cmake setuptools wheel`, "
     "and then `pip install --no-build-isolation PACKAGE`"
 )
@@ -37,20 +37,20 @@ def source_folder() -> Path:
     for folder in (_PACKAGE / "engines" / "source", _PACKAGE.parent):
         if (folder / "CMakeLists.txt").is_file() and (folder / "csrc").is_dir():
             return folder
-    raise SystemExit(f"ptsave: its C++ files are missing in {_PACKAGE}: install it again")
+    raise SystemExit(f"ptsave's C++ files are missing in {_PACKAGE}: install ptsave again")
 
 
 def check_platform() -> None:
-    """Raise SystemExit where ptsave cannot be built."""
+    """Raise SystemExit on a platform where ptsave cannot be built."""
     if not sys.platform.startswith("linux") or platform.machine() not in _MACHINES:
         raise SystemExit(
             f"ptsave is for Linux on {' and '.join(_MACHINES)}, not {sys.platform} on "
-            f"{platform.machine()}: there, use torch.save and torch.load"
+            f"{platform.machine()}: use torch.save and torch.load there"
         )
 
 
 def installed_torch(remedy: str) -> str:
-    """Return the installed torch's version; raise SystemExit, with `remedy` if it is missing."""
+    """Return torch's version; raise SystemExit if torch is missing (with `remedy`) or too old."""
     needed = "ptsave is compiled against an installed torch >= {}.{}".format(*MINIMUM_TORCH)
     try:
         version = importlib.metadata.version("torch")
@@ -58,16 +58,16 @@ def installed_torch(remedy: str) -> str:
         raise SystemExit(f"{needed}, and {remedy}") from None
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
-        raise SystemExit(f"{needed}; cannot read its version {version!r}")
+        raise SystemExit(f"{needed}, but the version {version!r} cannot be read")
     if (int(match[1]), int(match[2])) < MINIMUM_TORCH:
-        raise SystemExit(f"{needed}; found {version}")
+        raise SystemExit(f"{needed}, but torch {version} is installed")
     return version
 
 
 def build(
     build_dir: Path, targets: Sequence[str], option: str, version: str, jobs: int | None = None
 ) -> list[Path]:
-    """Build the targets with `option` turned on; return their files, or raise a SystemExit."""
+    """Build CMake targets with `option` turned on; return the files, or raise a SystemExit."""
     definitions = {
         "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_MAKE_PROGRAM": _tool("ninja", "BIN_DIR"),
@@ -81,13 +81,13 @@ def build(
         [cmake, "-S", str(source_folder()), "-B", str(build_dir), "-G", "Ninja"]
         + [f"-D{name}={value}" for name, value in definitions.items()]
         + shlex.split(os.environ.get("PTSAVE_CMAKE_ARGS", "")),
-        "it needs gcc 12 or clang 14, or a later one; the variable CXX names another than c++",
+        "it needs gcc 12 or clang 14 (or later); set CXX to use another compiler than c++",
     )
     n_jobs = str(jobs or os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
     _run(
         [cmake, "--build", str(build_dir), "--target", *targets, "--parallel", n_jobs],
-        "it needs gcc 12 or clang 14, or a later one (the variable CXX names it), and memory for "
-        f"{n_jobs} compilers at once (MAX_JOBS=1: for one)",
+        "it needs gcc 12 or clang 14 (or later; CXX sets the compiler), and enough memory for "
+        f"{n_jobs} compilers at the same time (MAX_JOBS=1 runs only one)",
     )
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     return [build_dir / f"{target}{suffix}" for target in targets]
@@ -115,7 +115,7 @@ def _check_python_headers() -> None:
 
 
 def _run(command: list[str], needs: str) -> None:
-    """Run a build command; raise SystemExit if it fails.  The command prints the reason."""
+    """Run a build command, which prints its errors; raise SystemExit if the command fails."""
     if subprocess.run(command, check=False).returncode != 0:
         raise SystemExit(
             f"ptsave: this command failed: {shlex.join(command)}\n"
@@ -140,7 +140,7 @@ def _torch_definitions() -> dict[str, str]:
 
 
 def _pybind11_include_dirs(torch_include_dirs: list[str]) -> list[str]:
-    """Return pybind11's folder, or nothing if torch ships its own pybind11."""
+    """Return a list with pybind11's include folder; an empty list if torch contains pybind11."""
     if any((Path(folder) / "pybind11" / "pybind11.h").is_file() for folder in torch_include_dirs):
         return []
     if importlib.util.find_spec("pybind11") is None:

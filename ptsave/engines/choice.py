@@ -1,4 +1,4 @@
-"""Names engines, and chooses the one for the installed torch."""
+"""Finds and imports the engine, the compiled extension for the installed torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE_NAME = f"_C{EXTENSION_SUFFIXES[0]}"
 
 
 def series_of(torch_version: str) -> str:
-    """Return the minor series of a version: "2.13" of "2.13.1+cpu"."""
+    """Return the minor series of a version, such as "2.13" for "2.13.1+cpu"."""
     return ".".join(torch_version.split(".")[:2])
 
 
@@ -40,9 +40,9 @@ def _own_version() -> str:
 
 
 def own_folders() -> list[Path]:
-    """Return the folders for compiled engines: in the environment, and in the user's home.
+    """Return the folders for engines that `ptsave.build_engine` compiles.
 
-    An engine in the package's own folder would keep that folder after pip removes ptsave.
+    These folders are outside the package's folder, because pip does not remove unknown files there.
     """
     below = Path("share", "ptsave", "engines", _own_version())
     folders = [Path(sysconfig.get_path("data")) / below]
@@ -60,14 +60,14 @@ def find(torch_version: str) -> Path:
         return max(engines, key=lambda engine: engine.stat().st_mtime_ns)
     known = ", ".join(_series_there()) or "none"
     raise ImportError(
-        f"ptsave {_own_version()} has engines for torch {known}, and torch {torch_version} is "
+        f"ptsave {_own_version()} has engines for torch {known}, but torch {torch_version} is "
         f"installed: {_remedy()}"
     )
 
 
 @cache
 def require() -> None:
-    """Raise ImportError if there is no engine for the installed torch; look for it once."""
+    """Raise ImportError if there is no engine for the installed torch; once found, do nothing."""
     find(importlib.import_module("torch").__version__)
 
 
@@ -85,7 +85,7 @@ def load(torch_version: str) -> ModuleType:
             f"{path} does not fit torch {torch_version}, which is installed ({error}): {_remedy()}"
         ) from error
     if (own := _own_version()) != engine.VERSION:
-        raise ImportError(f"{path} is of ptsave {engine.VERSION}, not {own}: {_remedy()}")
+        raise ImportError(f"{path} belongs to ptsave {engine.VERSION}, not {own}: {_remedy()}")
     return engine
 
 
@@ -94,7 +94,7 @@ def _folders() -> list[Path]:
 
 
 def _series_there() -> list[str]:
-    """Return the minor series of torch that have an engine."""
+    """Return the minor series of torch for which there is an engine."""
     found = set()
     for folder in filter(Path.is_dir, _folders()):
         for name in os.listdir(folder):
@@ -105,4 +105,4 @@ def _series_there() -> list[str]:
 
 
 def _remedy() -> str:
-    return f"compile one for it by `{sys.executable} -m ptsave.build_engine`"
+    return f"compile an engine with `{sys.executable} -m ptsave.build_engine`"

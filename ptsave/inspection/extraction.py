@@ -34,10 +34,10 @@ def read_entries(
     recover: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Read only the named entries of a file.
+    """Read only the entries of a file that have these `names`.
 
-    `names` are dotted names of tensors, containers or values, or paths of keys such as ``"('a.b',
-    0)"``.  Raises KeyError, with similar names, if there is no such entry.
+    A name is the dotted name of a tensor, container or value, or the text of a tuple of keys, such
+    as ``"('a.b', 0)"``.  If an entry does not exist, a KeyError suggests similar names.
     """
     with (
         position_kept(file),
@@ -51,34 +51,34 @@ def read_entries(
 def read_whole(
     file: Any, *, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read all intact entries of a damaged or truncated file.
+    """Read all undamaged entries of a damaged or truncated file.
 
-    Also returns the names of the omitted parts: damaged tensors, and objects that are not built.
-    Raises CorruptCheckpointError if other parts than tensors are damaged, and TypeError if the file
-    does not hold a dict.
+    Also returns the names of the parts left out: damaged tensors, and objects that
+    ``weights_only=True`` does not allow.  Raises CorruptCheckpointError if parts other than tensors
+    are damaged, and TypeError if the file does not hold a dict.
     """
     found = verify_file(file, recover=True, storage_options=storage_options)
     with position_kept(file):
         contents = open_checkpoint(file, OpenOptions(storage_options, recover=True))
         if not isinstance(contents.obj, Mapping):
             kind = type_name_of(contents.obj)
-            raise TypeError(f"{name_of(file)}: it holds {kind}, not a dict of entries")
+            raise TypeError(f"{name_of(file)} holds {kind}, not a dict of entries")
         damaged = [name for problem in found.problems for name in problem.entries]
         entries, lost = without_entries(contents.obj, {*damaged, *_opaque_in(contents.obj)})
         known = {node.name for node in EntryTree(contents.obj).nodes}
-        lost += [name for name in damaged if name not in known]  # recovery has left these out
+        lost += [name for name in damaged if name not in known]  # recovery left these out before
         path = name_of(file)
         return read_entry(entries, lambda tensors: contents.read(tensors, None), path), lost
 
 
 def without_entries(obj: Mapping[Any, Any], names: Set[str]) -> tuple[dict[str, Any], list[str]]:
-    """Copy a mapping without the leaves `names`; also return the names of all omitted parts.
+    """Copy a mapping without the leaves in `names`; also return the names of all parts left out.
 
-    Lists and tuples that hold such a leaf are omitted, too, because the positions of their other
-    elements would change.
+    A list or tuple with such a leaf is left out, too, because the positions of its other elements
+    would change.
     """
     lost: list[str] = []
-    copies: dict[int, Any] = {}  # a mapping that occurs twice is copied once
+    copies: dict[int, Any] = {}  # by id(), so that a mapping is copied once
 
     def rest_of(container: Any, prefix: str, depth: int) -> Any:
         if id(container) in copies:
@@ -91,7 +91,7 @@ def without_entries(obj: Mapping[Any, Any], names: Set[str]) -> tuple[dict[str, 
             inner = value
             if type(value) in (dict, OrderedDict) and value and depth < MAX_DEPTH:
                 inner = rest_of(value, f"{name}.", depth + 1)
-                if not inner:  # every part is omitted
+                if not inner:  # every part is left out
                     continue
             elif name in names or (
                 isinstance(value, (list, tuple, set, frozenset, Mapping))
@@ -106,7 +106,7 @@ def without_entries(obj: Mapping[Any, Any], names: Set[str]) -> tuple[dict[str, 
 
 
 def without_opaque(obj: Any) -> tuple[Any, list[str]]:
-    """Copy a mapping without `Opaque` parts, and return their names; keep any other object."""
+    """Copy a mapping without its `Opaque` parts, and return the names of these parts."""
     opaque = _opaque_in(obj)
     return without_entries(obj, opaque) if opaque and isinstance(obj, Mapping) else (obj, [])
 
@@ -118,7 +118,7 @@ def _opaque_in(obj: Any) -> set[str]:
 
 
 def find_entry(find: Callable[[str | Path], Any], name: str) -> Any:
-    """Find the entry for a name on the command line, which may be a tuple of keys."""
+    """Return `find(...)` for a dotted name, or for the text of a tuple of keys."""
     path = path_in(name)
     if path is not None:
         with suppress(EntryNotFoundError):
@@ -127,7 +127,7 @@ def find_entry(find: Callable[[str | Path], Any], name: str) -> Any:
 
 
 class Counts(NamedTuple):
-    """The numbers of tensors and other values, and the bytes of the tensors' elements."""
+    """Numbers of tensors and of other values, and the size of the tensors' elements in bytes."""
 
     tensors: int
     values: int
@@ -135,7 +135,7 @@ class Counts(NamedTuple):
 
 
 def count_entries(entries: Mapping[str, Any]) -> Counts:
-    """Count the leaves of entries; a tensor counts once for each of its names."""
+    """Count the leaves in entries; a tensor with two names counts twice."""
     tree = EntryTree(dict(entries))
     leaves = [n for n in range(len(tree.nodes)) if not tree.is_container(n)]
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tree.tensors)
@@ -143,7 +143,7 @@ def count_entries(entries: Mapping[str, Any]) -> Counts:
 
 
 def default_output(name: str) -> str:
-    """Return the name of an entry's file, in the current directory.
+    """Return the default name of the file for the entry `name`, in the current directory.
 
     >>> default_output("model.layers.0.weight")
     'model.layers.0.weight.pt'
@@ -162,8 +162,8 @@ def write_entries(
 ) -> None:
     """Write entries to a file; a failure leaves no partial file.
 
-    One entry is written as it is, several as a dict.  The suffix ``.safetensors`` or ``.npy`` of a
-    path or URL selects that format; `max_size` then limits the bytes of the tensors.
+    A single entry is written by itself, several are written as a dict.  The suffix ``.safetensors``
+    or ``.npy`` selects this format; then `max_size` limits the bytes of the tensors.
     """
     obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
     if not isinstance(output, str):
@@ -174,7 +174,7 @@ def write_entries(
     if isinstance(target, str) and os.path.isdir(target):
         raise IsADirectoryError(errno.EISDIR, "is a directory: name a file in it", output)
     if exists(target) and not overwrite:
-        raise FileExistsError(errno.EEXIST, "there is such a file: --force replaces it", output)
+        raise FileExistsError(errno.EEXIST, "the file exists: --force replaces it", output)
     if output.endswith(".safetensors"):
         tensors = _tensors_of(dict(entries) if isinstance(obj, Tensor) else obj)
         check_expansion(tensors.values(), output, max_size=max_size)
@@ -189,14 +189,14 @@ def write_entries(
 
 
 def _tensors_of(obj: Any) -> dict[str, Tensor]:
-    """Return all tensors by name, and refuse an object that holds other values."""
+    """Return all tensors by name; raise an error if the object has other values."""
     tree = EntryTree(obj)
     tensors: dict[str, Tensor] = {}
     for number, node in enumerate(tree.nodes):
         if node.tensor < 0 and not tree.is_container(number):
             raise TypeError(
-                f"a safetensors file holds tensors only, and {node.name!r} is of type "
-                f"{type(node.value).__name__}: write a .pt file, or ask for less"
+                f"a safetensors file holds only tensors, but {node.name!r} is of type "
+                f"{type(node.value).__name__}: write a .pt file, or name only tensors"
             )
         if node.tensor >= 0:
             tensors[node.name] = node.value
@@ -215,10 +215,10 @@ def _write_npy(target: FileTarget, obj: Any) -> None:
 
         values = obj.detach().resolve_conj().resolve_neg()
         facts = header_data_from_array_1_0(values.numpy())
-    except (ImportError, RuntimeError, TypeError) as error:  # no NumPy, or not this dtype
+    except (ImportError, RuntimeError, TypeError) as error:  # NumPy is missing, or lacks this dtype
         raise TypeError(f"NumPy cannot hold the tensor ({error}): write a .pt file") from None
     header = io.BytesIO()
     write_array_header_1_0(header, facts)
-    if facts["fortran_order"]:  # the last index changes slowest
+    if facts["fortran_order"]:  # columns are contiguous
         values = values.permute(*reversed(range(values.dim())))
     write_bytes(target, header.getvalue(), values.contiguous())

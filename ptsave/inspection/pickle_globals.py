@@ -1,6 +1,6 @@
-"""Finds the functions and classes that a checkpoint asks for, without running its pickle.
+"""Finds the functions and classes that a checkpoint names, without running its pickle.
 
-Functions import the modules that need torch, because `ptsave globals` often needs no torch.
+Functions here import modules that need torch, because `ptsave globals` often works without torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.locations import named_errors, position_kept
 from ptsave.sources.ranges import RangeSource
 
-# The globals that most files name and that every torch allows.
+# Functions and classes that most files name, and that every version of torch allows.
 ORDINARY_GLOBALS = frozenset(
     {"collections.OrderedDict"}
     | {f"torch._utils.{name}" for name in ("_rebuild_tensor_v2", "_rebuild_parameter")}
@@ -46,10 +46,10 @@ _GETS = {"GET", "BINGET", "LONG_BINGET"}
 
 
 def globals_in_pickle(stream: BinaryIO, path: str) -> dict[str, str]:
-    """Return the globals of one pickle, as `required_globals` does; leave the stream behind it."""
+    """Read one pickle, and return the functions and classes that it names, with their modules."""
     found: dict[str, str] = {}
     memo: dict[int, str | None] = {}
-    strings: list[str | None] = []  # the last two pushed values; None for a value that is no text
+    strings: list[str | None] = []  # the last two pushed values; None if not text
     try:
         for opcode, argument, _ in pickletools.genops(stream):
             value: str | None = argument if isinstance(argument, str) else None
@@ -69,20 +69,20 @@ def globals_in_pickle(stream: BinaryIO, path: str) -> dict[str, str]:
             del strings[:-2]
     except (ValueError, AttributeError, IndexError, OverflowError, UnicodeError) as error:
         raise CorruptCheckpointError(
-            f"{path}: its pickle is damaged: {error}", path=path, record="data.pkl"
+            f"{path}: the pickle is damaged: {error}", path=path, record="data.pkl"
         ) from None
     return found
 
 
 class _Global(str):
-    """A text in a pickle that is the full name of a global."""
+    """The full name of a global, as text from a pickle."""
 
 
 def _add(found: dict[str, str], module: str | None, name: str | None) -> _Global:
     if not module or not name:
         found[_UNKNOWN] = ""
         return _Global(_UNKNOWN)
-    # Pickles use the module names of Python 2.
+    # The pickles use Python 2's names of modules, such as __builtin__.
     if (module, name) in _compat_pickle.NAME_MAPPING:
         module, name = _compat_pickle.NAME_MAPPING[module, name]
     else:
@@ -92,7 +92,7 @@ def _add(found: dict[str, str], module: str | None, name: str | None) -> _Global
 
 
 def _dtype_class(code: str | None) -> dict[str, str]:
-    """Return the class of the dtype with this code, and its module, if NumPy has a name for it."""
+    """Return the class of the dtype `code`, and its module, if NumPy names this class."""
     if code is None or not _DTYPE_CODE.fullmatch(code):
         return {}
     with suppress(ImportError, TypeError, ValueError):
@@ -104,16 +104,17 @@ def _dtype_class(code: str | None) -> dict[str, str]:
     return {}
 
 
-# A legacy file has pickles of: magic number, protocol, machine, object, keys of storages.
+# A file from before torch 1.6 has five pickles: magic number, protocol, machine, object, keys.
 _N_LEGACY_PICKLES = 5
 
 
 def required_globals(f: Any, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return the functions and classes that a checkpoint's files name, and their modules.
 
-    The full names are those of Python 3, as in torch.  The pickle is read, not run.  For NumPy
-    arrays, the result includes the classes of their dtypes: files do not name these classes, but
-    torch requires that they are allowed.
+    If a pickle has a module's Python 2 name (``__builtin__``), the result has the Python 3 name
+    (``builtins``).  The pickle is read, not run.  For NumPy arrays, the result includes the classes
+    of their dtypes.  A file does not name these classes, but torch refuses it unless they are
+    allowed.
     """
     from ptsave.contents.opening import require_checkpoint
 
@@ -134,7 +135,7 @@ def _globals_in(source: RangeSource) -> dict[str, str]:
                 found |= globals_in_pickle(stream, source.name)
     elif source.kind == "zip":
         found = globals_in_pickle(io.BytesIO(_pickle_of(source)), source.name)
-    return found  # a safetensors file has none
+    return found  # a safetensors file has no pickle
 
 
 def _pickle_of(source: RangeSource) -> bytes:
@@ -162,14 +163,14 @@ def unsafe_globals(names: Iterable[str]) -> list[str]:
 
 
 def never_allowed(module: str) -> bool:
-    """Whether torch refuses a module's functions even if the user allows them."""
+    """Return whether torch refuses all functions of a module, even if the user allows them."""
     from ptsave.support.torch_names import blocked_modules
 
     return module in ("", *blocked_modules)
 
 
 def code_to_allow(modules: Mapping[str, str]) -> str:
-    """Return the Python code that makes torch build some globals, given the module of each.
+    """Return Python code that allows functions and classes; `modules` maps each to its module.
 
     >>> print(code_to_allow({"pathlib.PosixPath": "pathlib"}))
     import pathlib, torch

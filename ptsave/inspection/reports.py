@@ -1,6 +1,6 @@
 """Lists files without their tensors' values, and verifies undamaged files, both without torch.
 
-Files that are not plain are listed with torch; `verification` examines damaged files.
+Files that `outline_of` cannot read are listed with torch; `verification` examines damaged files.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from ptsave.contents.contents import ChunkInfo, Contents, Facts, Place
 
 NO_CHECKSUMS = (
-    "a safetensors file has no checksums: header and sizes are right, values were not checked"
+    "a safetensors file has no checksums: header and sizes are right, but values were not checked"
 )
-_READ_AT_ONCE_NBYTES = 512 << 20  # between two updates of a progress bar
+_READ_AT_ONCE_NBYTES = 512 << 20  # bytes read from one update of the progress bar to the next
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the tensors of files; sizes in bytes."""
+    """Numbers and sizes (in bytes) of the tensors in files, summed up."""
 
     n_tensors: int = 0
-    tensor_nbytes: int = 0  # of the elements
+    tensor_nbytes: int = 0  # of the tensors' elements
     n_storages: int = 0  # a storage that tensors share counts once
     storage_nbytes: int = 0
-    unused_nbytes: int = 0  # bytes of storages that are certainly in no tensor
+    unused_nbytes: int = 0  # a lower bound of the bytes in storages that no tensor uses
     file_nbytes: int = 0
 
     def __add__(self, other: Totals) -> Totals:
@@ -48,7 +48,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class FileListing:
-    """The contents of one file; facts, places, sharing and chunks are indexed by tensor number."""
+    """The contents of one file; facts, places, sharing and chunks have indices of tensors."""
 
     path: str
     kind: str  # "pt", "safetensors", ...
@@ -56,14 +56,14 @@ class FileListing:
     tree: EntryTree  # the tensors have no values
     facts: list[Facts]
     places: list[Place]
-    sharing: dict[int, list[int]] = field(repr=False)  # numbers of all tensors with that storage
+    sharing: dict[int, list[int]] = field(repr=False)  # tensors that share a storage
     totals: Totals
-    # Parts of the tensors of a distributed checkpoint.
+    # Of a distributed checkpoint: the parts of each tensor.
     chunks: dict[int, Sequence[ChunkInfo]] = field(default_factory=dict, repr=False)
 
 
 def list_files(files: ShardFiles, *, recover: bool = False) -> Iterator[FileListing]:
-    """Yield a listing of each file, without torch for plain ones; the files may be inconsistent."""
+    """Yield a listing of each file; does not check that the files belong together."""
     for path in files.paths:
         source = files.open_one(path)
         with pausing_garbage_collection():
@@ -126,7 +126,7 @@ def listing_of(contents: Contents | Outline) -> FileListing:
 
 
 def _groups_of(storages: list[object]) -> dict[int, list[int]]:
-    """Return groups of tensors that share a storage, by the number of the first tensor."""
+    """Return the groups of tensors that share a storage, each by its first tensor's number."""
     groups: dict[int, list[int]] = {}
     if len(set(storages)) == len(storages):
         return groups
@@ -139,7 +139,7 @@ def _groups_of(storages: list[object]) -> dict[int, list[int]]:
 
 
 def totals_of(listing: FileListing, numbers: Sequence[int]) -> Totals:
-    """Return the sums over the tensors of some nodes; `unused_nbytes` is 0 for a part of a file."""
+    """Return totals of the nodes `numbers`; unless these are all, `unused_nbytes` is 0."""
     nodes, facts, sharing = listing.tree.nodes, listing.facts, listing.sharing
     tensors = [nodes[number].tensor for number in numbers if nodes[number].tensor >= 0]
     if len(tensors) == len(facts):
@@ -156,11 +156,11 @@ def totals_of(listing: FileListing, numbers: Sequence[int]) -> Totals:
 
 
 def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:
-    """Return an upper bound of the bytes of a storage that some views use."""
+    """Return how many bytes of a storage the `views` use at most."""
     nbytes = end = 0
     for _, shape, stride, begin, view_nbytes, _ in sorted(views, key=lambda view: view[3]):
         n_elements = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=False))
-        if math.prod(shape) == n_elements:  # without gaps: common bytes count once
+        if math.prod(shape) == n_elements:  # has no gaps: shared bytes count once
             nbytes += max(begin + view_nbytes - max(begin, end), 0)
             end = max(end, begin + view_nbytes)
         else:
@@ -169,7 +169,7 @@ def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:
 
 
 def select(listings: Sequence[FileListing], patterns: Sequence[str]) -> list[list[int]]:
-    """Return each file's matching node numbers; raise KeyError if a pattern matches nothing."""
+    """Return each file's nodes that match a pattern; a pattern without a match is a KeyError."""
     if not patterns:
         return [[*range(len(listing.tree.nodes))] for listing in listings]
     for pattern in patterns:
@@ -184,14 +184,14 @@ def select(listings: Sequence[FileListing], patterns: Sequence[str]) -> list[lis
 
 @dataclass(frozen=True)
 class Problem:
-    """A fault of a file or a directory, and the tensors that are known to be damaged by it.
+    """A fault in a file or a directory, and the tensors that are known to be damaged.
 
-    The fields are keys of ``ptsave verify --json``.
+    ``ptsave verify --json`` prints these fields under the same names.
     """
 
     reason: str
     record: str | None = None
-    offset: int | None = None  # in the file, in bytes
+    offset: int | None = None  # of the fault in the file, in bytes
     entries: list[str] = field(default_factory=list)
 
 
@@ -202,23 +202,23 @@ class Verification:
     path: str
     problems: list[Problem]  # empty if every check succeeds
     remarks: list[str] = field(default_factory=list)  # checks that could not be made, and why
-    n_records: int = 0  # 0 for a file that is no archive
+    n_records: int = 0  # 0 for a file that is not an archive
     nbytes: int = 0
     tensors: list[str] | None = None  # names; None if they are unknown
     whole: list[str] | None = None  # names of the tensors that can still be read
-    has_checksums: bool = True  # without checksums, damage to values may not show
-    is_unfinished: bool = False  # the file has no end; its recoverable part was verified
+    has_checksums: bool = True  # if not, damage to values may not be found
+    is_unfinished: bool = False  # the file's end is missing; the rest was verified
 
 
 def compare_with_index(files: ShardFiles, shards: list[Verification]) -> list[Problem]:
-    """Return the problems between shards: tensors in two files, or not in the indexed one."""
+    """Return a problem for each tensor in two files, or not in the file that the index names."""
     problems = []
     found: dict[str, str] = {}
     for shard in shards:
         for name in shard.tensors or []:
             other = found.setdefault(name, shard.path)
             if other != shard.path and files.weight_map is None and files.ranks is None:
-                problems.append(Problem(f"{name} is in {other} and in {shard.path}"))
+                problems.append(Problem(f"{name} is in two files, {other} and {shard.path}"))
     readable = {shard.path: set(shard.tensors) for shard in shards if shard.tensors is not None}
     for name, path in (files.weight_map or {}).items():
         if path in readable and name not in readable[path]:
@@ -227,9 +227,9 @@ def compare_with_index(files: ShardFiles, shards: list[Verification]) -> list[Pr
 
 
 def whole_file(path: str, progress: ProgressCallback | None) -> Verification | None:
-    """Verify an undamaged, plain local archive or safetensors file, as `verify_file` does.
+    """Verify a local archive or safetensors file without torch; return None if this fails.
 
-    Returns None for any other file: examining a damaged file needs torch.
+    It fails for a damaged file, and for other kinds of files; `verify_file` examines them.
     """
     if is_url(path):
         return None

@@ -1,4 +1,4 @@
-"""Verifies files: makes every possible check, and names the damaged tensors."""
+"""Verifies files: makes all checks that the format allows, and names the damaged tensors."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from ptsave.tree.containers import MAX_DEPTH
 from ptsave.tree.tree import EntryTree
 
 _METADATA_UNCHECKED = (
-    "its metadata has no checksum, because torch's writer adds none: a name or number that has "
-    "changed and is still valid is not noticed"
+    "the metadata has no checksum, because torch's writer adds none: a changed name or number that "
+    "is still valid would go unnoticed"
 )
 _UNKNOWN_TENSORS = (
-    "its tensors cannot be named: its object needs more than weights_only=True, or values that are "
-    "damaged"
+    "the tensors cannot be named, because the object can be built only with weights_only=False, or "
+    "only from values that are damaged"
 )
 _TOO_DEEP = (
-    f"containers are nested deeper than {MAX_DEPTH} levels: tensors below that were verified, but "
+    f"containers are nested deeper than {MAX_DEPTH} levels: deeper tensors were verified, but "
     "are not named"
 )
 _WITHOUT_CHECKSUMS = (
-    "its storages have no checksums (set_crc32_options(False) or skip_data()): they were read, but "
+    "the storages have no checksums (set_crc32_options(False) or skip_data()): they were read, but "
     "not compared"
 )
 
@@ -52,7 +52,7 @@ _WITHOUT_CHECKSUMS = (
 def verify_all(
     contents: CheckpointFiles, progress: ProgressCallback | None
 ) -> tuple[list[Verification], list[Problem]]:
-    """Check each file of a directory; also return problems of the directory and its file sets."""
+    """Verify each file of a directory; also return the problems of the directory itself."""
     problems = [Problem(text) for text in contents.problems]
     verified: list[Verification] = []
     done = 0
@@ -73,11 +73,11 @@ def verify_file(
     recover: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Verification:
-    """Check a file: every checksum, and that each record and tensor has a possible position.
+    """Check all checksums of a file, and whether all positions of records and tensors are possible.
 
-    In a directory, checks all checkpoints, but no subdirectories.  With `recover`, a file without
-    its end is whole if no part that :func:`ptsave.open` recovers is lost.  Raises OSError if there
-    is no checkpoint at all.
+    In a directory, checks all checkpoints, except in subdirectories.  With `recover`, a file whose
+    end is missing counts as undamaged if :func:`ptsave.open` can recover all complete records.
+    Raises OSError if there is no checkpoint.
     """
     with position_kept(f):
         contents = checkpoint_files(f, storage_options)
@@ -87,7 +87,7 @@ def verify_file(
 
 
 def _as_one(path: str, files: list[Verification], problems: list[Problem]) -> Verification:
-    """Merge the results of several files into one."""
+    """Merge the results of several files into one `Verification`."""
     for file in files:
         problems += [replace(each, reason=f"{file.path}: {each.reason}") for each in file.problems]
     return Verification(
@@ -118,7 +118,7 @@ def _verify_source(
     try:
         reader = open_source_archive(source, verify=True)
     except CorruptCheckpointError as error:
-        if isinstance(source, FsspecFile):  # the whole file would have to be fetched
+        if isinstance(source, FsspecFile):  # all of the file would have to be fetched
             return Verification(source.name, [_problem_of(error)], nbytes=source.nbytes)
         return _verify_without_directory(source, error)
     return _verify_archive(source, reader, progress)
@@ -132,7 +132,7 @@ def _verify_recovery(
     if reason := recovery.damage():
         first = next(iter([*recovery.storages, *recovery.journals]), None)
         damage.append(Problem(reason, first, entries=[*recovery.entries]))
-    remark = "it has no end: only its finished part was checked"
+    remark = "the file has no end: only its finished part was checked"
     return replace(
         found,
         problems=[*damage, *found.problems],
@@ -145,14 +145,14 @@ def _verify_recovery(
 
 
 def _verify_other(source: RangeSource) -> Verification:
-    """Verify a file without checksums by reading it as far as its own library does."""
+    """Verify a file without checksums: open it, because this checks its structure."""
     path, nbytes = source.name, source.nbytes
     try:
         contents = open_file(source)
     except NotCheckpointError:
         if not (path.endswith(".safetensors") and source.head[8:9] == b"{"):
             raise
-        cut = Problem(f"it is cut short: it ends within its header, after {nbytes} bytes")
+        cut = Problem(f"the file is cut short: it ends within its header, after {nbytes} bytes")
         return Verification(path, [cut], nbytes=nbytes)
     except CorruptCheckpointError as error:
         return Verification(path, [_problem_of(error)], nbytes=nbytes)
@@ -160,7 +160,7 @@ def _verify_other(source: RangeSource) -> Verification:
     remark = (
         NO_CHECKSUMS
         if kind == "safetensors"
-        else f"{kind}: such a file has no checksums; it can be loaded"
+        else f"a file of kind {kind} has no checksums, but it can be loaded"
     )
     tree = EntryTree(contents.obj)
     names = _names_in(tree)
@@ -169,7 +169,7 @@ def _verify_other(source: RangeSource) -> Verification:
 
 
 def _verify_ranks(metadata: str | FsspecFile, progress: ProgressCallback | None) -> Verification:
-    """Check a distributed checkpoint, given its ``.metadata``: every file and every checksum."""
+    """Check all files and checksums of the distributed checkpoint with this ``.metadata`` file."""
     # Imported here, because ptsave.dcp.checkpoint imports a slow module of torch.
     from ptsave.dcp.checkpoint import DcpCheckpoint, find_dcp_damage
 
@@ -191,7 +191,7 @@ def _verify_ranks(metadata: str | FsspecFile, progress: ProgressCallback | None)
     if found.unverified:
         what = count_text(len(found.unverified), "item")
         remarks.append(
-            f"unverified, as there are no checksums of them: {what}, {some_of(found.unverified, 3)}"
+            f"not verified, because checksums are missing: {what}, {some_of(found.unverified, 3)}"
         )
     return Verification(
         path,
@@ -225,7 +225,7 @@ def _verify_archive(
         if not reader.has_record("constants.pkl"):
             raise
         what = str(error).removeprefix(f"{reader.path} ")
-        remarks.append(f"it {what}; its records were compared with their checksums all the same")
+        remarks.append(f"the file {what}; its records were compared with their checksums")
     except CorruptCheckpointError as error:
         if error.record not in damaged:
             problems.append(_problem_of(error))
@@ -253,7 +253,7 @@ def _verify_archive(
 
 
 class _Tensors(NamedTuple):
-    """The names of all tensors, and of the tensors in each record; `is_whole` as in `EntryTree`."""
+    """The names of all tensors, and of those in each record; for `is_whole`, see `EntryTree`."""
 
     names: list[str]
     users: dict[str | None, list[str]]
@@ -261,8 +261,8 @@ class _Tensors(NamedTuple):
 
 
 def _tensors_in(source: RangeSource, reader: RecordReader, is_damaged: bool) -> _Tensors:
-    """Return the tensors by record; raise UnpicklingError if weights_only=True does not suffice."""
-    if not reader.engine.all_stored:  # its pickle is compressed, too
+    """Return the tensors by record; raise UnpicklingError if weights_only=True refuses the file."""
+    if not reader.engine.all_stored:  # the pickle is compressed, too
         return _Tensors([], {})
     reader.check_version()
     reader.leaves_opaque = True
@@ -281,7 +281,7 @@ def _tensors_in(source: RangeSource, reader: RecordReader, is_damaged: bool) -> 
 def _tensors_made_of_values(
     source: RangeSource, reader: RecordReader, is_damaged: bool
 ) -> _Tensors:
-    """Do `_tensors_in` for an object that torch can build only from the tensors' values."""
+    """Do the same as `_tensors_in`, for an object that needs the values of its tensors."""
     found = entries_with_records(reader, set(reader.get_all_records()))
     users: dict[str | None, list[str]] = {}
     for name, record in found:
@@ -300,35 +300,35 @@ def _names_in(tree: EntryTree) -> list[str]:
 
 
 def _verify_without_directory(source: RangeSource, error: CorruptCheckpointError) -> Verification:
-    """Verify an archive whose directory is missing or damaged, by the records that are left."""
+    """Verify the remaining records of an archive whose ZIP directory is missing or damaged."""
     path = source.name
     archive = CutArchive(source)
     whole = {record.name for record in archive.records if record.is_whole}
     tensors, kept = archive.entries()
     if error.lacks_end and not tensors:
-        with suppress(CorruptCheckpointError):  # nothing of it can be recovered
+        with suppress(CorruptCheckpointError):  # raised if nothing can be recovered
             return _verify_unfinished(source)
     n_records, nbytes = len(archive.records), archive.nbytes
     lost = [name for name in tensors if name not in set(kept)]
-    reason = f"its directory is damaged: {bare_message(error, path)}"
+    reason = f"the ZIP directory is damaged: {bare_message(error, path)}"
     if error.lacks_end:
         reason = (
-            "it is cut short, or was never finished: its directory, which comes last, is missing"
+            "the file is cut short or was never finished: the ZIP directory at its end is missing"
         )
-    found = "1 record can" if len(whole) == 1 else f"{len(whole)} records can"
-    reason += f"; {found} still be found whole{' (--recover reads them)' if kept else ''}"
+    found = "1 record is" if len(whole) == 1 else f"{len(whole)} records are"
+    reason += f"; {found} undamaged{' (--recover reads them)' if kept else ''}"
     problem = Problem(reason, None, nbytes, lost)
     return Verification(path, [problem], [], n_records, nbytes, tensors or None, kept or None)
 
 
 def _verify_unfinished(source: RangeSource) -> Verification:
-    """Verify an archive without an end by recovering it."""
+    """Verify an archive whose end is missing: recover it, and check what was recovered."""
     recovery = recovery_of(source)
     assert recovery is not None
     found = _verify_recovery(source, recovery, None)
-    what = f"{'not all of ' if found.problems else ''}what was finished is whole"
+    what = f"{'not all of ' if found.problems else ''}the finished part is undamaged"
     reason = (
-        "it is cut short, or was never finished: its directory, which comes last, is missing; "
+        "the file is cut short or was never finished: the ZIP directory at its end is missing; "
         f"{what} (--recover reads it)"
     )
     problem = Problem(reason, None, source.nbytes)

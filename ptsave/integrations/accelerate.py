@@ -1,4 +1,4 @@
-"""Checkpoints of accelerate with ptsave: ``save_state`` and ``load_state`` of one Accelerator."""
+"""Lets the ``save_state`` and ``load_state`` of an accelerate Accelerator use ptsave."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
 
 
 def enable(accelerator: Any, *, fsync: bool = False) -> Any:
-    """Let an Accelerator save and load its states with ptsave; `disable` undoes it.
+    """Let an Accelerator save and load its states with ptsave; `disable` undoes this.
 
-    Models, optimizers, schedulers, samplers, random states and custom objects go through the
-    engine, in the same files.  A directory of ``save_state`` is complete or absent.  Loading
-    verifies checksums; safetensors files have none.  Hooks registered with the Accelerator get a
-    temporary directory as ``output_dir``.  Its last part is the checkpoint's name, and it is
-    renamed when all files are written.
+    ptsave writes and reads models, optimizers, schedulers, samplers, random states and custom
+    objects, in the same files as accelerate.  The directory of a checkpoint is complete or absent.
+    Loading verifies checksums, which safetensors files do not have.  Hooks of the Accelerator get a
+    temporary directory as ``output_dir``, whose path ends with the checkpoint's name.  When all
+    files are written, ptsave renames this directory.
 
     Parameters
     ----------
@@ -46,21 +46,21 @@ def enable(accelerator: Any, *, fsync: bool = False) -> Any:
 
     Notes
     -----
-    With automatic naming (``total_limit``) an older checkpoint is removed after the new one is
-    complete; accelerate removes it before.  A damaged file of random states is an error here;
-    accelerate continues without it.
+    With automatic naming (``total_limit``), ptsave removes an older checkpoint after the new one is
+    complete; accelerate itself removes it before.  If the file of random states is damaged, ptsave
+    raises an error; accelerate itself continues without the file.
 
-    ``save_state`` into an existing directory keeps its other entries (notes, logs), as accelerate
-    does: they are moved into the new directory after that has its name.  Some directories cannot be
-    renamed: a mount point, one in a directory that is not writable, or one that contains the main
-    process's current directory (``save_state(".")``).  The main process moves the files there
-    one by one.  If it is killed meanwhile, the next ``load_state`` or ``save_state`` with that
-    directory moves the rest.
-    While a process saves into a directory, ``save_state`` of another process into it is an error.
+    ``save_state`` into an existing directory keeps the directory's other files (notes, logs), as
+    accelerate does: ptsave moves them into the new directory.  Some directories cannot be
+    renamed: a mount point, a directory whose parent is not writable, or a directory that contains
+    the main process's current directory (``save_state(".")``).  The main process moves the files
+    into such a directory one by one.  If the process is killed meanwhile, the next ``load_state``
+    or ``save_state`` with this directory moves the rest.
+    If two programs save into one directory at the same time, the second one raises an error.
 
     DeepSpeed and Megatron write some files themselves, without ptsave.  Files that FSDP writes with
     ``torch.distributed.checkpoint`` go through :mod:`ptsave.distributed`.  All processes must see
-    the same file system.  An error of one process is raised on all.
+    the same file system.  An error of one process is raised on all processes.
 
     Examples
     --------
@@ -139,7 +139,7 @@ def _directory_of(accelerator: Any) -> str:
 
 
 def _remove_leftovers(directory: str) -> None:
-    """Remove leftovers of killed processes, which accelerate would count as checkpoints."""
+    """Remove the temporary directories of killed saves; accelerate counts them as checkpoints."""
     parent, name = os.path.split(os.path.realpath(directory))
     for folder in (
         *staged_folders_in(os.path.realpath(directory), "checkpoint_", keeps_others=True),
@@ -149,7 +149,7 @@ def _remove_leftovers(directory: str) -> None:
 
 
 def _engine(accelerator: Any, *, fsync: bool | None = None) -> AbstractContextManager[None]:
-    """Return a context in which ptsave writes and reads; under FSDP also DCP's directories."""
+    """Return a context manager that installs ptsave, for FSDP with ``distributed=True``."""
     is_sharded = accelerator.distributed_type == "FSDP"
     return installed(safetensors=True, distributed=is_sharded or None, fsync=fsync)
 
@@ -166,7 +166,7 @@ def _load_state(
         input_dir = folder.left_behind() or input_dir
     elif accelerator.project_configuration.automatic_checkpoint_naming:
         directory = _directory_of(accelerator)
-        with raised_on_all(accelerator, directory):  # a leftover could be taken for the latest
+        with raised_on_all(accelerator, directory):  # accelerate could load a leftover
             if accelerator.is_main_process:
                 _remove_leftovers(directory)
     with _engine(accelerator), _remembering_damage():
@@ -175,7 +175,7 @@ def _load_state(
 
 @contextmanager
 def _remembering_damage() -> Iterator[None]:
-    """Raise a CorruptCheckpointError of ``torch.load`` even if the block has caught it."""
+    """If the block catches CorruptCheckpointErrors of ``torch.load``, raise the first one."""
     load, errors = torch.load, list[CorruptCheckpointError]()
 
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -193,10 +193,10 @@ def _remembering_damage() -> Iterator[None]:
 
 @contextmanager
 def raised_on_all(accelerator: Any, place: str) -> Iterator[None]:
-    """Run the block on all ranks; all leave it together, and if it raises on one, all raise.
+    """Run the block on all ranks, and wait for them; if one rank raises an error, all ranks do.
 
     The other ranks raise a SaveError that quotes the error and names `place`.  KeyboardInterrupt
-    and SystemExit leave the block without waiting.
+    and SystemExit leave the block without waiting for other ranks.
     """
     own: Exception | None = None
     try:
@@ -207,7 +207,7 @@ def raised_on_all(accelerator: Any, place: str) -> Iterator[None]:
     failed = [rank for rank, each in enumerate(texts) if each is not None]
     if not failed:
         return
-    with suppress(RuntimeError):  # a rank that exits before the others took its message loses it
+    with suppress(RuntimeError):  # so that no rank exits before the others have its message
         accelerator.wait_for_everyone()
     if own is not None:
         raise own
@@ -216,11 +216,11 @@ def raised_on_all(accelerator: Any, place: str) -> Iterator[None]:
 
 
 def _of_all(accelerator: Any, text: str | None) -> list[str | None]:
-    """Return the texts of all ranks."""
+    """Return the texts of all ranks, in the order of the ranks."""
     n_ranks = accelerator.num_processes
     if n_ranks == 1:
         return [text]
     utils: Any = importlib.import_module("accelerate.utils")
-    if accelerator.distributed_type == utils.DistributedType.XLA:  # gathers only tensors
+    if accelerator.distributed_type == utils.DistributedType.XLA:  # XLA gathers only tensors
         return [utils.broadcast_object_list([text], rank)[0] for rank in range(n_ranks)]
     return list(utils.gather_object([text]))

@@ -1,7 +1,7 @@
-"""Checkpoint plug-ins for Lightning, without a base class.
+"""Checkpoint plug-ins for Lightning, but not yet derived from Lightning's base class.
 
 ``lightning`` and ``pytorch_lightning`` are the same code under two names, and each refuses the
-other's classes.  So the modules of these names derive the plug-ins from each library's base class.
+other's classes.  So ptsave has a module for each name, which derives plug-ins for that library.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ __all__ = ["AsyncCheckpointIO", "CheckpointIO"]
 
 
 class CheckpointIO:
-    """Lets Lightning save and load checkpoints with ptsave: no copy, atomic, verified.
+    """Lets Lightning save and load checkpoints with ptsave: atomic, verified, without extra copies.
 
     Pass it as ``lightning.Trainer(plugins=[CheckpointIO()])``, or to ``lightning.Fabric``.  Import
-    it from :mod:`ptsave.integrations.lightning`, or for ``import pytorch_lightning`` from
-    :mod:`ptsave.integrations.pytorch_lightning`.
+    it from :mod:`ptsave.integrations.lightning`.  If your program imports ``pytorch_lightning``,
+    import it from :mod:`ptsave.integrations.pytorch_lightning`.
 
     Parameters
     ----------
     fsync : bool, default False
-        Whether a checkpoint survives power loss when the call returns, before Lightning removes the
-        older one.  Lightning's own plug-in does not wait for the disk either.
+        Whether a saved checkpoint survives power loss when the call returns.  Lightning removes the
+        older checkpoint after that.  Lightning's own plug-in does not wait for the disk.
     atomic : bool, default True
         As for :func:`ptsave.save`.
     verify : bool, default True
         Whether loading compares checksums.
     storage_options : mapping, optional
-        For the file system of URLs.  Options of a ``save_checkpoint`` call take precedence, also
-        when that checkpoint is loaded or removed.
+        Options for the file system of URLs.  Options of a ``save_checkpoint`` call take precedence,
+        also when its checkpoint is loaded or removed.
     weights_only_check : bool, default False
         As for :func:`ptsave.save`.
 
@@ -52,9 +52,9 @@ class CheckpointIO:
     Strategies that write several files (FSDP, ModelParallel, DeepSpeed) do not use the plug-in.
     FSDP and ModelParallel can use :mod:`ptsave.distributed`: ``install(distributed=True)``.
     The method ``load_checkpoint`` returns the whole checkpoint in CPU memory, as Lightning expects.
-    :func:`ptsave.load_checkpoint` loads a model without that second copy.
-    The default ``weights_only=None`` means torch's default, also at ``http://``, where Lightning's
-    own plug-in takes it for False.
+    :func:`ptsave.load_checkpoint` loads a model without this second copy in memory.
+    The default ``weights_only=None`` means torch's default, also for ``http://`` URLs.  For these,
+    Lightning's own plug-in uses False.
 
     Examples
     --------
@@ -87,14 +87,14 @@ class CheckpointIO:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Save a checkpoint, and make its directory.
+        """Save a checkpoint; first make its directory, if it is missing.
 
         Raises
         ------
         SaveError
-            An :class:`OSError`; an existing file is unchanged.
+            If the file cannot be written; an older file is unchanged.  SaveError is an OSError.
         TypeError
-            If there are `storage_options` and the path is no URL.
+            If there are `storage_options`, but the path is not a URL.
         """
         place, options = self._place_of(path, storage_options)
         try:
@@ -115,7 +115,7 @@ class CheckpointIO:
         Raises
         ------
         CorruptCheckpointError
-            If it is damaged: the error names the record and the entries that use it.
+            If the file is damaged.  The error names the record, and the entries that use it.
         FileNotFoundError
             If there is no such file.
         """
@@ -129,17 +129,17 @@ class CheckpointIO:
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, a file or a directory, if it exists."""
+        """Remove a checkpoint, which may be a file or a directory, if it exists."""
         remove_checkpoint(os.fspath(path), self._options_for(path))
         self._note_options(path, None)
 
     def teardown(self) -> None:
-        """Do nothing: nothing is pending."""
+        """Do nothing, because no save is pending."""
 
     def _place_of(
         self, path: str | os.PathLike[str], storage_options: Any
     ) -> tuple[StagedFile, dict[str, Any]]:
-        """Return a place to write a file, whose directory is made, and options for saving it."""
+        """Make a file's directory; return the place to write the file, and options of `save`."""
         options = self._storage_options if storage_options is None else storage_options
         make_parent(os.fspath(path), options)
         place = StagedFile(os.fspath(path), resolve_file(path, options) if self._atomic else None)
@@ -166,17 +166,17 @@ class AsyncCheckpointIO(CheckpointIO):
     Differences from :class:`CheckpointIO`:
 
     * Lightning removes an older checkpoint right after the call that saves the new one.  This
-      class delays the removal until the new one is durable, and drops it if the save fails.
-    * The next call that saves, loads or removes raises the error of a failed save, as does the end
-      of the Trainer's run (``teardown``).  Fabric has no such end: call ``teardown()``, or Python
-      waits for unfinished saves when it exits, and warns of failed ones.
+      class delays the removal until the new one is written, and removes nothing if the save fails.
+    * The next call that saves, loads or removes raises the error of a failed save.  The end of the
+      Trainer's run (``teardown``) also raises it.  With Fabric, call ``teardown()`` yourself.
+      Otherwise Python waits for unfinished saves when it exits, and warns of failed ones.
     * ``load_checkpoint`` waits for pending saves first.
 
     Parameters
     ----------
     fsync : bool, default True
         Whether older checkpoints are removed only when the new one survives power loss.  With
-        False it survives the end of the process, but not of the machine.
+        False, the new one survives the end of the process, but perhaps not a power loss.
     atomic, verify, storage_options, weights_only_check
         As for :class:`CheckpointIO`.
     max_staged_bytes, when_full
@@ -214,7 +214,7 @@ class AsyncCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Begin to save a checkpoint, then raise the error of an earlier one, if any."""
+        """Begin to save a checkpoint; then, if an earlier save failed, raise its error."""
         place, options = self._place_of(path, storage_options)
         self._saves.save(
             checkpoint,
@@ -238,7 +238,7 @@ class AsyncCheckpointIO(CheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint when all saves begun before are durable."""
+        """Remove a checkpoint when all earlier saves are written; keep it if one of them fails."""
         self._saves.check()
         self._saves.remove(os.fspath(path), self._options_for(path))
         self._note_options(path, None)

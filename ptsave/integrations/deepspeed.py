@@ -1,4 +1,4 @@
-"""A checkpoint engine with which DeepSpeed saves and loads by ptsave."""
+"""A checkpoint engine that lets DeepSpeed save and load with ptsave."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CheckpointEngine:
 
     DeepSpeed cannot register an engine: set ``engine.checkpoint_engine = CheckpointEngine()`` after
     ``deepspeed.initialize``.  DeepSpeed's own engine writes torch's old format by default.  This
-    one writes zip archives, which DeepSpeed's engine also reads.
+    engine writes zip archives, which DeepSpeed's engine can read, too.
 
     Parameters
     ----------
@@ -29,10 +29,10 @@ class CheckpointEngine:
         DeepSpeed's configuration; ignored.
     in_background : bool, default False
         Whether training goes on while the files are written.  DeepSpeed calls such an engine
-        decoupled, and commits before the optimizer's next step.
+        "decoupled", and commits the files before the optimizer's next step.
     fsync : bool, default True
-        Whether the files of a tag survive power loss after the commit, before DeepSpeed points
-        ``latest`` to the tag.
+        Whether the files of a tag survive power loss when the commit returns.  After that,
+        DeepSpeed writes the tag into the file ``latest``.
     verify : bool, default True
         Whether loading compares checksums.
 
@@ -58,7 +58,7 @@ class CheckpointEngine:
         self._fsync = fsync
         self._verify = verify
         self._commit_info: Any = None
-        self._saves: list[tuple[str, SaveFuture | None]] = []  # a future syncs its file
+        self._saves: list[tuple[str, SaveFuture | None]] = []  # a future syncs its file itself
 
     def create(self, info: Any) -> None:
         """Begin a checkpoint.
@@ -66,13 +66,13 @@ class CheckpointEngine:
         Raises
         ------
         SaveError
-            If an earlier checkpoint was not committed and has failed.
+            If a file of an earlier, uncommitted checkpoint could not be written.
         """
         self._finish()
         self._commit_info = info if self._in_background else None
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Save one file of the checkpoint."""
+        """Save one file of the checkpoint or, with `in_background`, begin to save it."""
         if self._in_background:
             self._saves.append((path, async_save(state_dict, path, fsync=self._fsync)))
         else:
@@ -80,7 +80,7 @@ class CheckpointEngine:
             self._saves.append((path, None))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Load a file with any objects (``weights_only=False``), as DeepSpeed's own engine does.
+        """Load a file that may contain any objects (``weights_only=False``), as DeepSpeed does.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class CheckpointEngine:
     def _finish(self) -> None:
         saves, self._saves = self._saves, []
         futures = [future for _, future in saves if future is not None]
-        for future in futures:  # wait for all, so that none is being written after an error
+        for future in futures:  # wait for all, so that no file is written after an error
             future.exception()
         for future in futures:
             future.result()

@@ -1,4 +1,4 @@
-"""Checkpoints of ignite with ptsave: save handlers for its ``Checkpoint``."""
+"""Save handlers that let ignite's ``Checkpoint`` save with ptsave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AsyncSaveHandler", "SaveHandler"]
 
 
 class _UrlFolder(str):
-    """A directory at a URL, which ignite joins with file names by ``/`` as a `Path`."""
+    """A directory at a URL; ignite uses ``/`` to join it with a file name, as with a `Path`."""
 
     __slots__ = ()
 
@@ -43,7 +43,7 @@ class SaveHandler:
     fsync : bool, default False
         Whether a checkpoint survives power loss when the call returns.
     storage_options : mapping, optional
-        For the file system of a URL.
+        Options for the file system of a URL.
     weights_only_check : bool, default False
         As for :func:`ptsave.save`.
     **kwargs : object
@@ -52,8 +52,8 @@ class SaveHandler:
     Raises
     ------
     ValueError
-        If `require_empty` and the directory has ``.pt`` files, or if it does not exist and
-        `create_dir` is False.
+        If `require_empty` is true and the directory has ``.pt`` files, or if `create_dir` is False
+        and the directory does not exist.
 
     Examples
     --------
@@ -114,14 +114,14 @@ class SaveHandler:
         filename: str,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save a checkpoint under a name in the directory."""
+        """If this is the rank that saves, save a checkpoint as `filename` in the directory."""
         if self._saves_here():
             path = os.fspath(self.dirname / filename)
             make_parent(path, self._options["storage_options"])
             self._save(checkpoint, path)
 
     def remove(self, filename: str) -> None:
-        """Remove a checkpoint."""
+        """If this is the rank that saves, remove a checkpoint."""
         if self._saves_here():
             self._remove(os.fspath(self.dirname / filename))
 
@@ -140,10 +140,10 @@ class SaveHandler:
 class AsyncSaveHandler(SaveHandler):
     """Saves in the background: a call copies the tensors once, and training goes on.
 
-    It differs from :class:`SaveHandler`: a checkpoint that ignite removes is deleted when all saves
-    begun before are durable, and stays if one of them fails.  The next call raises that error, or
-    :meth:`wait` at the end of the run (``trainer.add_event_handler(Events.COMPLETED,
-    lambda: handler.wait())``).  Python waits for unfinished saves when it exits.
+    A checkpoint that ignite removes is deleted only when all earlier saves are written.  If one of
+    these saves fails, the checkpoint is kept.  The next call raises the error of a failed save.
+    At the end of the run, call :meth:`wait`: ``trainer.add_event_handler(Events.COMPLETED,
+    lambda: handler.wait())``.  Python also waits for unfinished saves when it exits.
 
     Parameters
     ----------

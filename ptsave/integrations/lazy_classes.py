@@ -1,6 +1,6 @@
-"""Derives classes from another library's base class at their first use.
+"""Derives classes from another library's base class when they are first used.
 
-The modules here can therefore be imported, documented and checked without that library.
+So the modules of ptsave.integrations can be imported, documented and checked without that library.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ __all__ = ["classes_over"]
 
 
 def classes_over(module: str, bases: Mapping[str, str], *, package: str) -> Callable[[str], Any]:
-    """Take classes out of a module; return its ``__getattr__``, which derives them from `bases`.
+    """Remove classes from a module; return a ``__getattr__`` that derives them from `bases`.
 
-    `bases` has the full path of the library's class for each name, as in
-    ``{"SaveHandler": "ignite.handlers.checkpoint.DiskSaver"}``.  A missing one is an ImportError
-    that names the `package` to install.  The made class stays in the module, where pickles look.
+    `bases` maps each class's name to the full name of its base class in the library, such as
+    ``{"SaveHandler": "ignite.handlers.checkpoint.DiskSaver"}``.  If the base class is missing, an
+    ImportError names the `package` to install.  The derived class stays in the module, where
+    pickles look for it.
     """
     namespace = vars(sys.modules[module])
     parts: dict[str, type] = {name: namespace.pop(name) for name in bases}
 
     def made(name: str) -> Any:
-        if name in namespace:  # the module itself asks again
+        if name in namespace:  # the module's own code asks for it again
             return namespace[name]
         if name not in parts:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -33,7 +34,7 @@ def classes_over(module: str, bases: Mapping[str, str], *, package: str) -> Call
             base = getattr(importlib.import_module(home), base_name)
         except (ImportError, AttributeError) as error:
             raise ImportError(
-                f"{module}.{name} is a {bases[name]}, which cannot be imported ({error}): pip "
+                f"{module}.{name} needs {bases[name]}, which cannot be imported ({error}): pip "
                 f"install {package}",
                 name=home,
             ) from error

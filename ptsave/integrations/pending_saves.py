@@ -1,7 +1,7 @@
 """Background saves for libraries that remove an old checkpoint right after saving a new one.
 
-The new checkpoint is not yet written then.  So a removal waits for the saves that began before it,
-and is dropped if one of them fails.
+At that time the new checkpoint is not written yet.  So a removal waits for the saves that began
+before it, and does not happen if one of them fails.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _Key = TypeVar("_Key")
 
 
 class Pending(Generic[_Key]):
-    """The unfinished saves of one writer of checkpoints, and the errors of failed ones.
+    """The unfinished saves of one object that saves checkpoints, and the errors of failed saves.
 
-    Any thread may use it.  A copy, a pickle and a forked process begin without saves.
+    Any thread may use it.  A copied, unpickled or forked instance begins without saves.
     """
 
     def __init__(self) -> None:
         self._start_afresh()
 
     def check(self) -> None:
-        """Raise the first error of failed saves, with the others as notes; report each once."""
+        """Raise the first error of failed saves, with the others as notes; forget them all."""
         with self._locked():
             failures = list(self._failures)
             self._failures.clear()
-        # The outcome of a future that is asked here does not become a warning at the exit.
+        # After `exception` has returned a future's error, no warning reports it when Python exits.
         errors: list[Any] = [
             each.exception() if isinstance(each, Future) else each for each in failures
         ]
@@ -56,13 +56,13 @@ class Pending(Generic[_Key]):
             raise errors[0]
 
     def settle(self, is_awaited: Callable[[_Key], bool] = lambda _: True) -> None:
-        """Wait until no save that `is_awaited` accepts is pending; raise no error."""
+        """Wait for the pending saves that `is_awaited` accepts; raise no error."""
         release_own()
         with self._locked():
             self._changed.wait_for(lambda: not any(map(is_awaited, self._pending)))
 
     def wait(self) -> None:
-        """Wait until nothing is pending; then `check`."""
+        """Wait for all pending saves; then `check`."""
         self.settle()
         self.check()
 
@@ -87,14 +87,14 @@ class PendingSaves(Pending[SaveFuture]):
 
     def _start_afresh(self) -> None:
         super()._start_afresh()
-        # By path, with the saves that have to succeed before.
+        # By path: the place, its options, and the saves that must succeed before the removal.
         self._removals: dict[str, tuple[str, _Options, set[SaveFuture]]] = {}
 
     def save(self, obj: object, path: str, place: StagedFile | None = None, **options: Any) -> None:
-        """Begin a save with the `options` of :func:`ptsave.async_save`, at a temporary `place`.
+        """Begin to save to `path`; `options` are those of :func:`ptsave.async_save`.
 
-        A pending removal of the same path is dropped, because the save replaces the file.  It is
-        dropped before the copy, which may take longer than the saves that it waits for.
+        A pending removal of the same path is dropped, because the save replaces the file.  This
+        happens before the tensors are copied, because the removal could begin during the copy.
         """
         place = place or StagedFile(path)
         key = path_key(path)
@@ -115,9 +115,9 @@ class PendingSaves(Pending[SaveFuture]):
         Future.add_done_callback(future, lambda _: self._finish(future, place, fsync=fsync))
 
     def remove(self, path: str, storage_options: _Options = None) -> None:
-        """Remove a checkpoint when all pending saves are durable, or now if there are none.
+        """Remove a checkpoint when all pending saves are written, or now if there are none.
 
-        A relative path is resolved now.
+        A relative path is made absolute now.
         """
         with self._locked():
             if self._pending:
@@ -127,7 +127,7 @@ class PendingSaves(Pending[SaveFuture]):
         remove_checkpoint(path, storage_options)
 
     def _finish(self, future: SaveFuture, place: StagedFile, *, fsync: bool) -> None:
-        """Publish a save's file, and do the removals that waited; runs on the writing thread."""
+        """Publish a save's file, and do the removals that waited for the save."""
         failure: Any = None
         if future.cancelled() or Future.exception(future) is not None:
             failure = future
@@ -143,7 +143,7 @@ class PendingSaves(Pending[SaveFuture]):
         while True:
             with self._changed:
                 due = self._due_removals(future, failed=failure is not None)
-                if not due:  # and under the lock none can be added
+                if not due:  # and while the lock is held, none can be added
                     self._pending.discard(future)
                     self._changed.notify_all()
                     return
@@ -155,7 +155,7 @@ class PendingSaves(Pending[SaveFuture]):
                         self._failures.append(error)
 
     def _due_removals(self, future: SaveFuture, *, failed: bool) -> list[tuple[str, _Options]]:
-        """Return removals that waited only for this save; drop all that waited for a failed one."""
+        """Return removals that waited only for `future`; with `failed`, drop them instead."""
         due = []
         for key, (path, storage_options, awaited) in list(self._removals.items()):
             if future in awaited:
@@ -168,12 +168,12 @@ class PendingSaves(Pending[SaveFuture]):
 
 
 class StagedFile(HeldLock):
-    """A file to save at `path`: in a locked directory of its own if Lightning counts the name.
+    """A file to save; for some names, `path` is first in a locked temporary directory.
 
-    A killed save leaves ``.<name>.<16 hex digits>.ptsave`` beside the file.  Lightning takes the
-    digits of any name with ``hpc_ckpt_`` for a checkpoint's number, and would resume from one that
-    does not exist.  So the directory's name contains nothing of the file's.  The next such save
-    removes directories of dead processes.
+    A killed save leaves ``.<name>.<16 hex digits>.ptsave`` beside the file.  In any name with
+    ``hpc_ckpt_``, Lightning takes the digits for a checkpoint's number, and would try to resume
+    from a checkpoint that does not exist.  So files with such names are saved in a temporary
+    directory with an unrelated name.  Each such save first removes directories of dead processes.
     """
 
     _N_ATTEMPTS = 16
@@ -194,16 +194,16 @@ class StagedFile(HeldLock):
             self.path = os.path.join(self._folder, name)
 
     def publish(self, *, fsync: bool) -> None:
-        """Give the complete file its name, durably with `fsync` if the save synced the file.
+        """Give the complete file its final name; if this raises SaveError, an older file stays.
 
-        After a SaveError the file that had the name keeps it.
+        With `fsync`, the new name also survives power loss, if the save has synced the file.
         """
         if self._descriptor is None:
             return
         try:
             with save_errors(self._final):
                 with suppress(FileNotFoundError):
-                    shutil.copymode(self._final, self.path)  # as a save to that path would
+                    shutil.copymode(self._final, self.path)  # as a save to that path would do
                 os.replace(self.path, self._final)
                 if fsync:
                     sync_path(self._folder)
@@ -212,13 +212,13 @@ class StagedFile(HeldLock):
             self.discard()
 
     def discard(self) -> None:
-        """Remove an unpublished file; do nothing the second time, or in a forked process."""
+        """Remove an unpublished file; do nothing in a second call, or in a forked process."""
         if self._descriptor is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._close()
 
     def _make_locked(self, parent: str) -> None:
-        """Make and lock a directory; another save may take a new one for a leftover."""
+        """Make and lock a directory; try again if another save has removed it."""
         for _ in range(self._N_ATTEMPTS):
             self._folder = os.path.join(parent, staging_name())
             os.mkdir(self._folder)
@@ -228,7 +228,8 @@ class StagedFile(HeldLock):
                     return self._hold(lock)
                 os.close(lock)
         raise FileExistsError(
-            f"other saves took {self._N_ATTEMPTS} new directories for leftovers: save again"
+            "the save could not start: other saves took its temporary directory for one that a "
+            f"killed process has left, and removed it {self._N_ATTEMPTS} times: save again"
         )
 
     def _remove_leftovers(self, parent: str) -> None:
@@ -247,7 +248,7 @@ class StagedFile(HeldLock):
 
 
 def make_parent(path: str, storage_options: _Options = None) -> None:
-    """Make the directory of a file to save, with its parents; a failure is a SaveError."""
+    """Make the directory of a file to save, with its parents; raise SaveError if that fails."""
     target = resolve_file(path, storage_options)
     if isinstance(target, UrlLocation):
         target.make_parent()
@@ -260,7 +261,7 @@ def remove_checkpoint(path: str, storage_options: _Options = None) -> None:
     """Remove a file or a directory, by path or URL, if it exists."""
     target = resolve_file(path, storage_options)
     if isinstance(target, UrlLocation):
-        with suppress(FileNotFoundError), save_errors(path, "it cannot be removed"):
+        with suppress(FileNotFoundError), save_errors(path, "the checkpoint cannot be removed"):
             target.file_system.rm(target.key, recursive=True)
     elif os.path.isdir(target) and not os.path.islink(target):
         shutil.rmtree(target)

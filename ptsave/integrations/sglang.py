@@ -36,7 +36,7 @@ class ModelLoader(WeightsLoader):
         super().__init__(load_config)
 
     def download_model(self, model_config: Any) -> None:
-        """Download the model, if it is on the hub."""
+        """Download the model, if it is on the Hugging Face hub."""
         self.local_model(model_config.model_path, model_config.revision)
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Tensor]]:

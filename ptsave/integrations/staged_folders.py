@@ -1,8 +1,8 @@
-"""Checkpoints that are directories: complete under their name, or absent.
+"""Checkpoints that are directories: a directory gets its name only when it is complete.
 
 The files are written into ``.<name>.ptsave/<name>``, which no library takes for a checkpoint.  Then
-a rename gives the directory its name.  It replaces an existing directory in one step if the file
-system can do so.  If a directory cannot be renamed, the files are moved into it one by one.
+a rename gives the directory its name.  The rename replaces an existing directory in one step if the
+file system can do so.  If that one cannot be renamed, the new files are moved into it one by one.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ __all__ = [
 
 _LOCK = ".lock"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-# Errors of renaming a directory whose files can still be renamed.  It is a mount point, another
-# user's directory in /tmp, or in a lower layer of a container's file system.
+# Errors of renaming a directory whose files can still be renamed: a mount point, another user's
+# directory in /tmp, or a directory in a lower layer of a container's file system.
 _FIXED = (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM)
 _WRITTEN = "written"
 _MAX_N_CHARACTERS = 2000  # of an error's text
@@ -54,11 +54,12 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
 class StagedFolder:
-    """A directory that is written at `path`, the same on all ranks, until it is named `final`.
+    """A directory that is written at `path` and then renamed to `final`; all ranks use one `path`.
 
-    With `keeps_others` entries that only the replaced directory has are moved into the new one, and
-    a directory that cannot be renamed may be replaced.  With `above` the temporary `root` is, if
-    possible, beside the parent of `final`: some libraries take all names in it for checkpoints.
+    With `keeps_others`, files that only the replaced directory has are moved into the new one; if
+    the old directory cannot be renamed, the new files are moved into it.  With `above`, the
+    temporary directory `root` is beside the parent of `final`, if possible, because some libraries
+    take all directories in this parent for checkpoints.
     """
 
     def __init__(
@@ -79,13 +80,13 @@ class StagedFolder:
         else:
             self.root = os.path.join(parent, folder_for(name))
         self.path = os.path.join(self.root, name)
-        # The replaced folder, the new folder's inode number, and a sign that files are being moved.
+        # Paths: the replaced folder; a file with the new folder's inode; a file that marks `_fill`.
         self._old, self._mark, self._filling = (
             os.path.join(self.root, each) for each in (".old", ".new", ".filling")
         )
 
     def claim(self) -> None:
-        """Lock the folder for one rank until `discard`; SaveError if another process writes it."""
+        """Lock the folder until `discard`; raise SaveError if another process is writing it."""
         self._lock = FolderLock(self.root, _LOCK, self.final)
         self._put_in_order()
 
@@ -99,12 +100,13 @@ class StagedFolder:
         if os.path.lexists(self.final) and not os.path.isdir(self.final):
             raise FileExistsError(
                 errno.EEXIST,
-                "a checkpoint is a directory, and a file has its name: move it, or save elsewhere",
+                "this checkpoint is a directory, but a file has its name: move that file, or save "
+                "elsewhere",
                 self.final,
             )
 
     def publish(self) -> None:
-        """Give the folder its name; after an OSError the folder that had the name keeps it."""
+        """Give the folder its final name; after an OSError, the older folder keeps the name."""
         self.check_name()
         if self._fsync:
             for folder, _, names in os.walk(self.path):
@@ -127,9 +129,10 @@ class StagedFolder:
         self.discard()  # removes the replaced folder
 
     def discard(self) -> None:
-        """Remove the unpublished folder, or the replaced one, and clear up after killed processes.
+        """Remove the unpublished folder, or the replaced one, and clean up after killed processes.
 
-        If a killed process renamed the old folder and no new one has the name, it is renamed back.
+        If a killed process renamed the old folder, and no new folder has its name, the old folder
+        is renamed back.
         """
         self._put_in_order()
         if self._lock is not None:
@@ -139,21 +142,22 @@ class StagedFolder:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def discard_leftover(self) -> None:
-        """Discard the folder unless another process is writing it, or it cannot be changed."""
+        """Discard the folder, unless another process is writing it or it cannot be changed."""
         with suppress(OSError):
             self._lock = FolderLock(self.root, _LOCK, self.final)
             self.discard()
 
     def complete(self) -> None:
-        """Move the rest of the files that a killed process was moving."""
+        """If a killed process has moved only some of the files, move the rest."""
         if os.path.lexists(self._filling):
             self.claim()
             self.discard()
 
     def restore(self) -> None:
-        """Rename a folder back after a killed process renamed it, if no new folder has the name.
+        """Rename the old folder back if a killed process renamed it and no folder has its name.
 
-        Only a process that writes here may call it: another writer could be between its renames.
+        Only the process that writes the folder may call this, because another writer could be
+        between its two renames.
         """
         if self.left_behind() is not None:
             os.rename(self._old, self.final)
@@ -172,13 +176,13 @@ class StagedFolder:
         _remove_all_but(_LOCK, self.root)
 
     def _is_replaced(self) -> bool:
-        """Return whether the new directory has the name."""
+        """Return whether the new directory has the name `final` already."""
         with suppress(FileNotFoundError):
             return Path(self._mark).read_text() == str(os.stat(self.final).st_ino)
         return False
 
     def _fill(self) -> None:
-        """Move the files one by one into the directory that has the name."""
+        """Move the files one by one into the existing directory `final`."""
         Path(self._filling).touch()
         if self._fsync:
             sync_path(self.root)
@@ -186,7 +190,7 @@ class StagedFolder:
         os.unlink(self._filling)
 
     def _replace(self) -> None:
-        """Exchange the directories' names, after noting which of them is the new one."""
+        """Exchange the names of the two directories; first note which directory is the new one."""
         if self._keeps_others:
             Path(self._mark).write_text(str(os.stat(self.path).st_ino))
             if self._fsync:
@@ -205,7 +209,7 @@ class StagedFolder:
 def staged_folders_in(
     directory: str, prefix: str, *, keeps_others: bool = False
 ) -> list[StagedFolder]:
-    """Return the staged folders in a directory, also of dead processes, by their final prefix."""
+    """Return the staged folders whose final names begin with `prefix`, even of dead processes."""
     return [
         StagedFolder(os.path.join(directory, name), fsync=False, keeps_others=keeps_others)
         for name in folders_in(directory, prefix)
@@ -213,10 +217,10 @@ def staged_folders_in(
 
 
 def _move_entries(source: str, target: str, *, replace: bool, fsync: bool) -> None:
-    """Move the entries of a directory into another one, also in subdirectories.
+    """Move the entries of `source` and of its subdirectories into `target`.
 
-    With `replace`, a file replaces one of its name; otherwise it stays in `source`.  Only with
-    `replace` may an entry go through a link in `target`, out of the checkpoint.
+    With `replace`, a file replaces a file with the same name.  Otherwise such a file stays in
+    `source`, and nothing is moved through a link in `target`, which may lead out of the checkpoint.
     """
     for name in sorted(os.listdir(source)):
         old, new = os.path.join(source, name), os.path.join(target, name)
@@ -246,20 +250,20 @@ def _is_fixed(folder: str) -> bool:
     parent = os.path.dirname(folder)
     if not os.access(parent, os.W_OK | os.X_OK, effective_ids=True) or os.path.ismount(folder):
         return True
-    # `ismount` does not know a directory that is mounted again on the same file system.
+    # `ismount` does not notice a bind mount of a directory of the same file system.
     return mount_of(folder) != mount_of(parent)
 
 
 def _is_at_work_in(folder: str) -> bool:
     """Return whether a directory is or contains the current directory."""
-    with suppress(OSError):  # the current directory has been removed
+    with suppress(OSError):  # if the current directory has been removed
         current = Path.cwd()
         return any(os.path.samefile(folder, each) for each in (current, *current.parents))
     return False
 
 
 def _exchange(path: str, other: str) -> bool:
-    """Exchange two names in one step; return False where the system cannot."""
+    """Exchange two names in one step; return False if the system cannot do that."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
@@ -274,7 +278,7 @@ def _exchange(path: str, other: str) -> bool:
 
 @contextmanager
 def in_place_of(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    """Replace ``torch.save`` or ``torch.load`` in the block."""
+    """Within the block, replace `old`, which is ``torch.save`` or ``torch.load``, by `new`."""
     places = [
         (module, name)
         for module in (torch, torch.serialization)
@@ -287,7 +291,7 @@ def in_place_of(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[No
         yield
     finally:
         for module, name in places:
-            if getattr(module, name) is new:  # not if the block has replaced it again
+            if getattr(module, name) is new:  # False if the block has replaced it again
                 setattr(module, name, old)
 
 
@@ -297,12 +301,13 @@ def in_place_of(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[No
 class FolderParts:
     """The parts of a folder that the ranks of a job write while training goes on.
 
-    A collective call in the background would mix with those of the training.  So each rank locks a
-    file beside the folder while it writes, and leaves its outcome there for the rank that publishes
-    the folder.  An unlocked file without an outcome means that its process has died.
+    A collective call in the background would mix with collective calls of the training.  So each
+    rank locks a file beside the folder while it writes, and then writes its outcome into the file.
+    The rank that publishes the folder reads these files.  If a file is unlocked and has no outcome,
+    the process of its rank has died.
 
-    A second process with the same `rank` is a RuntimeError.  A file system without locks is an
-    OSError.
+    Raises RuntimeError if another process has the same `rank`, and OSError if the file system has
+    no locks.
     """
 
     def __init__(self, folder: StagedFolder, rank: int, size: int) -> None:
@@ -311,17 +316,17 @@ class FolderParts:
         self._lock = RankLock(Path(folder.root), rank, size)
 
     def tell(self, error: BaseException | None) -> None:
-        """Report that this rank's part is written, or its error."""
+        """Report that this rank's part is written, or report the error."""
         text = _WRITTEN if error is None else f"{type(error).__name__}: {error}"
         self._lock.leave(text[:_MAX_N_CHARACTERS])
 
     def wait(self) -> None:
-        """Wait for the other ranks' parts; a rank that failed, or has died, is a SaveError."""
+        """Wait for the other ranks' parts; raise SaveError if a rank has failed or died."""
         words = {rank: self._word_of(rank) for rank in range(self._size) if rank != self._rank}
         self._lock.release()
         for rank, word in words.items():
             if word != _WRITTEN:
-                problem = word or "it has ended, or does not see this file system"
+                problem = word or "the rank has ended, or does not see this file system"
                 raise SaveError(
                     f"{self._folder.final}: rank {rank} could not write its part of the "
                     f"checkpoint: {problem}"
@@ -336,10 +341,10 @@ class FolderParts:
 
 
 class FolderSaves(Pending[StagedFolder]):
-    """The unfinished folders of one writer of checkpoints."""
+    """The unfinished folders of one object that saves checkpoints, such as a Trainer."""
 
     def leftovers(self, directory: str, prefix: str) -> list[StagedFolder]:
-        """Return the staged folders in a directory that are not this writer's."""
+        """Return the staged folders in a directory that do not belong to this object."""
         with self._locked():
             own = {folder.root for folder in self._pending}
         return [each for each in staged_folders_in(directory, prefix) if each.root not in own]
@@ -351,7 +356,7 @@ class FolderSaves(Pending[StagedFolder]):
         afterwards: Callable[[], object],
         parts: FolderParts | None = None,
     ) -> None:
-        """Publish a folder when its saves and other ranks' `parts` have ended; call `afterwards`.
+        """Publish a folder when its saves and other ranks' parts are done; then call `afterwards`.
 
         If a save fails, the folder is removed, and `check` raises the error.  Without futures, the
         call does all of this at once, and raises the error itself.
@@ -393,7 +398,7 @@ class FolderSaves(Pending[StagedFolder]):
         futures: Sequence[SaveFuture],
         end: Callable[[BaseException | None], None],
     ) -> None:
-        """Call `end` with the first error, if any, after the last save; on the writing thread."""
+        """After the last save, call `end` on the writing thread, with the first error or None."""
         if not futures:
             end(None)
             return
@@ -423,11 +428,11 @@ class FolderSaves(Pending[StagedFolder]):
 
 @contextmanager
 def writes_in_background(folder: StagedFolder, *, fsync: bool) -> Iterator[list[SaveFuture]]:
-    """Let ``torch.save`` and ``save_file`` into a folder only copy the tensors; yield the futures.
+    """In the block, ``torch.save`` and ``save_file`` into `folder` copy tensors, and write later.
 
     The files are written after the block, or within it if memory for the copies runs out.  Calls
-    for files elsewhere, or with tensors that safetensors has to check, write at once.  After an
-    error in the block each save is cancelled or has ended.
+    that save elsewhere, or whose tensors safetensors must check, write at once.  The yielded list
+    gets the futures.  If the block raises an error, each save is cancelled or, if begun, awaited.
     """
     futures: list[SaveFuture] = []
     try:

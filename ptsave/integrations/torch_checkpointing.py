@@ -1,11 +1,11 @@
-"""Storage and resharding with ptsave for torch_checkpointing, in place of its own.
+"""A storage and a resharder for torch_checkpointing that replace the library's own.
 
-The resharder reads the pieces of all files at once.  The library's own resharder reads piece by
-piece, with a thread for each file.  For a piece of columns it reads everything from the first
-element to the last; the engine skips the gaps.
+The resharder reads the needed parts of all files together.  The library's own resharder reads part
+by part, with a thread for each file.  If a part consists of columns, the library's resharder reads
+everything from the first element to the last, but ptsave's engine skips the gaps.
 
-The library calls ``torch.save(object, stream)``.  The stream is also a path, which torch.save asks
-for first, so the engine saves the object.  The engine also reads whole files, and verifies them.
+The library calls ``torch.save(object, stream)``.  ptsave's stream is also a path-like object.  When
+torch.save asks for its path, ptsave's engine saves the object.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# The library's method that reads the planned pieces.
+# The library's method that reads the pieces of its plans.
 _METHOD = "_execute_load_plans_with_read_strategy"
 _CHECKED_NBYTES = 32 << 20
-# From this size on several threads read faster than one.
+# From this size on, several threads read faster than one.
 _MIN_PARALLEL_NBYTES = 8 << 20
 
 
@@ -69,7 +69,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of a stored tensor, from an index on, and its target."""
+    """A part of a stored tensor, from the index `begins` on, and its target in memory."""
 
     source: _Source
     begins: Sequence[int]
@@ -77,16 +77,17 @@ class _Piece:
 
 
 class Resharder:
-    """Loads checkpoints of another sharding; the pieces of all files are read at once.
+    """Loads checkpoints into another sharding; reads the needed parts of all files together.
 
-    It plans like the library's ``DefaultResharder``, and takes its arguments.  The library itself
-    reads files that are no plain archives of strided tensors, and storages other than ptsave's.
+    It makes the same plans as the library's ``DefaultResharder``, and takes the same arguments.
+    ``DefaultResharder`` itself reads files that are not plain archives of strided tensors, and
+    reads from storages other than ptsave's.
 
     Parameters
     ----------
     verify_parts : bool, default False
-        Whether a record that is needed only in part is read whole, to compare it with its checksum.
-        Otherwise its parts are logged as unverified, because they have no checksums of their own.
+        Whether to read all of a record and compare its checksum, even if only a part is needed.
+        Otherwise the part is logged as unverified, because parts have no checksums of their own.
         ``StorageConfig(verify=False)`` turns all comparisons off.
     **options
         Arguments of ``DefaultResharder``.
@@ -125,7 +126,7 @@ class Resharder:
         file_read_workers: int,
         *rest: Any,
     ) -> None:
-        """Read the planned pieces of all files, and leave the rest to the library."""
+        """Read the pieces of all files that the engine can read; the library reads other files."""
         left = dict(plans_by_rank)
         if isinstance(storage, __getattr__("Storage")) and read_strategy.name != "FULL_FILE":
 
@@ -162,14 +163,14 @@ class Resharder:
 def _stored_in(
     folder: Path, layout: Any, item_key: str, names: Iterable[str]
 ) -> dict[str, _Source] | None:
-    """Return the wanted tensors of a rank's file; None if the library has to read it."""
+    """Return the tensors `names` of a rank's file; None if the library has to read the file."""
     from torch_checkpointing import checkpoint_layout, default_resharder
 
     library: Any = default_resharder
     if not isinstance(layout.serialization_format, checkpoint_layout.TorchSerialization):
         return None
     try:
-        # Not verified, because torch's C++ reader would replace the error by one of its own.
+        # Not verified, because torch's C++ reader would replace the error by its own.
         with ReadStream(folder / layout.file_path, verify=False) as stream:
             crcs = _crcs_in(stream)
             # weights_only=False as in the library: its files hold DTensors and other objects.
@@ -180,7 +181,7 @@ def _stored_in(
             for name in names
         }
     except NotImplementedError as error:
-        _log.warning("%s is read by torch_checkpointing: %s", layout.file_path, error)
+        _log.warning("torch_checkpointing, not ptsave, reads %s: %s", layout.file_path, error)
         return None
 
 
@@ -190,23 +191,23 @@ def _crcs_in(stream: Any) -> list[tuple[int, int]]:
         with zipfile.ZipFile(stream) as archive:
             members = archive.infolist()
     except zipfile.BadZipFile as error:
-        raise NotImplementedError("it is no archive") from error
+        raise NotImplementedError("the file is not a ZIP archive") from error
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise NotImplementedError("it is compressed")
+        raise NotImplementedError("the file is compressed")
     stream.seek(0)
     return sorted((member.header_offset, member.CRC) for member in members)
 
 
 def _stored(tensor: Any, file: str, name: str, crcs: Sequence[tuple[int, int]]) -> _Source:
-    """Return where a tensor that torch has loaded to the device "meta" is in its file."""
+    """Return where a tensor is in its file; torch has loaded `tensor` to the device "meta"."""
     if not is_strided(tensor):
-        raise NotImplementedError(f"{name} is no plain tensor, or a view of other numbers")
+        raise NotImplementedError(f"{name} is not a plain strided tensor")
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if begin is None and tensor.numel():
-        raise NotImplementedError(f"{name} has no place in the file")
+        raise NotImplementedError(f"the place of {name} in the file is unknown")
     begin = begin or 0
     nbytes = tensor.untyped_storage().nbytes()
-    # The record's header is the last one before its payload.  A CRC of 0 means none.
+    # The record's header is the last one before its payload.  A CRC of 0 means that there is none.
     at = bisect_left(crcs, (begin, 0))
     of_record = (crcs[at - 1][1] or None) if at else None
     record = StoredTensor(file, name, torch.uint8, torch.Size([nbytes]), (1,), begin, of_record)
@@ -232,12 +233,12 @@ def _check_parts(files: RankFiles, pieces: Sequence[_Piece], *, is_wanted: bool)
             unverified[key] = unverified.get(key, 0) + nbytes
     if unverified:
         _log.info(
-            "%s: parts of %d tensors, %d bytes, are unverified: a checksum is that of a whole one"
-            "%s",
+            "%s: parts of %d tensors, %d bytes, were not verified, because a checksum covers all "
+            "of a tensor%s",
             files.path,
             len(unverified),
             sum(unverified.values()),
-            "" if is_wanted else ", which Resharder(verify_parts=True) reads",
+            "" if is_wanted else "; Resharder(verify_parts=True) verifies them",
         )
 
 
@@ -282,7 +283,7 @@ def _pieces(
 
 @dataclass(kw_only=True, unsafe_hash=True)
 class StorageConfig:
-    """Makes the storage, in each process that saves or loads.
+    """The options of `Storage`; each process that saves or loads makes its storage from them.
 
     Parameters
     ----------
@@ -306,23 +307,23 @@ class StorageConfig:
 
     def create_storage(self) -> Storage:
         """Return the storage."""
-        return cast("Storage", __getattr__("Storage")(self))  # over the library's class
+        return cast("Storage", __getattr__("Storage")(self))  # derived from the library's class
 
 
 class Storage:
-    """Files and directories of this machine, written and read by the engine."""
+    """Writes and reads local files and directories with ptsave's engine."""
 
     def __init__(self, config: StorageConfig) -> None:
         self._fsync = config.fsync
-        self.verifies = config.verify  # whether files that have checksums are compared with them
+        self.verifies = config.verify  # whether files are compared with their checksums, if any
 
     @property
     def mmap_fill_workers(self) -> int:
-        """Number of streams that read one file: one, as the engine has its own threads."""
+        """Number of streams that read one file: one, because the engine has its own threads."""
         return 1
 
     def stream_read(self, path: Path, read_args: Any = None) -> io.RawIOBase | io.BytesIO:
-        """Open a file; read it whole first, and verify it, unless `read_args` says otherwise."""
+        """Open a file; unless `read_args` says otherwise, first read it whole and verify it."""
         stream = ReadStream(path, verify=self.verifies)
         if read_args is not None and not read_args.pre_read_full_file:
             return stream
@@ -330,25 +331,25 @@ class Storage:
             return io.BytesIO(stream.readall())
 
     def read(self, path: Path, read_args: Any = None) -> bytes:
-        """Return the verified bytes of a file."""
+        """Return the bytes of a file, after verifying them if the option `verify` is set."""
         with ReadStream(path, verify=self.verifies) as stream:
             return stream.readall()
 
     def stream_write(self, path: Path) -> io.RawIOBase:
-        """Return a stream whose file appears, complete, when the stream is closed."""
+        """Return a stream; the complete file appears when the stream is closed."""
         return WriteStream(path, fsync=self._fsync)
 
     def get_write_stream(self, path: Path, data: object) -> io.RawIOBase:
-        """Return a stream that saves `data` when torch.save gets the stream next."""
+        """Return a stream that saves `data` when the stream is passed to torch.save."""
         return ObjectStream(path, data, fsync=self._fsync)
 
     def write(self, path: Path, data: Buffer) -> None:
-        """Write a file, which appears complete or not at all."""
+        """Write a file; it appears complete or not at all."""
         with WriteStream(path, fsync=self._fsync) as stream:
             stream.write(memoryview(data).cast("B"))
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Make a directory, by default with its parents and only if it is missing."""
+        """Make a directory and its parents, if missing; if not `recursive`, it must be missing."""
         if recursive:
             os.makedirs(path, exist_ok=True)
         else:
@@ -369,10 +370,10 @@ class Storage:
         is_directory: bool = False,
         background_cleanup: bool = False,
     ) -> None:
-        """Rename a file or a directory, durably with `fsync`.
+        """Rename a file or a directory; with the option `fsync`, the new name survives power loss.
 
-        A file may replace a file, and a directory an empty directory.  Anything else, and a target
-        on another file system, is an OSError.
+        A file may replace a file, and a directory may replace an empty directory.  Other existing
+        targets, and targets on another file system, raise an OSError.
         """
         if self._fsync and os.path.isdir(src_path):
             for folder, _, _ in os.walk(src_path):
@@ -381,7 +382,7 @@ class Storage:
             os.rename(src_path, dst_path)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
-                message = f"{os.strerror(error.errno)}: the name of {src_path} is taken, remove it"
+                message = f"{os.strerror(error.errno)}: remove the target to rename {src_path}"
                 raise type(error)(error.errno, message, str(dst_path)) from None
             raise
         if self._fsync:
@@ -405,14 +406,14 @@ class Storage:
         return os.path.isdir(path)
 
     def remap_path(self, path: Path) -> str:
-        """Return the path as other programs know it, which is the same."""
+        """Return the path for other programs: it is the same path."""
         return str(path)
 
 
 class ReadStream(io.FileIO):
-    """Reads a file; `verify` compares an archive that is read at once with its checksums."""
+    """Reads a file; with `verify`, a call that reads a whole archive compares its checksums."""
 
-    read = io.RawIOBase.read  # type: ignore[assignment]  # by the methods below
+    read = io.RawIOBase.read  # type: ignore[assignment]  # calls `readinto` and `readall`
 
     def __init__(self, path: Path, *, verify: bool) -> None:
         super().__init__(os.fspath(path))
@@ -421,8 +422,8 @@ class ReadStream(io.FileIO):
         self._nbytes = os.fstat(self.fileno()).st_size
 
     def readinto(self, buffer: Buffer) -> int:
-        """Fill a buffer up to the end of the file, and verify an archive that is read whole."""
-        # The views are released before an error is raised.  Its traceback would keep them, and the
+        """Fill a buffer, up to the end of the file; verify an archive that is read whole."""
+        # The views are released before an error is raised.  The traceback would keep them, and the
         # buffer's owner may want to unmap the memory.
         with memoryview(buffer) as whole, whole.cast("B") as view:
             begin = self.tell()
@@ -457,7 +458,7 @@ class ReadStream(io.FileIO):
 
     def _damage(self, data: memoryview) -> CorruptCheckpointError | None:
         if bytes(data[: len(ZIP_MAGIC)]) != ZIP_MAGIC:
-            return None  # JSON, metadata, safetensors: no checksums
+            return None  # JSON, metadata and safetensors files have no checksums
         limits = config.current()
         try:
             engine = _C.Reader.open_memory(data, os.fsencode(self._path))
@@ -477,7 +478,7 @@ class ReadStream(io.FileIO):
 
 
 class WriteStream(io.RawIOBase):
-    """Writes a file that appears, complete, when the stream is closed without an error."""
+    """Writes a file; the complete file appears when the stream is closed without an error."""
 
     def __init__(self, path: Path, *, fsync: bool) -> None:
         super().__init__()
@@ -520,7 +521,7 @@ class WriteStream(io.RawIOBase):
             self.abort()
 
     def abort(self) -> None:
-        """Close the stream, and leave the file at the path as it is."""
+        """Close the stream without publishing its file; an older file stays."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
@@ -550,7 +551,7 @@ class _ObjectSavedError(Exception):
 
 
 class ObjectStream(WriteStream):
-    """Saves `data` with the engine when torch.save gets the stream, in a ``with`` block.
+    """Saves `data` with the engine when torch.save gets the stream in a ``with`` block.
 
     Bytes that are written to the stream go to the file as usual.
     """
@@ -560,7 +561,7 @@ class ObjectStream(WriteStream):
         self._data = data
 
     def __fspath__(self) -> str:
-        """Save the object when torch.save asks for the path, then end torch.save by an error.
+        """Save the object when torch.save asks for the path; then raise an error to end torch.save.
 
         The ``with`` block catches that error.
         """

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer with ptsave: a mixin, and a Trainer that has it."""
+"""Lets transformers' Trainer save and load with ptsave: a mixin, and a Trainer that uses it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATE_NAME = "trainer_state.json"
 
 
 def _calling_in(context: str, name: str) -> Any:
-    """Return a method that calls the Trainer's method `name` in a context of the mixin."""
+    """Return a method that calls the Trainer's method `name` within the mixin's `context`."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         with getattr(self, context)():
@@ -43,35 +43,35 @@ class CheckpointMixin:
     Use it as ``class MyTrainer(CheckpointMixin, transformers.Trainer)``, or use
     :class:`ptsave.integrations.transformers.Trainer`, which is the same.
 
-    * All that the Trainer writes with torch or safetensors goes through the engine, in the same
-      files, which ``from_pretrained`` and a stock Trainer read.
+    * ptsave writes all that the Trainer would write with torch or safetensors, into the same files.
+      ``from_pretrained`` and a stock Trainer can read them.
     * ``checkpoint-<step>`` is complete or absent: it gets its name when all its files are written.
       A killed process leaves ``.checkpoint-<step>.ptsave``, which the next process removes.
-    * Loading verifies checksums; safetensors files have none.
+    * Loading verifies checksums, which safetensors files do not have.
     * Older checkpoints are removed (``save_total_limit``) when the new one has its name.
-    * Two processes cannot write one checkpoint: the second one raises an error.
-    * An error of one rank is raised on all ranks, and quoted there.  No rank waits in vain.
+    * If two programs write the same checkpoint, the second one raises an error.
+    * If one rank fails, all ranks raise an error that quotes the failure.  No rank waits forever.
 
     Parameters
     ----------
     *args : object
-        For the Trainer.
+        Arguments of the Trainer.
     async_checkpoints : bool, default False
-        Whether training goes on while the files are written: the call copies the tensors.  The next
-        checkpoint, or the end of ``train()``, raises errors.  The directory gets its name when all
-        ranks have written their files, which may be after the callback ``on_save``.  Ranks report
-        to each other through locked files beside the directory.
+        Whether training goes on while the files are written: the call only copies the tensors.  The
+        next checkpoint, or the end of ``train()``, raises the error of a failed write.  The
+        directory gets its name when all ranks have written their files, which may be after the
+        callback ``on_save``.  Ranks report to each other through locked files beside the directory.
     fsync_checkpoints : bool, default False
         Whether a checkpoint survives power loss when it gets its name.
     **kwargs : object
-        For the Trainer.
+        Arguments of the Trainer.
 
     Notes
     -----
     DeepSpeed and XLA write some files themselves; the directory is renamed after that.  Files that
     FSDP writes with ``torch.distributed.checkpoint`` go through :mod:`ptsave.distributed`, and are
-    written before the call returns.  All ranks must see the same file system, or each node its own
-    (``save_on_each_node``).
+    written before the call returns.  All ranks must see the same file system; with
+    ``save_on_each_node``, only the ranks of one node must share it.
 
     Examples
     --------
@@ -96,15 +96,15 @@ class CheckpointMixin:
         self._in_background = async_checkpoints
         self._fsync = fsync_checkpoints
         self._saves = FolderSaves()
-        # The directory in which the Trainer makes the checkpoint that is being written.
+        # The directory in which the Trainer is making a checkpoint, or None.
         self._staged_run_dir: str | None = None
-        # Errors of the steps of that checkpoint, if there are several ranks.
+        # Errors in the steps of writing that checkpoint, if there are several ranks.
         self._step_errors: list[Exception] | None = None
 
     # -------------------------------------------------------------------------------------- saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, so that ``from_pretrained`` reads it."""
+        """Save the model in files that ``from_pretrained`` can read."""
         with self._engine(), self._step():
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
@@ -114,7 +114,7 @@ class CheckpointMixin:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Keep an error until all steps are done: other ranks may wait in a later one."""
+        """Keep the block's error until all steps are done: other ranks may wait in a later step."""
         try:
             yield
         except Exception as error:
@@ -143,7 +143,7 @@ class CheckpointMixin:
                 with self._writing(folder, futures):
                     self._write(folder, model, trial)
                 self._name_best_checkpoint(folder, os.path.join(run_dir, name))
-            with raised_on_all(self.accelerator, folder.final):  # all have written, or begun to
+            with raised_on_all(self.accelerator, folder.final):  # all ranks have written or begun
                 if self.args.should_save:
                     self._saves.commit(folder, futures, self._rotation(run_dir), parts)
                 elif parts is not None:
@@ -151,7 +151,7 @@ class CheckpointMixin:
         except BaseException as error:
             give_up(futures)
             if isinstance(error, Exception):
-                with suppress(RuntimeError):  # a rank has ended
+                with suppress(RuntimeError):  # if a rank has ended
                     self.accelerator.wait_for_everyone()  # then no rank writes into the folder
             if folder.is_claimed:
                 folder.discard()
@@ -162,7 +162,7 @@ class CheckpointMixin:
             super()._push_from_checkpoint(folder.final)  # type: ignore[misc]
 
     def _write(self, folder: StagedFolder, model: Any, trial: Any) -> None:
-        """Let the Trainer write into a folder, or begin to write."""
+        """Let the Trainer write its checkpoint into `folder`, or begin to write it."""
         self._staged_run_dir = folder.root
         self._step_errors = [] if self.accelerator.num_processes > 1 else None
         try:
@@ -173,7 +173,7 @@ class CheckpointMixin:
             self._staged_run_dir = self._step_errors = None
 
     def _parts_of(self, folder: StagedFolder) -> FolderParts | None:
-        """Return the parts of the ranks if several write into a folder in the background."""
+        """If several ranks write in the background, return their `FolderParts`; otherwise None."""
         if not self._in_background or self.accelerator.num_processes == 1:
             return None
         if self.args.save_on_each_node:
@@ -182,7 +182,7 @@ class CheckpointMixin:
         return FolderParts(folder, self.args.process_index, self.args.world_size)
 
     def _check_saves(self) -> None:
-        """Raise an earlier checkpoint's error of any rank on all ranks."""
+        """If an earlier checkpoint failed on any rank, raise the error on all ranks."""
         try:
             with raised_on_all(self.accelerator, self.args.output_dir):
                 self._saves.check()
@@ -202,7 +202,7 @@ class CheckpointMixin:
         futures.extend(begun)
 
     def _engine(self) -> AbstractContextManager[None]:
-        """Return a context in which ptsave writes and reads; under FSDP also DCP's directories."""
+        """Return a context manager that installs ptsave, for FSDP with ``distributed=True``."""
         return installed(
             safetensors=True, distributed=self.is_fsdp_enabled or None, fsync=self._fsync or None
         )
@@ -217,7 +217,7 @@ class CheckpointMixin:
         """Do nothing: the folder is pushed later, when it has its name."""
 
     def _name_best_checkpoint(self, folder: StagedFolder, final: str) -> None:
-        """Record the final name as the best checkpoint's, if `folder` is the best."""
+        """If `folder` is the best checkpoint, record its final name in the Trainer's state."""
         best = self.state.best_model_checkpoint
         if best is None or os.path.abspath(best) != folder.path:
             return

@@ -1,6 +1,7 @@
 """Loads models of vLLM with ptsave: ``vllm serve MODEL --load-format ptsave``.
 
-vLLM calls `register` in each process, by the package's entry point in ``vllm.general_plugins``.
+vLLM calls `register` in each process, because ptsave has an entry point in
+``vllm.general_plugins``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class WeightsLoader:
     def __init__(self, load_config: Any) -> None:
         options = getattr(load_config, "model_loader_extra_config", None) or {}
         if options:
-            raise ValueError(f"the load format ptsave has no extra options, and got {options}")
+            raise ValueError(f"the load format ptsave has no extra options, but got {options}")
         super().__init__(load_config)  # type: ignore[call-arg]
 
     def local_model(self, model: str, revision: str | None) -> str:
@@ -48,7 +49,7 @@ class WeightsLoader:
                 ignore_patterns=getattr(self.load_config, "ignore_patterns", None),
             )
             suffixes = tuple(each.removeprefix("*") for each in patterns)
-            # If no file of the model matches, there is no folder.
+            # If no file of the model matches, the folder does not exist.
             names = os.listdir(folder) if os.path.isdir(folder) else []
             if any(name.endswith(suffixes) for name in names):
                 break
@@ -58,8 +59,8 @@ class WeightsLoader:
 class ModelLoader(WeightsLoader):
     """Loads the weights of a vLLM model with ptsave: ``--load-format ptsave``.
 
-    :func:`ptsave.iter_weights` reads the shards ahead with several threads, in large requests and
-    bounded memory.  So no access waits for page faults.
+    :func:`ptsave.iter_weights` reads the shards ahead with several threads, in large requests, and
+    within a limit of memory.  So page faults do not delay the model.
 
     Parameters
     ----------
@@ -73,13 +74,13 @@ class ModelLoader(WeightsLoader):
     """
 
     def download_model(self, model_config: Any) -> str:
-        """Download the model, if it is on the hub, and return its path or URL."""
+        """Return the path or URL of a model; download it if it is on the Hugging Face hub."""
         # The weights may have another path or name than the model.
         name = getattr(model_config, "model_weights", None) or model_config.model
         return self.local_model(str(name), model_config.revision)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Fill a model with its weights, by the model's own ``load_weights``."""
+        """Read a model's weights, and pass them to the model's own ``load_weights``."""
         load_weights: Any = model.load_weights
         load_weights(iter_weights(self.download_model(model_config)))
 

@@ -1,4 +1,4 @@
-"""Fills a model's tensors from open files: straight into place, or in batches read ahead."""
+"""Fills a model's tensors from open files: directly, or from memory that is filled in advance."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from ptsave.support.torch_names import is_distributed_tensor, set_grad_enabled
 if TYPE_CHECKING:
     from ptsave.models.weight_parts import WeightSlice
 
-_PIECE_NBYTES = 32 << 20  # tensors that are only converted come in such pieces
+_PIECE_NBYTES = 32 << 20  # most bytes to read at once of a tensor that needs no loader
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Item:
-    """A stored tensor, or a part of it, and the target that it fills."""
+    """Pairs a stored tensor, or a part of one, with the model's tensor to fill."""
 
     entry: Entry
-    name: str  # of the target, for messages
-    target: Tensor  # the whole parameter if there is a loader
+    name: str  # the model's name of `target`, for messages
+    target: Tensor  # the complete parameter if `loader` fills it
     part: Part
     nbytes: int
     loader: Callable[..., Any] | None = None
     shard_id: ShardId | None = None
-    is_sliced: bool = False  # the loader reads by itself
+    is_sliced: bool = False  # the loader gets a `WeightSlice`, and reads parts of it
 
 
 def items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> list[Item]:
-    """Return the parts that fill a model's present tensors, in the order of the deliveries."""
-    whole: dict[torch.Size, Part] = {}  # layers have the same shapes
+    """Return one `Item` for each of `plan.deliveries` that fills a part of `tensors` here."""
+    whole: dict[torch.Size, Part] = {}  # by shape: many layers have the same shapes
     items = []
     with pausing_garbage_collection():
         for entry, name, shard_id, place in plan.deliveries:
@@ -74,7 +74,7 @@ def items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> list[Item]:
 
 @dataclass(eq=False, repr=False, slots=True)
 class _Piece:
-    """Neighbouring elements of an item, from `begin` on, that are delivered together."""
+    """Consecutive elements of an item that are read together; `begin` is the first one's number."""
 
     item: Item
     begin: int
@@ -83,7 +83,7 @@ class _Piece:
 
 
 class Filling:
-    """Fills tensors from open files; `progress` is called with the bytes read so far."""
+    """Fills tensors from open files, and calls `progress` with the number of bytes read so far."""
 
     def __init__(self, reader: ShardReader, progress: ProgressCallback | None) -> None:
         self._reader = reader
@@ -91,10 +91,10 @@ class Filling:
         self._nbytes_done = 0
         self._pinned = PinnedMemory(config.current().max_pinned_nbytes)
         self._nbytes_left: dict[Shard, int] = {}
-        self._sent_to: set[torch.device] = set()  # loaders copy there from page-locked memory
+        self._sent_to: set[torch.device] = set()  # accelerators of parameters that loaders fill
 
     def fill(self, items: Sequence[Item], *, is_all: bool) -> None:
-        """Fill targets; with `is_all`, close each file once it has given all that they need."""
+        """Fill the items' targets; on the last call (`is_all`), close each file after its items."""
         with pausing_garbage_collection():
             direct, others = divided(items)
             wanted = items if is_all else ()
@@ -107,16 +107,16 @@ class Filling:
             self._deliver(others)
 
     def _count(self, done: Mapping[Shard, int]) -> None:
-        """Count delivered bytes, and close shards that have nothing left to deliver."""
+        """Add each file's `done` bytes to the progress; close a file when its items are filled."""
         for shard, nbytes in done.items():
             self._nbytes_done += nbytes
             if shard in self._nbytes_left:
                 self._nbytes_left[shard] -= nbytes
                 if self._nbytes_left[shard] == 0:
-                    shard.close()  # it may hold all of its tensors in memory
+                    shard.close()  # also frees tensors, if torch had to load all of them
 
     def _deliver(self, items: list[Item]) -> None:
-        """Deliver items in order on this thread, while the next batches are read ahead."""
+        """Put items into their targets in order, while other threads read the next items."""
         from ptsave.models.iterating import Bounds, read_ahead
 
         max_nbytes = self._max_ahead_nbytes(items)
@@ -144,7 +144,7 @@ class Filling:
                     self._progress(self._nbytes_done)
 
     def _stage_all(self, memory: RecycledMemory, pieces: list[_Piece]) -> list[Read | None]:
-        """Return the reads of pieces; one call allocates the memory of all small pieces."""
+        """Return a `Read` into new memory for each piece, or None if the item's loader reads it."""
         are_small = [piece.nbytes < MIN_NBYTES and self._stays_here(piece.item) for piece in pieces]
         small = list(compress(pieces, are_small))
         dtypes = [piece.item.entry.dtype for piece in small]
@@ -160,7 +160,7 @@ class Filling:
         return reads
 
     def _stays_here(self, item: Item) -> bool:
-        """Return whether an item is read into CPU memory that is not page-locked."""
+        """Return whether an item is read into ordinary CPU memory, which is not page-locked."""
         if item.loader is None:
             return not _is_converted_there(item)
         return not item.is_sliced and not (self._sent_to and item.target.device in self._sent_to)
@@ -183,7 +183,7 @@ class Filling:
         return Read(entry, memory.tensor(shape, entry.dtype), begin, part.index)
 
     def _max_ahead_nbytes(self, items: Iterable[Item]) -> int:
-        """Return how many bytes to read ahead: fewer if loaders copy from page-locked memory."""
+        """Return the most bytes to read in advance; page-locked memory may have a lower limit."""
         from ptsave.models.iterating import MAX_AHEAD_NBYTES
 
         self._sent_to = {
@@ -199,8 +199,8 @@ class Filling:
         batch.reverse()
         with torch.no_grad():
             while batch:
-                set_grad_enabled(False)  # a loader may have enabled it
-                piece, read = batch.pop()  # so that a delivered tensor can be freed
+                set_grad_enabled(False)  # a loader may have enabled gradients
+                piece, read = batch.pop()  # pop(), so that `batch` does not keep the tensor alive
                 item = piece.item
                 mapped = [read.target.untyped_storage()] if read and read.is_mapped else []
                 try:
@@ -210,12 +210,12 @@ class Filling:
                         put_into(item, read.target, read.begin - item.part.begin)
                     del read
                 finally:
-                    # A loader that keeps a mapped tensor must not see the file change.
+                    # If the loader keeps the mapped tensor, writes to the file must not change it.
                     if mapped and not is_idle(mapped, 0):
                         _C.detach_from_file(mapped[0], os.fsencode(item.entry.shard.path))
 
     def _lend(self, item: Item) -> None:
-        """Let a loader read the parts that it needs."""
+        """Call an item's loader with a `WeightSlice`, through which the loader reads."""
         with closing(WeightSlice(item.entry, self._reader)) as weight:
             put_into(item, weight)
         self._count({item.entry.shard: item.nbytes})
@@ -224,7 +224,7 @@ class Filling:
 def _read_of(item: Item) -> Read:
     entry, target, part = item.entry, item.target, item.part
     if entry.shard.file is None:
-        target = target.detach()  # a copy into a parameter needs this, a read into it does not
+        target = target.detach()  # autograd would refuse to copy into a parameter
     return Read(entry, target, part.begin, part.index)
 
 
@@ -236,7 +236,7 @@ def _nbytes_by_shard(sizes: Iterable[tuple[Shard, int]]) -> dict[Shard, int]:
 
 
 def divided(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
-    """Return the items that are read straight into place, without overlaps, and the rest."""
+    """Return the items that can be read directly into their targets, and all other items."""
     direct: list[Item] = []
     others: list[Item] = []
     take_bytes = _C.take_bytes(
@@ -257,9 +257,9 @@ def divided(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
 
 
 def _take_memory(taken: list[tuple[int, int]], tensor: Tensor) -> bool:
-    """Add a tensor's memory to sorted extents; return False if it overlaps one of them."""
+    """Add a tensor's address range to `taken`; return False if another range overlaps it."""
     begin = tensor.data_ptr()
-    is_whole = tensor.is_contiguous()  # for another tensor the end is an upper bound
+    is_whole = tensor.is_contiguous()  # if not, `end` may be too high
     end = begin + (tensor.nbytes if is_whole else tensor.untyped_storage().nbytes())
     at = bisect_left(taken, (begin, end))
     if (at < len(taken) and taken[at][0] < end) or (at > 0 and taken[at - 1][1] > begin):
@@ -269,7 +269,7 @@ def _take_memory(taken: list[tuple[int, int]], tensor: Tensor) -> bool:
 
 
 def _pieces(item: Item) -> Iterator[_Piece]:
-    """Yield the pieces in which an item is delivered."""
+    """Divide an item into the pieces that are read and copied one at a time."""
     if item.nbytes <= _PIECE_NBYTES or not _is_filled_piecewise(item):
         yield _Piece(item, 0, item.part.shape, item.nbytes)
         return
@@ -305,7 +305,7 @@ def _is_filled_piecewise(item: Item) -> bool:
 
 
 def _is_converted_there(item: Item) -> bool:
-    """Return whether to convert a tensor on its device: the file's dtype often has fewer bytes."""
+    """Return whether the target's device, not the CPU, converts the values to another dtype."""
     return (
         item.entry.shard.file is not None
         and type(item.target) in PLAIN_TYPES
@@ -315,20 +315,20 @@ def _is_converted_there(item: Item) -> bool:
 
 
 def _takes_experts(loader: Callable[..., Any]) -> bool:
-    """Return whether a loader has vLLM's ``FusedMoE`` arguments: a name, a part and an expert."""
+    """Return whether a loader, like that of vLLM's FusedMoE, takes `shard_id` and `expert_id`."""
     return {"shard_id", "expert_id"} <= _arguments_of(getattr(loader, "__func__", loader))
 
 
-@cache  # a model asks for each of thousands of experts
+@cache  # a model may have thousands of experts
 def _arguments_of(function: Callable[..., Any]) -> Set[str]:
     try:
         return inspect.signature(function).parameters.keys()
-    except (TypeError, ValueError):  # it has no signature
+    except (TypeError, ValueError):  # the function has no signature
         return set()
 
 
 def put_into(item: Item, values: Tensor | WeightSlice, begin: int = 0) -> None:
-    """Deliver an item's values, or a piece that begins at element `begin` of its part."""
+    """Put `values` into an item's target; `begin` is the number of their first element."""
     try:
         if item.loader is not None:
             if item.shard_id is None:
@@ -354,16 +354,16 @@ def put_into(item: Item, values: Tensor | WeightSlice, begin: int = 0) -> None:
 
 
 def note_changes(tensors: Iterable[Tensor]) -> None:
-    """Tell autograd that these tensors have changed."""
+    """Tell autograd that the values of these tensors have changed."""
     changed = [tensor for tensor in tensors if not tensor.is_inference()]
     if changed:
         torch.autograd.graph.increment_version(changed)
 
 
 class PinnedMemory:
-    """Lends tensors in page-locked memory, up to `max_nbytes` at a time; for one thread.
+    """Allocates page-locked tensors; those in use never take more than `max_nbytes` together.
 
-    torch's allocator reuses memory only when copies that a loader has begun are done.
+    A loader may start copies without waiting: torch reuses the memory only when they are done.
     """
 
     def __init__(self, max_nbytes: int) -> None:
@@ -371,7 +371,7 @@ class PinnedMemory:
         self._lent: list[torch.UntypedStorage] = []
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return a contiguous tensor without values; None if it is small or exceeds the bound."""
+        """Return an uninitialized tensor, or None if it is small or would exceed `max_nbytes`."""
         busy = [not is_idle(self._lent, number) for number in range(len(self._lent))]
         self._lent = [storage for storage, keep in zip(self._lent, busy, strict=True) if keep]
         nbytes = shape.numel() * dtype.itemsize
@@ -384,5 +384,5 @@ class PinnedMemory:
 
 
 def _rounded(nbytes: int) -> int:
-    """Return the bytes that torch's allocator takes: a power of two."""
+    """Return how many bytes torch's allocator takes for `nbytes`: the next power of two."""
     return 1 << (nbytes - 1).bit_length()

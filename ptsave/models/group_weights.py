@@ -1,7 +1,7 @@
-"""One rank of a process group reads weights, and all ranks fill their models from them.
+"""One rank of a process group reads weights and sends them to all ranks.
 
-The reading rank opens the files and lists their contents, and each rank plans for its own model.
-Each record that any rank needs is then sent once, in the order of the files.
+The reading rank opens the files, and sends a description of their contents to all ranks.  Each rank
+then finds out what its model needs.  If any rank needs a record, the record is sent to all, once.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ from ptsave.support.calls import ProgressCallback
 from ptsave.support.group_call import GroupCall, agree_on_file
 from ptsave.support.torch_names import set_grad_enabled
 
-_MAX_STAGED_NBYTES = 32 << 20  # memory that is kept for reuse
+_MAX_STAGED_NBYTES = 32 << 20  # most bytes of memory that is kept for reuse
 
 
 class SentRecord(NamedTuple):
-    """A record, as the other ranks know it."""
+    """Describes one record of an archive, or one tensor of any other file, to the other ranks."""
 
-    name: str  # of the tensor, if that alone makes up the record
+    name: str  # the tensor's name, if the record is one tensor
     nbytes: int
     offset: int = 0
-    crc: int | None = None  # None: there is nothing to verify
+    crc: int | None = None  # None: the file has no CRC
 
 
 class SentEntry(NamedTuple):
-    """A tensor of a file, as the other ranks know it; other fields as in `Entry`."""
+    """Describes a tensor of a file to the other ranks; the first fields are those of `Entry`."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     nbytes: int
     stored_nbytes: int
-    record: int  # number of its record in the file; -1 for an empty tensor of an archive
-    view: StorageView  # its place in the record
+    record: int  # index in `SentShard.records`; -1 for an empty tensor of an archive
+    view: StorageView  # offset, shape and strides in the record
 
 
 class SentShard(NamedTuple):
-    """A file, as the other ranks know it."""
+    """Describes a file to the other ranks."""
 
     path: str
-    entries: list[SentEntry]  # without those that an index places in another file
+    entries: list[SentEntry]  # if an index names another file for a tensor, without it
     records: list[SentRecord]
     objects: Mapping[str, Any]
     metadata: Mapping[str, Any]
 
 
 class WeightSource:
-    """The open files on the reading rank; numbers of records or tensors go on from file to file."""
+    """The open files on the reading rank; one numbering counts the records of all files."""
 
     def __init__(self, opened: OpenShards) -> None:
         by_shard: dict[Shard, list[Entry]] = defaultdict(list)
@@ -87,8 +87,8 @@ class WeightSource:
             by_shard[entry.shard].append(entry)
         self._last = opened.shards[0]
         self._local = ShardReader(each.shard for each in opened.entries)
-        self.shards: list[SentShard] = []  # describe the files for the other ranks
-        self._homes: list[tuple[OpenShard, int]] = []  # by record: its file and number there
+        self.shards: list[SentShard] = []  # descriptions for the other ranks
+        self._homes: list[tuple[OpenShard, int]] = []  # per record: file, number in the file
         for shard in opened.shards:
             entries, numbers, records = _sent(shard, by_shard[shard])
             objects = dict(shard.objects)
@@ -96,7 +96,7 @@ class WeightSource:
             self._homes += [(shard, number) for number in numbers]
 
     def read(self, spans: Sequence[Span]) -> None:
-        """Fill spans, whose records are numbered through all files."""
+        """Read ranges of bytes into their targets; `Span.record` is a number across all files."""
         by_shard: dict[OpenShard, list[Span]] = defaultdict(list)
         for span in spans:
             shard, record = self._homes[span.record]
@@ -121,7 +121,7 @@ class WeightSource:
                 contents.spans.read(some, verify=False)  # type: ignore[attr-defined]
 
     def digest(self) -> bytes:
-        """Return a hash by which the files of two hosts are compared."""
+        """Return a hash of the files' descriptions, so that hosts can compare their files."""
         found = hashlib.sha256()
         for shard in self.shards:
             found.update(repr((shard.path, shard.records, shard.entries)).encode())
@@ -135,7 +135,7 @@ class WeightSource:
 def _sent(
     shard: OpenShard, entries: Sequence[Entry]
 ) -> tuple[list[SentEntry], list[int], list[SentRecord]]:
-    """Return entries of a file as sent, and their records with their numbers in the file."""
+    """Describe the entries; return this, the records' numbers, and the records' descriptions."""
     contents = shard.contents
     homes: Sequence[int | None]
     if isinstance(contents, UnreadContents):
@@ -153,7 +153,7 @@ def _sent(
         if not is_viewable(tensor):
             raise UnsupportedSourceError(
                 f"{shard.path}: tensor {entry.name} of {entry.dtype} cannot be sent to other "
-                "ranks: let each load the file by itself, without process_group"
+                "ranks: load the file on each rank, without process_group"
             )
         record = -1 if home is None else sent_as[home]
         sizes = (entry.nbytes, entry.stored_nbytes)
@@ -179,7 +179,7 @@ def _copy_bytes(tensor: Tensor, span: Span) -> None:
 
 
 class ReceivedShard(Shard):
-    """A file that another rank of a process group reads; `receive` fills the targets of reads."""
+    """A file that another rank reads; `receive` fills the targets of reads from received bytes."""
 
     def __init__(self, sent: SentShard, receive: Callable[[Sequence[Read]], None]) -> None:
         self.path, self.objects, self.metadata = sent.path, sent.objects, sent.metadata
@@ -193,9 +193,9 @@ class ReceivedShard(Shard):
 def group_weights(
     f: Any, storage_options: Mapping[str, Any] | None, group: Any
 ) -> Iterator[GroupWeights]:
-    """Open the files of a model, which one rank of a group, or one of each host, reads.
+    """Open a model's files on one rank of a group, or on one rank of each host, for all ranks.
 
-    Collective: an exception in the block is raised on all ranks, which leave it together.
+    All ranks must enter the `with` block.  They leave it together; if one raises, all raise.
     """
     call = GroupCall(group)
     with ExitStack() as stack:
@@ -216,7 +216,7 @@ def group_weights(
 
 
 class GroupWeights:
-    """The files of a model, which a group receives; `source` is None on all ranks but one."""
+    """A model's files, whose contents all ranks receive; only reading ranks have a `source`."""
 
     def __init__(
         self, call: GroupCall, sent: Sequence[SentShard], source: WeightSource | None
@@ -224,7 +224,7 @@ class GroupWeights:
         self.shards: list[Shard] = []
         self.entries: list[Entry] = []
         self._homes: list[tuple[SentShard, SentRecord]] = []
-        # By an entry's id: the number of its record, and its place there.
+        # By id() of an entry: its record's number, and its offset, shape and strides there.
         self.places: dict[int, tuple[int, StorageView]] = {}
         for each in sent:
             shard = ReceivedShard(each, self._read)
@@ -241,21 +241,21 @@ class GroupWeights:
         self.wait = self._records.wait
 
     def agree(self) -> None:
-        """Wait until all ranks have checked their models; raise on all if a model does not fit."""
+        """Wait until all ranks have checked their models; all raise if a model does not fit."""
         self.wait(CHECKED)
 
     def filling(self, reader: ShardReader, progress: ProgressCallback | None) -> GroupFilling:
-        """Return the object that fills a model from what it receives, without `reader`."""
+        """Return an object that fills a model from received records, without the `reader`."""
         return GroupFilling(self, progress)
 
     def receive(
         self, wanted: Mapping[int, Sequence[_Copy]], done: Callable[[int], None] | None
     ) -> None:
-        """Make the copies that `wanted` lists by the record's number; call `done` with each."""
+        """Receive each record in `wanted`, make its copies, and call `done` with its number."""
 
         def take(record: int, begin: int, part: Tensor) -> None:
             with torch.no_grad():
-                set_grad_enabled(False)  # a loader may have enabled it
+                set_grad_enabled(False)  # a loader may have enabled gradients
                 for copy in wanted[record]:
                     copy.take(part, begin)
             if done is not None and begin + len(part) == self._homes[record][1].nbytes:
@@ -264,7 +264,7 @@ class GroupWeights:
         self._records.receive(set(wanted), take, verify=True)
 
     def _read(self, reads: Sequence[Read]) -> None:
-        """Receive tensors now, while other ranks wait or receive their own."""
+        """Receive tensors at once; meanwhile, other ranks wait, or receive tensors themselves."""
         wanted: dict[int, list[_Copy]] = defaultdict(list)
         for read in reads:
             if read.entry.nbytes:
@@ -293,7 +293,7 @@ class GroupWeights:
 
 
 class GroupFilling:
-    """Fills a model from records that a group sends; `progress` gets the bytes delivered so far."""
+    """Fills a model from received records, and reports the bytes filled so far to `progress`."""
 
     def __init__(self, weights: GroupWeights, progress: ProgressCallback | None) -> None:
         self._weights = weights
@@ -302,7 +302,7 @@ class GroupFilling:
         self._memory = RecycledMemory(_MAX_STAGED_NBYTES)
 
     def fill(self, items: Sequence[Item], *, is_all: bool) -> None:
-        """Fill targets in the order of the files; with `is_all`, each tensor is sent once."""
+        """Fill the items' targets in file order; with `is_all`, first wait for all other ranks."""
         direct, _ = divided(items)
         in_place = {id(item) for item in direct if item.target.shape == item.part.shape}
         wanted: dict[int, list[_Copy]] = defaultdict(list)
@@ -324,7 +324,7 @@ class GroupFilling:
             if self._progress is not None:
                 self._progress(self._nbytes_done)
 
-        if is_all:  # all ranks name the tensors that they want
+        if is_all:  # so that all ranks request their tensors together
             self._weights.wait(PLANNED)
         with torch.no_grad():
             for item in empty:
@@ -334,7 +334,7 @@ class GroupFilling:
 
 
 class _Copy:
-    """Copies a part of a record into a tensor of its shape, as it arrives."""
+    """Copies a tensor's bytes into `target`, in parts, while the tensor's record arrives."""
 
     def __init__(self, view: StorageView, target: Tensor) -> None:
         self.view = view
@@ -344,17 +344,17 @@ class _Copy:
         self.end = (view.offset + last + 1) * view.dtype.itemsize
 
     def take(self, part: Tensor, begin: int) -> None:
-        """Copy from `part`, the bytes of the record from `begin` on."""
+        """Copy the bytes that the target needs from `part`: the record's bytes from `begin` on."""
         if begin < self.end and self.begin < begin + len(part):
             assert self.target is not None
             self.view.copy_part(self.target, part, begin)
 
 
 class _Delivery(_Copy):
-    """Puts a tensor together in memory, and delivers it when it is complete."""
+    """Collects a tensor's bytes in memory, and fills the target when the tensor is complete."""
 
     def __init__(self, view: StorageView, item: Item, memory: RecycledMemory) -> None:
-        if item.is_sliced:  # received unexpanded, because it may be expanded to any size
+        if item.is_sliced:  # receive expanded dimensions once: they may be huge
             steps = zip(view.shape, view.stride, strict=True)
             view = replace(view, shape=tuple(1 if step == 0 else n for n, step in steps))
         super().__init__(view, item.target)
@@ -377,7 +377,7 @@ class _Delivery(_Copy):
 
 @dataclass(frozen=True)
 class _InMemory:
-    """Reads for a `WeightSlice` from a tensor in memory."""
+    """Serves the reads of a `WeightSlice` from a tensor in memory."""
 
     values: Tensor
 
@@ -387,7 +387,7 @@ class _InMemory:
 
 
 def _part_of(view: StorageView, part: Part) -> StorageView:
-    """Return the view of a part of a tensor."""
+    """Return the offset, shape and strides of a part of a tensor in the tensor's record."""
     if part.index is None:
         return view
     begins = zip(part.index, view.stride, strict=True)

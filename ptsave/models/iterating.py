@@ -1,4 +1,4 @@
-"""`iter_weights`, and `read_ahead`: reads tensors ahead of use, in order, in bounded memory."""
+"""`iter_weights` and `read_ahead`: read tensors in order, while earlier ones are used."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def iter_weights(
     map_location: torch.device | str | int | None = None,
     key_mapping: Rename | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of a set of shards, or one file, in the order of the files.
+    """Yield the name and the values of each tensor in a set of shards or in one file, in order.
 
-    While the caller uses one tensor, the next ones are read.  Tensors that the caller does not keep
-    take at most 128 MiB, or as much as the largest tensor.
+    While the caller uses one tensor, the next ones are read.  If the caller keeps no tensor, this
+    needs at most 128 MiB of memory, or the size of the largest tensor if that is more.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def iter_weights(
     device : torch.device, str or int, optional
         Device of the tensors: the CPU by default.
     rename : callable or mapping, optional
-        New names, as for :func:`ptsave.load_model`; tensors whose new name is None are not read.
+        New names, as for :func:`ptsave.load_model`.  A tensor whose new name is None is left out.
     prefix : str, default ""
         Reads only tensors whose names begin with the prefix, and removes the prefix from the names.
     storage_options : mapping, optional
@@ -63,7 +63,7 @@ def iter_weights(
     Raises
     ------
     CorruptCheckpointError, FileNotFoundError, OSError, TypeError, ValueError
-        As from :func:`ptsave.load_model`.  All files are opened before the first tensor is read.
+        As from :func:`ptsave.load_model`.  All files are opened before any tensor is yielded.
 
     Examples
     --------
@@ -84,7 +84,7 @@ def iter_weights(
         refuse_url(path)
         path = os.fsdecode(path)
     with ExitStack() as stack:
-        with pausing_garbage_collection():  # there may be 100,000 entries, and none is garbage
+        with pausing_garbage_collection():  # there may be 100,000 entries, all in use
             entries = open_shards(path, find_files(path, storage_options), stack).entries
             named = [(entry, renaming(entry.name)) for entry in entries]
             wanted = [(entry, name) for entry, name in named if name is not None]
@@ -119,26 +119,25 @@ def iter_weights(
 
 _T = TypeVar("_T")
 
-# Bounds the tensors in use and being read, without those that go straight into a parameter.
+# The most bytes of tensors in memory outside the model: those being read, and those in use.
 MAX_AHEAD_NBYTES = 128 << 20
-_MIN_AHEAD_NBYTES = 1 << 20  # for fewer bytes, another thread costs more than it saves
-_MIN_MEAN_NBYTES = 4 << 10  # smaller reads spend their time in Python, which threads share
+_MIN_AHEAD_NBYTES = 1 << 20  # a thread would take more time than it saves for less
+_MIN_MEAN_NBYTES = 4 << 10  # smaller reads take mostly Python time, so threads do not help
 
 
 class Bounds(NamedTuple):
-    """How far reading may be ahead of use; one large tensor may exceed both sizes."""
+    """Limits what may be read before it is used; one large tensor may exceed both byte limits."""
 
     n_threads: int  # each reads one batch at a time
-    n_batches: int  # batches that may wait unused
+    n_batches: int  # most batches that are read, or being read, and not used yet
     batch_nbytes: int
-    max_nbytes: int  # of all batches together
+    max_nbytes: int  # of all these batches together
 
     @classmethod
     def of(cls, shards: Iterable[Shard], max_nbytes: int) -> Bounds:
-        """Return the bounds for shards: only local safetensors files are read by two threads.
+        """Return the bounds: two threads if all shards are local safetensors files, or else one.
 
-        Their batches are small, so that the first tensors arrive soon and little memory is touched:
-        a used batch passes its memory on to the third batch after it.
+        For two threads the batches are small, so that the first tensors can be used soon.
         """
         if all(each.file is not None for each in shards):
             return cls(2, 3, min(16 << 20, max_nbytes // 2), max_nbytes)
@@ -147,7 +146,7 @@ class Bounds(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class _Batch(Generic[_T]):
-    """Items that are read together; `pending` is the future of reads in another thread."""
+    """Items that are read together; `pending` is set if another thread reads them."""
 
     items: list[tuple[_T, Read | None]]
     nbytes: int
@@ -160,10 +159,10 @@ def read_ahead(
     stage: Callable[[list[_T]], list[Read | None]],
     bounds: Bounds,
 ) -> Generator[list[tuple[_T, Read | None]], None, None]:
-    """Yield batches of items whose reads are done, while the next ones are being read.
+    """Yield the items in batches, each after its reads are done, while the next ones are read.
 
-    `items` are pairs of an item and its number of bytes. `stage` allocates memory for items and
-    returns their reads, or None for an item that reads nothing. It runs in the caller's thread.
+    `items` has pairs of an item and its number of bytes. `stage` is called in the caller's thread.
+    It allocates memory, and returns a `Read` for each item, or None if there is nothing to read.
     """
     batches: deque[_Batch[_T]] = deque()
     with ThreadPool(bounds.n_threads, "ptsave-read") as threads:
@@ -182,13 +181,13 @@ def read_ahead(
 
 
 def _grouped(items: Iterable[tuple[_T, int]], max_nbytes: int) -> Iterator[tuple[list[_T], int]]:
-    """Yield groups of at most `max_nbytes`, or one larger item, and the bytes of each group."""
+    """Yield groups of at most `max_nbytes`, or of one larger item, with each group's bytes."""
     iterator = iter(items)
     ahead = next(iterator, None)
     while ahead is not None:
         group: list[_T] = []
         total = 0
-        with pausing_garbage_collection():  # many small objects are made, and none is garbage
+        with pausing_garbage_collection():  # for speed: many new objects, all in use
             while ahead is not None and (not group or total + ahead[1] <= max_nbytes):
                 group.append(ahead[0])
                 total += ahead[1]
@@ -199,8 +198,8 @@ def _grouped(items: Iterable[tuple[_T, int]], max_nbytes: int) -> Iterator[tuple
 def _begin(
     reader: ShardReader, staged: list[tuple[_T, Read | None]], nbytes: int, threads: ThreadPool
 ) -> _Batch[_T]:
-    # This thread reads tensors on devices, because their memory belongs to its streams, and batches
-    # that are too small for another thread.
+    # The calling thread reads tensors on accelerators, because their memory belongs to its streams.
+    # The calling thread also reads batches that are too small for another thread.
     here: list[Read] = []
     ahead: list[Read] = []
     for _, read in staged:

@@ -1,7 +1,7 @@
 """`load_model`: fills a model from published weights, as inference engines do.
 
 Before the model changes, every file is opened, and all names, shapes and sizes are checked. The
-files stay open, so the old set is read to its end even if another process replaces it.
+files stay open. So if another process replaces them, the model still gets the old files.
 """
 
 from __future__ import annotations
@@ -75,77 +75,78 @@ def load_model(
     """Fill a model's parameters and buffers from a directory of shards, or one file.
 
     Before the first byte of the model changes, all files are opened, and names, shapes, headers and
-    sizes are checked.  Then several threads read every byte once, where possible straight into the
-    parameter.  Other tensors are read ahead of their use, into a buffer of at most 128 MiB, or of
-    the largest tensor that a ``weight_loader`` gets.  If loaders copy to an accelerator, the buffer
-    is page-locked, up to ``PTSAVE_MAX_PINNED_BYTES``.  Parts of a safetensors file that the
-    page cache holds are not copied to the buffer, but used where they are.
+    sizes are checked.  Then several threads read every byte once, directly into the parameters
+    where possible.  Other tensors first go to a buffer of at most 128 MiB, or as large as the
+    largest tensor for a ``weight_loader``.  If loaders copy to an accelerator, the buffer is
+    page-locked, up to ``PTSAVE_MAX_PINNED_BYTES``.  Parts of a safetensors file that are already in
+    the page cache are used there, without a copy in the buffer.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The model.  A parameter's ``weight_loader`` fills the parameter, in the order of the files:
-        ``weight_loader(parameter, tensor)``, or ``weight_loader(parameter, tensor, shard_id)`` for
-        a part of a packed parameter.  A loader with an argument `expert_id`, as vLLM's ``FusedMoE``
-        has, is called with the parameter's name, ``shard_id="w1"`` and ``expert_id=3`` for a shard
-        id ``("w1", 3)``.  The loader gets the file's tensor on the CPU, and may keep it.  A loader
-        with the attribute ``takes_slices = True`` gets a `WeightSlice` instead, which reads only
-        the parts that the loader selects: ``weight[begin:end]``,
-        ``weight.narrow(dim, begin, length)``.  Each rank reads its own part of a DTensor (FSDP2,
-        tensor parallelism).
+        The model.  If a parameter has an attribute ``weight_loader``, this function fills the
+        parameter.  It is called as ``weight_loader(parameter, tensor)``, or for a part of a packed
+        parameter as ``weight_loader(parameter, tensor, shard_id)``.  For a shard id
+        ``("w1", 3)``, a loader with an argument `expert_id`, such as the loader of vLLM's
+        ``FusedMoE``, also gets the parameter's name, ``shard_id="w1"`` and ``expert_id=3``.  The
+        tensor is on the CPU, and the loader may keep it.  A loader with the attribute
+        ``takes_slices = True`` gets a `WeightSlice` instead, and reads only the parts that it needs
+        (``weight[begin:end]``, ``weight.narrow(dim, begin, length)``).  The calls are in the order
+        of the files.  Of a DTensor (FSDP2, tensor parallelism), each rank reads only its own part.
     path : str, os.PathLike or file-like
-        A directory, by path or URL, or one file: an index of shards, a safetensors file, or
+        The path or URL of a directory or a file: an index of shards, a safetensors file, or
         anything that :func:`torch.load` reads with ``weights_only=True``.  A seekable file object
-        works, too.  A file's content, not its name, decides how it is read.  In a directory, the
-        first pattern that matches counts: ``*.safetensors``, ``pytorch_model*.bin``,
-        ``model*.bin``, ``*.pt``, ``consolidated.*.pth``, ``*.pth``.  If there is an index, it names
-        the files.
+        is also allowed.  A file's content, not its name, decides how it is read.  In a directory,
+        the first of these patterns that matches any file selects the files: ``*.safetensors``,
+        ``pytorch_model*.bin``, ``model*.bin``, ``*.pt``, ``consolidated.*.pth``, ``*.pth``.  If
+        there is an index, the index names the files.
     packed_modules_mapping : mapping or list, optional
-        Modules of the checkpoint that the model packs into one.  It maps each to the packed name
-        and a shard id: ``{"q_proj": ("qkv_proj", "q"), ...}``.  The shard id may be a tuple
-        (``("w1", 3)``).  A list of such tuples sends one tensor to several places.
-        ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`` has the shard ids 0, 1 and 2.  A list of
-        ``(packed name, name, shard id)`` is the same.  Names match whole components of a path, with
-        or without a dot at their end, and the longest name wins.  If a tensor fits nowhere else,
-        names also match within components.  Default: the model's attribute of the same name, if it
-        exists.  A tensor whose packed parameter does not exist keeps its name.  Parts of a
-        parameter without a ``weight_loader`` are put end to end, in the order of the mapping,
-        along the dimension in which their sizes add up to the parameter's size.
+        Modules of the checkpoint that the model packs into one.  A mapping gives each module the
+        packed name and a shard id: ``{"q_proj": ("qkv_proj", "q"), ...}``.  The shard id
+        may be a tuple (``("w1", 3)``).  A list of pairs (packed name, shard id) sends one tensor to
+        several places.  ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`` has the shard ids 0, 1 and
+        2.  Instead of a mapping, a list of tuples ``(packed name, name, shard id)`` is allowed.
+        Names match complete components of a tensor's name; of several names, the longest is used.
+        If a tensor fits nowhere, names also match within components.  If the model lacks the packed
+        parameter, the tensor keeps its name.  If a packed parameter has no ``weight_loader``, the
+        parts are placed one after another, in the order of the mapping,
+        along the dimension in which their sizes add up to the parameter's size.  Default: the
+        model's attribute ``packed_modules_mapping``, if it exists.
     rename : callable or mapping, optional
-        New names for the checkpoint's tensors, before they are mapped to packed modules.  It is a
-        function of a name, or a mapping from whole names, or from one or more components of names
-        (``{"transformer.h": "layers", "gamma": "weight"}``).  A tensor whose new name is None
-        is left out.
+        New names for the checkpoint's tensors, applied before `packed_modules_mapping`.  A function
+        gets the old name and returns the new one.  The keys of a mapping are complete names, or
+        some components of names (``{"transformer.h": "layers", "gamma": "weight"}``).  A tensor
+        whose new name is None is not loaded.
     prefix : str, default ""
-        Loads only tensors whose names begin with the prefix, and removes the prefix from the names:
-        ``"vision_tower."`` for a part of a model.
+        Loads only tensors whose names begin with the prefix, and removes the prefix from the names.
+        For example, ``"vision_tower."`` loads this part of a checkpoint.
     strict : bool, default True
         Whether to raise an error for tensors that are missing, unexpected or duplicate, and for
-        missing parts of a packed parameter.  If False, the later of two duplicates is loaded.
+        missing parts of a packed parameter.  If False, the last of several duplicates is loaded.
     ignore_mismatched_sizes : bool, default False
         Whether to leave out tensors with a wrong shape, and name them in the result, instead of
         raising an error.
     assign : bool, default False
-        Whether new tensors with the file's dtypes replace parameters and buffers, as by
-        ``load_state_dict(assign=True)``, once all are read.  Packed parameters and parameters with
-        a ``weight_loader`` are still filled.  With `assign`, a model on the meta device needs no
-        `device`.
+        Whether new tensors with the file's dtypes replace parameters and buffers, as
+        ``load_state_dict(assign=True)`` does, once all tensors are read.  Packed parameters and
+        parameters with a ``weight_loader`` are filled in place.  With `assign`, a model on the meta
+        device needs no `device`.
     device : torch.device, str or int, optional
-        Device to move the model to.  A tensor on the meta device gets memory there, as by
-        :meth:`torch.nn.Module.to_empty`, but stays tied and keeps its attributes.  Any other
-        tensor is moved.  By default, the model stays where it is.
+        Device to move the model to.  A tensor on the meta device gets memory on this device, as
+        :meth:`torch.nn.Module.to_empty` gives it, but stays tied and keeps its attributes.  By
+        default, the model stays where it is.
     dtype : torch.dtype, optional
-        Dtype to convert the model's floating-point tensors to before they are filled, as by
-        :meth:`torch.nn.Module.to`; with `assign`, the dtype of the new tensors.
+        Dtype to convert the model's floating-point tensors to before they are filled, as
+        :meth:`torch.nn.Module.to` does.  With `assign`, the dtype of the new tensors.
     progress : bool, default False
         Whether to show a progress bar.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     process_group : torch.distributed.ProcessGroup, optional
-        One rank of the group, or one rank of each host, reads the files.  Every rank makes the call
-        with the same path, but with its own model and options.  If one rank fails, all raise.  If
-        a model does not fit, all raise before a model changes.  A ``weight_loader`` with
-        ``takes_slices`` gets a slice of a tensor that is whole in memory.
+        One rank of the group, or one rank of each host, reads the files.  All ranks must call this
+        with the same path, but each with its own model and options.  If one rank fails, all ranks
+        raise.  If one model does not fit, all ranks raise before any model changes.  For a
+        ``weight_loader`` with ``takes_slices``, each complete tensor is received first.
     map_location, key_mapping : optional
         Other names of `device` and `rename`.
 
@@ -158,13 +159,14 @@ def load_model(
     ------
     RuntimeError
         Names or shapes do not fit, as from :meth:`torch.nn.Module.load_state_dict`; the message
-        names the file and the tensor.  Or a model is on the meta device without `device`.  Or a
-        tensor for a ``weight_loader`` is expanded to more than 1 GiB and 8 times its storage.
+        names the file and the tensor.  Or the model is on the meta device, and `device` is missing.
+        Or an expanded tensor for a ``weight_loader`` takes more than 1 GiB of memory, and more than
+        8 times the bytes of its storage.
     CorruptCheckpointError
         A file is damaged or cut short, is not a checkpoint (a git-lfs pointer, a web page), or
-        lacks a tensor that the index promises.
+        lacks a tensor that the index assigns to it.
     FileNotFoundError
-        There are no shards, or one of them is missing.
+        There is no file with weights, or a file that the index names is missing.
     UnsupportedUrlError
         `path` is a URL that fsspec cannot read.
     OSError
@@ -174,19 +176,19 @@ def load_model(
     TypeError
         A file holds objects that are not tensors, or an argument has a wrong type.
     ValueError
-        The directory holds several models, or the parts of a model that was divided among ranks
-        (``consolidated.00.pth``, ``consolidated.01.pth`` with the same names).
+        The directory holds several models, or the parts of one model for several ranks (the same
+        names in ``consolidated.00.pth`` and ``consolidated.01.pth``).
 
     Notes
     -----
-    Parameters and buffers that share memory count as one, and one of their names is enough.  If the
-    checkpoint has several of these names, the last in the model's order counts, as for
-    ``load_state_dict``.  Non-persistent buffers may be missing.  Lazy buffers
+    If parameters or buffers share memory, the checkpoint needs only one of their names.  If it has
+    several of these names, the last one in the model's order is loaded, as
+    ``load_state_dict`` does.  Non-persistent buffers may be missing.  Lazy buffers
     (:func:`ptsave.register_lazy_buffer`) take the checkpoint's shape, and become None if the
-    checkpoint lacks them.  Hooks, overrides of ``_load_from_state_dict``, migrations of versions,
-    extra state and lazy modules work as in :meth:`torch.nn.Module.load_state_dict`.  The entries
-    that such code reads stay in memory until its module is loaded; all others are read straight
-    into place.
+    checkpoint lacks them.  Hooks, overrides of ``_load_from_state_dict``, versions of modules,
+    extra state and lazy modules work as in :meth:`torch.nn.Module.load_state_dict`.  Tensors
+    that a hook or an override reads stay in memory until its module is loaded.  All other tensors
+    are read directly into the model.
     The CRCs in files of :func:`torch.save` are verified, except for tensors that are read in part.
     Safetensors files have no checksums.
 
@@ -218,7 +220,7 @@ def load_model(
         if isinstance(path, bytes):
             refuse_url(path)
             path = os.fsdecode(path)
-    # There may be 100,000 entries, and none is garbage.
+    # There may be 100,000 entries, all in use.
     with (
         pausing_garbage_collection() as pause,
         opened_weights(path, storage_options, process_group) as weights,
@@ -266,7 +268,7 @@ def _fill_by_names(
     lazy_buffers: LazyBuffers,
     options: ModuleLoadOptions,
 ) -> None:
-    """Fill a model whose loading copies tensors and does nothing else."""
+    """Fill a model that has no hooks or other code that runs during loading."""
     extra_state = [key for shard in plan.shards for key in shard.objects]
     plan.report.unexpected_keys.extend(key for key in extra_state if plan.renaming(key) is not None)
     plan.check(model, strict=options.strict)
@@ -304,7 +306,7 @@ def _fill_by_code(
     plan: WeightPlan,
     options: ModuleLoadOptions,
 ) -> None:
-    """Fill a model whose own code, such as a hook, takes part in loading it."""
+    """Fill a model that has hooks or other code that runs during loading."""
     from ptsave.models.module_code import ModuleLoad
 
     load = ModuleLoad(model, plan, options)
@@ -323,7 +325,7 @@ def _fill_by_code(
         load.finish()
     _warn_of_garbage([name for name in on_meta if not load.is_filled(name)])
     _renew_ties(tensors_in(model), tied_names)
-    if options.assign:  # the file's tensors are still where they were read
+    if options.assign:  # the assigned tensors still have the file's dtypes
         model.to(device=options.device, dtype=options.dtype)
 
 
@@ -333,7 +335,7 @@ def _fill_by_code(
 def _move(
     model: nn.Module, plan: WeightPlan, options: ModuleLoadOptions, assigned: Collection[str]
 ) -> list[str]:
-    """Move the model, give memory to tensors on the meta device, and return their names."""
+    """Move the model, and return the names of the meta tensors that got memory."""
     device, dtype = options.device, options.dtype
     on_meta = [
         name
@@ -349,7 +351,7 @@ def _move(
         if dtype is not None:
             model.to(dtype)
         return []
-    device = torch.empty(0, device=device).device  # raises torch's error for a bad one
+    device = torch.empty(0, device=device).device  # raises torch's error for a bad device
     if dtype is not None:
         model.to(dtype)
     if on_meta:
@@ -362,12 +364,12 @@ def _move(
 
 
 def _allocate(model: nn.Module, device: torch.device, assigned: Collection[str]) -> None:
-    """Give memory on `device` to every tensor on the meta device, except those that are replaced.
+    """Give memory on `device` to every tensor on the meta device that is not in `assigned`.
 
-    ``to_empty`` would make new parameters for each module. Here tied parameters stay tied, and
-    types and attributes (``weight_loader``) stay.
+    ``to_empty`` would separate tied parameters. Here they stay tied, and tensors keep their types
+    and attributes, such as ``weight_loader``.
     """
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old one: its id must stay unique
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old tensors, so that ids stay unique
     for prefix, module in model.named_modules():
         tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
         for table in tables:
@@ -402,7 +404,7 @@ def _warn_of_garbage(names: list[str]) -> None:
 
 
 def _renew_ties(tensors: dict[str, Tensor], tied_names: dict[str, list[str]]) -> None:
-    """Copy values to tied names that became tensors of their own when the model moved."""
+    """Copy the loaded values to each tensor that has lost its tie because the model was moved."""
     with torch.no_grad():
         for name, names in tied_names.items():
             for other in names:
@@ -413,7 +415,7 @@ def _renew_ties(tensors: dict[str, Tensor], tied_names: dict[str, list[str]]) ->
 
 
 class LocalWeights:
-    """The files of a model and their tensors, read by this process."""
+    """A model's files, which this process reads itself, and the tensors in them."""
 
     def __init__(self, opened: OpenShards) -> None:
         self.shards, self.entries = opened
@@ -422,7 +424,7 @@ class LocalWeights:
         """Do nothing: there are no other ranks."""
 
     def filling(self, reader: ShardReader, progress: ProgressCallback | None) -> Filling:
-        """Return the object that fills a model."""
+        """Return an object that fills a model's tensors through `reader`."""
         return Filling(reader, progress)
 
 
@@ -430,7 +432,7 @@ class LocalWeights:
 def opened_weights(
     f: Any, storage_options: Mapping[str, Any] | None, group: Any
 ) -> Iterator[LocalWeights | GroupWeights]:
-    """Open a model's files as `load_model` does; with a group, one of its ranks reads."""
+    """Open a model's files in this process; with a group, only on the ranks that read for all."""
     if has_others(group):
         from ptsave.models.group_weights import group_weights
 

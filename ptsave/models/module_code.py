@@ -1,8 +1,8 @@
-"""Loads models whose own code takes part in loading, from open files, as `load_state_dict` does.
+"""Loads open files into models that have hooks or other code, as `load_state_dict` would.
 
-A model's own code, such as a hook, sees a state dict of stand-ins: tensors without memory. Each
-copy from a stand-in becomes a read from the file. Before a module's own code runs, the
-module's entries are read. The entries of its children are read when the code asks for them.
+The state dict has stand-ins: tensors without memory. A copy from a stand-in becomes a read from the
+file. Before code of a module runs, real values replace the stand-ins of the module's own tensors.
+The tensors of the module's children are read when the code asks for them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class ModuleLoad:
-    """A load through a state dict of stand-ins; `names` are the checkpoint's names in it.
+    """Loads a state dict of stand-ins into a model; `names` are the keys that come from the files.
 
-    The state dict has all but parameters with a ``weight_loader``, parts of packed parameters and
-    of DTensors, and buffers that state dicts leave out, which stay in `plan`.
+    Parameters with a ``weight_loader``, parts of packed parameters, DTensors and non-persistent
+    buffers are not in the state dict: their entries stay in `plan.deliveries`.
     """
 
     def __init__(self, model: nn.Module, plan: WeightPlan, options: ModuleLoadOptions) -> None:
@@ -67,7 +67,7 @@ class ModuleLoad:
         self._copier.check_only = False
 
     def _add_stand_ins(self, by_name: set[Entry]) -> None:
-        """Put stand-ins, in the order of the files, and extra state into the state dict."""
+        """Add extra state to the state dict, and stand-ins for all entries except `by_name`."""
         plan = self._plan
         entries = [entry for entry in plan.entries if entry not in by_name]
         names: dict[Entry, list[str]] = {}
@@ -93,7 +93,7 @@ class ModuleLoad:
             setattr(self._state_dict, METADATA, metadata)
 
     def _names_elsewhere(self) -> list[str]:
-        """Return names that the state dict may lack, because their tensors are filled otherwise."""
+        """Return the names of tensors that `plan.deliveries` fills, not the state dict."""
         tensors = self._plan.tensors
         filled = {each.name for each in self._plan.deliveries}.union(self._state_dict)
         groups = (group for group in tensors.groups() if not filled.isdisjoint(group))
@@ -101,15 +101,15 @@ class ModuleLoad:
         return [n for n in names if n not in self._state_dict and n in tensors.required]
 
     def _add_present(self, state_dict: OrderedDict[str, Any]) -> None:
-        """Add the model's own tensors for `_elsewhere`; copied to themselves, they stay."""
+        """Add the model's own tensors named in `_elsewhere`, so that none counts as missing."""
         present = tensors_in(self._model)
         state_dict.update((name, present[name]) for name in self._elsewhere)
 
     def items(self, filling: Filling | GroupFilling, reader: ShardReader) -> list[Item]:
-        """Load the state dict, and return the items that are left to be filled."""
+        """Load the state dict, and return an `Item` for each copy that is still to be made."""
         from ptsave.state.modules import load_module
 
-        self._add_present(self._state_dict)  # moving the model may have replaced them
+        self._add_present(self._state_dict)  # the move of the model may have replaced them
         self._copier.begin(filling, reader)
         keys: IncompatibleKeys | None = load_module(
             self._model,
@@ -122,7 +122,7 @@ class ModuleLoad:
         )
         self._copier.read_kept()
         report = self._plan.report
-        if keys is not None:  # an override may return nothing
+        if keys is not None:  # an overridden load_state_dict may return nothing
             report.missing_keys[:] = keys.missing_keys
             report.unexpected_keys[:] = keys.unexpected_keys
             mismatched: Sequence[Mismatch] = getattr(keys, "mismatched_keys", ())
@@ -130,7 +130,7 @@ class ModuleLoad:
         return self._copier.pending
 
     def is_filled(self, name: str) -> bool:
-        """Return whether a tensor of the model has values after the load, as far as is known."""
+        """Return whether the load has surely given values to this tensor of the model."""
         return (
             name in self._state_dict or name in self._plan.tensors.required
         ) and name not in self._plan.report.missing_keys
@@ -151,7 +151,7 @@ def _is_in_state_dict(plan: WeightPlan, delivery: Delivery) -> bool:
 
 
 class _ReadWhenAsked(OrderedDict[str, Any]):
-    """A state dict for users' code; when that asks for a stand-in, `read` puts in the value."""
+    """A state dict for a model's code; when the code takes a stand-in, `read` gets its values."""
 
     def __init__(self, entries: Mapping[str, Any], read: Callable[[dict[str, Any]], None]) -> None:
         self._read = read
@@ -160,11 +160,11 @@ class _ReadWhenAsked(OrderedDict[str, Any]):
             super().__setitem__(key, value)
 
     def unread_items(self) -> Iterator[tuple[str, Any]]:
-        """Yield all entries without reading: those not asked for are stand-ins."""
+        """Yield all keys and values without reading; values not read so far are stand-ins."""
         return ((key, super(_ReadWhenAsked, self).__getitem__(key)) for key in self)
 
     def read_all(self) -> None:
-        """Replace all stand-ins with values."""
+        """Read all values that were not read so far."""
         found = dict(self.unread_items())
         self._read(found)
         for key, value in found.items():
@@ -212,7 +212,7 @@ class _ReadWhenAsked(OrderedDict[str, Any]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = None  # type: ignore[assignment]  # as of any dict
+    __hash__ = None  # type: ignore[assignment]  # as for any dict
 
     def __or__(self, other: Any) -> Any:
         return self.copy() | other
@@ -227,9 +227,9 @@ class _ReadWhenAsked(OrderedDict[str, Any]):
 class ShardCopier(Copier):
     """A `Copier` for stand-ins of tensors in open files.
 
-    Values replace the stand-ins in the dicts that it is shown, and live as long as these dicts.
-    `pending` holds copies that are not made yet. With `check_only` nothing is read, because a check
-    looks at no values.
+    `lend` and `show` replace the stand-ins in a dict by values, which live as long as the dict.
+    `pending` has the copies that are not made yet. With `check_only`, nothing is read, because a
+    check does not look at values.
     """
 
     def __init__(self) -> None:
@@ -242,13 +242,13 @@ class ShardCopier(Copier):
         self._reader: ShardReader | None = None
 
     def stand_in(self, name: str, entry: Entry, shape: torch.Size) -> Tensor:
-        """Return a tensor without memory that stands for an entry."""
+        """Return a stand-in for an entry: a tensor without memory."""
         (tensor,) = unfilled_tensors([(entry.dtype, shape)])
         self._stand_ins[id(tensor)] = (tensor, name, entry)
         return tensor
 
     def begin(self, filling: Filling | GroupFilling, reader: ShardReader) -> None:
-        """Read with `filling` and `reader` from now on."""
+        """Use `filling` and `reader` for all reads from now on."""
         self._filling = filling
         self._reader = reader
 
@@ -263,7 +263,7 @@ class ShardCopier(Copier):
             elif target is not source:
                 places = {item.target.data_ptr() for item in self.pending}
                 if target.data_ptr() in places:
-                    self._finish()  # so that the later copy stays
+                    self._finish()  # make the earlier copies first, so that this one stays
                 super().copy([(target, source)])
 
     def replace(self, replacement: Replacement) -> None:
@@ -310,7 +310,7 @@ class ShardCopier(Copier):
         return lazily
 
     def read_kept(self) -> None:
-        """Read the rest of each shown dict that is still referenced."""
+        """Read all values of the dicts that `show_dict` has returned and that are still in use."""
         for reference in self._shown:
             kept = reference()
             if kept is not None:

@@ -1,7 +1,7 @@
-"""Maps the tensors of a checkpoint to the packed parameters that they are parts of, and back.
+"""Finds the packed parameter that contains a checkpoint's tensor, and divides packed parameters.
 
-Inference engines compute several linear layers as one, so a checkpoint's `q_proj`, `k_proj` and
-`v_proj` are shards of the model's `qkv_proj`.
+Inference engines compute several linear layers as one.  So a checkpoint's `q_proj`, `k_proj` and
+`v_proj` are parts (shards) of the model's `qkv_proj`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ptsave.support.torch_modules import tensors_in
 
 ShardId: TypeAlias = "str | int | tuple[str | int, ...]"
 # {"q_proj": ("qkv_proj", "q"), ...}, {"q_proj": [("qkv_proj", "q"), ...], ...} or
-# {"qkv_proj": ["q_proj", ...], ...}, also mixed; or [("qkv_proj", "q_proj", "q"), ...], also with
-# (..., expert, "w1") at the end.
+# {"qkv_proj": ["q_proj", ...], ...}, or a mix of these; or [("qkv_proj", "q_proj", "q"), ...].
+# Such a tuple may instead end with an expert's number and a part of it: (..., 3, "w1").
 PackedModulesMapping: TypeAlias = (
     "Mapping[str, tuple[str, ShardId | None] | Sequence[str] | Sequence[tuple[str, ShardId | None]]"
     "] | Sequence[tuple[Any, ...]]"
@@ -29,11 +29,11 @@ _FORMS = "a tuple (packed name, shard id), a list of such tuples, or a list of n
 
 
 class Route(NamedTuple):
-    """The destination of a tensor: a parameter, or the part of it that `shard_id` names."""
+    """What a tensor fills: the parameter `target`, or only its part `shard_id`."""
 
     target: str
     shard_id: ShardId | None
-    packed: str | None  # the name in the mapping that led to `target`
+    packed: str | None  # the packed name in the mapping
 
 
 class _Place(NamedTuple):
@@ -42,14 +42,14 @@ class _Place(NamedTuple):
 
 
 class PackedModules:
-    """A mapping from names of modules to the packed modules that hold their parameters.
+    """Maps modules of a checkpoint to the packed modules that contain their parameters.
 
-    The forms of `mapping` are those of :func:`ptsave.load_model`. A tuple in a list has the packed
-    name, the checkpoint's name and the shard id: ``("qkv_proj", "q_proj", "q")``. A tuple of four
-    has the number of an expert before the part: ``("experts.w13_", "experts.3.gate_proj.", 3,
-    "w1")``. Its shard id is ``("w1", 3)``. A dot at an end of a name belongs to the text that the
-    packed name replaces. A mapping of another form raises TypeError. An empty name, and a name for
-    two parts of one module, raise ValueError.
+    `mapping` has one of the forms that :func:`ptsave.load_model` accepts. A tuple in a list has the
+    packed name, the checkpoint's name and the shard id: ``("qkv_proj", "q_proj", "q")``. A tuple of
+    four items ends with an expert's number and a part: ``("experts.w13_", "experts.3.gate_proj.",
+    3, "w1")`` has the shard id ``("w1", 3)``. If a name begins or ends with a dot, the packed name
+    replaces this dot as well. Another form of mapping raises TypeError. An empty name raises
+    ValueError, and so does one name for two parts of a module.
 
     >>> packed = PackedModules({"gate_up_proj": ["gate_proj", "up_proj"]})
     >>> [*packed.candidates("layers.0.mlp.up_proj.weight")]
@@ -59,8 +59,8 @@ class PackedModules:
     """
 
     def __init__(self, mapping: PackedModulesMapping) -> None:
-        self.places: dict[str, list[_Place]] = {}  # packed names and ids by a checkpoint's name
-        self._names: dict[str, dict[ShardId, str]] = {}  # of shards, in the mapping's order
+        self.places: dict[str, list[_Place]] = {}  # by a module's name in the checkpoint
+        self._names: dict[str, dict[ShardId, str]] = {}  # by packed name: names of parts
         for name, places in _items_of(mapping):
             for place in places:
                 self._check(name, place)
@@ -70,30 +70,30 @@ class PackedModules:
     def _check(self, name: str, place: _Place) -> None:
         if not all(_components(name)) or not all(_components(place.packed)):
             raise ValueError(
-                f"packed_modules_mapping: {name!r} -> {place.packed!r}: a name is empty"
+                f"packed_modules_mapping: {name!r} -> {place.packed!r} has an empty name"
             )
         for packed, shard_id in self.places.get(name, ()):
             if packed == place.packed and shard_id != place.shard_id:
                 known = (packed, shard_id)
                 raise ValueError(
-                    f"packed_modules_mapping: {name!r} is both {known} and {tuple(place)}"
+                    f"packed_modules_mapping: {name!r} is mapped to both {known} and {tuple(place)}"
                 )
 
     def _add(self, name: str, places: Sequence[_Place]) -> None:
         for place in places:
             if name == place.packed and len(places) == 1:
-                continue  # not packed: the checkpoint has it as the model does
+                continue  # not packed: the checkpoint and the model use the same name
             if place not in self.places.setdefault(name, []):
                 self.places[name].append(place)
             if place.shard_id is not None:
                 self._names.setdefault(place.packed, {}).setdefault(place.shard_id, name)
 
     def shard_ids(self, packed: str) -> list[ShardId]:
-        """Return the parts of a packed module, in the mapping's order."""
+        """Return the shard ids of a packed module, in the mapping's order."""
         return list(self._names[packed])
 
     def shards_of(self, name: str) -> list[tuple[str, ShardId]]:
-        """Return a checkpoint's names of a parameter's parts, in order; none if it is not packed.
+        """Return the checkpoint's name and the shard id of each part; [] if `name` is not packed.
 
         >>> PackedModules({"gate_up": ["gate", "up"]}).shards_of("mlp.gate_up.weight")
         [('mlp.gate.weight', 0), ('mlp.up.weight', 1)]
@@ -104,15 +104,15 @@ class PackedModules:
         return [(match.replaced_by(n), i) for i, n in self._names[match.pattern].items()]
 
     def candidates(self, name: str) -> Iterator[list[Route]]:
-        """Yield the destinations that each matching name gives, the best match first.
+        """Yield what the tensor `name` may fill: one list for each match, the best match first.
 
-        Names match whole components of the path. The match with most components is the best, and
-        then the one nearest to the end.
+        A name in the mapping matches complete components of `name`. The best match has the most
+        components; if two have equally many, the one nearer to the end of `name` is better.
         """
         return map(self._routes, self._patterns.matches(name))
 
     def loose_candidates(self, name: str) -> Iterator[list[Route]]:
-        """Yield the destinations of names found within components, the longest name first."""
+        """Do the same as `candidates`, but match anywhere in `name`; the longest match is first."""
         return map(self._routes, self._patterns.loose_matches(name))
 
     def _routes(self, match: Match) -> list[Route]:
@@ -132,7 +132,7 @@ def _items_of(mapping: Any) -> Iterator[tuple[str, list[_Place]]]:
             yield from _checked(name, value)
     elif isinstance(mapping, (list, tuple)) and mapping and all(map(_is_line, mapping)):
         for packed, name, *ids in mapping:
-            # Engines put the number of the expert in front of the part.
+            # In such tuples of inference engines, the expert's number is before the part.
             shard_id = ids[0] if len(ids) == 1 else (ids[1], ids[0])
             yield from _checked(name, (packed, shard_id))
     elif mapping or not isinstance(mapping, (list, tuple)):
@@ -182,7 +182,7 @@ def _checked(name: str, value: Any) -> Iterable[tuple[str, list[_Place]]]:
 
 
 def _without_dots(name: str, packed: str) -> tuple[str, str]:
-    """Remove the dots that both names have at the same end; whole components match without them."""
+    """Remove a dot that both names begin with, and one that both end with."""
     if name.startswith(".") and packed.startswith("."):
         name, packed = name[1:], packed[1:]
     if name.endswith(".") and packed.endswith("."):
@@ -192,13 +192,13 @@ def _without_dots(name: str, packed: str) -> tuple[str, str]:
 
 # -------------------------------------------------------------------------------------- unpacking
 
-# The shapes of the parts that parameters were filled from, by shard id.  They are no attributes of
-# the parameters, because modules that are saved whole would contain them.
+# Parameter -> shard id -> shape of the tensor that filled this part.  The shapes are not attributes
+# of the parameters, because torch.save of a module would save such attributes.
 _shapes: Any = WeakTensorKeyDictionary()
 
 
 def note_parts(parts: Iterable[tuple[Tensor, ShardId, torch.Size]]) -> None:
-    """Remember the shapes of the parts that a model's packed parameters were filled from."""
+    """Remember each part's shape, so that `unpacked` can divide its packed parameter."""
     for parameter, shard_id, shape in parts:
         _shapes.setdefault(parameter, {})[shard_id] = shape
 
@@ -206,10 +206,10 @@ def note_parts(parts: Iterable[tuple[Tensor, ShardId, torch.Size]]) -> None:
 def unpacked(
     tensors: Mapping[str, Tensor], packed: PackedModules, model: nn.Module | None
 ) -> dict[str, Tensor]:
-    """Return tensors, with packed ones replaced by their parts, which share their memory.
+    """Return `tensors` with each packed tensor replaced by its parts, which share its memory.
 
-    If the shapes do not tell the sizes of the parts, the `model` may. If neither does, or if two
-    parts have one name, it raises ValueError.
+    Without a model that tells the sizes of the parts, all parts have the same size. Raises a
+    ValueError if a tensor cannot be divided, or if two tensors would get the same name.
     """
     result: dict[str, Tensor] = {}
     own = {} if model is None else tensors_in(model)
@@ -219,7 +219,7 @@ def unpacked(
         parts = _parts(name, tensor, ids, own.get(name), model) if shards else [tensor]
         for new_name, part in zip([each for each, _ in shards] or [name], parts, strict=True):
             if new_name in result:
-                raise ValueError(f"packed_modules_mapping: two tensors would be {new_name!r}")
+                raise ValueError(f"packed_modules_mapping: two tensors get the name {new_name!r}")
             result[new_name] = part
     return result
 
@@ -248,9 +248,9 @@ def _parts(
         if sizes is None and tensor.shape[0] % len(ids) == 0:
             return list(tensor.split(tensor.shape[0] // len(ids)))
     raise ValueError(
-        f"nothing says how {name!r} of shape {tuple(tensor.shape)} is divided into the shards "
-        f"{', '.join(map(repr, ids))}: give the parameter a weight_saver(parameter, shard_id) that "
-        "returns one of them, or its module a list output_sizes"
+        f"{name!r} of shape {tuple(tensor.shape)} cannot be divided, because the sizes of its "
+        f"shards {', '.join(map(repr, ids))} are unknown: give the parameter a weight_saver"
+        "(parameter, shard_id) that returns one shard, or give its module a list output_sizes"
     )
 
 

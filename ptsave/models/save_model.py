@@ -1,8 +1,8 @@
-"""`save_model`: a model as a set of shards in the Hugging Face layout.
+"""`save_model`: saves a model as a set of shards in the Hugging Face layout.
 
-Only the index makes shards a model, so it is renamed into place after all shards are written. If a
-set is replaced, the new shards have a tag in their names. Then the old files are removed. A single
-file of the whole model is removed first, because readers prefer it to an index.
+Readers find shards through the index, so the index gets its name after all shards are written.
+Shards that replace other shards have random digits (a tag) in their names. Then the old files are
+removed: first an old file of the complete model, because readers prefer such a file to an index.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ptsave.tree.extents import nbytes_of
 from ptsave.writing.targets import FileTarget, name_of, resolve_file, resolve_folder
 
 _SHARD_SIZE = "5GB"
-# Formats of `save_model` by their public names; "pt" files have the suffix .bin in this layout.
+# By values of the argument `format`; "pt" files have the suffix .bin in this layout.
 FORMAT_FILES = {"safetensors": FORMATS["safetensors"], "pt": FORMATS["bin"]}
 
 
@@ -49,54 +49,54 @@ def save_model(
 ) -> None:
     r"""Save weights in shards with an index, which :func:`ptsave.load_model` and transformers read.
 
-    A process that reads the directory during the save finds the old set or the new one.
+    A process that reads the directory during the save finds the old weights or the new ones.
 
     Parameters
     ----------
     model_or_state_dict : torch.nn.Module or mapping of str to torch.Tensor
         The weights to save.
     directory : str or os.PathLike
-        Directory of the files, created if it does not exist, or a URL (``"s3://bucket/model"``).
-        If the name ends with ``.safetensors``, and is not a directory, all weights go to one file.
+        Directory of the files, or its URL (``"s3://bucket/model"``); a missing one is created.  If
+        the name ends with ``.safetensors`` and is not a directory, all weights go to one file.
     max_shard_size : int or str, default "5GB"
-        The most bytes of tensors in a shard; a larger tensor gets its own shard.  A number of
-        bytes, or text with a unit: ``"500MB"`` (MB: 10**6 bytes), ``"2GiB"`` (GiB: 2**30).
+        The most bytes of tensors in a shard; a larger tensor gets its own shard.  It is a number
+        of bytes, or text with a unit: ``"500MB"`` (MB: 10**6 bytes), ``"2GiB"`` (GiB: 2**30).
     format : {"safetensors", "pt"}, default "safetensors"
-        ``model-00001-of-00008.safetensors``, ... and ``model.safetensors.index.json``, or
-        ``pytorch_model-00001-of-00008.bin``, ... and ``pytorch_model.bin.index.json``.  A model
-        that fits in one shard is ``model.safetensors`` or ``pytorch_model.bin``, without an index.
+        ``model-00001-of-00008.safetensors``, ... with ``model.safetensors.index.json``, or
+        ``pytorch_model-00001-of-00008.bin``, ... with ``pytorch_model.bin.index.json``.  If one
+        shard is enough, it is ``model.safetensors`` or ``pytorch_model.bin``, without an index.
     packed_modules_mapping : mapping or list, optional
         As for :func:`ptsave.load_model`: each part of a packed parameter is saved under its name in
-        published checkpoints.  If the parameter has a ``weight_saver(parameter, shard_id)``, this
-        returns each part.  If not, the parts follow each other in the order of the mapping.  They
-        have the sizes that `load_model` has read, or the sizes in the list `output_sizes` of the
-        parameter's module, or equal sizes.
+        published checkpoints.  If the parameter has an attribute ``weight_saver``, the call
+        ``weight_saver(parameter, shard_id)`` returns each part.  If not, the parts lie one after
+        another, in the order of the mapping.  Their sizes are those that `load_model` loaded, or
+        the list `output_sizes` of the parameter's module; without either, the sizes are equal.
     fsync : bool, default False
-        Whether to wait until the files are on the disk, and not only in caches.
+        Whether to wait until the files have reached the disk, so that they survive power loss.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
 
     Raises
     ------
     TypeError
-        If an entry is not a tensor, or is a kind of tensor that the format cannot hold.
+        If a weight is not a tensor, or is a kind of tensor that the format cannot hold.
     ValueError
         If the size or format is invalid, or the sizes of a packed parameter's parts are unknown.
     SaveError
         If a file cannot be written, or `directory` is a URL that fsspec cannot write to.  The
-        directory then holds the old set, or the new set if all of its files were written.
+        directory then holds the old weights, or the new ones if all their files were written.
 
     Notes
     -----
     Tied tensors (the same memory in the same shape) are stored once.  A ``"safetensors"`` file has
-    the first name, and the other names in its metadata; a ``"pt"`` file has all names.  If a
-    module's extra state is not a tensor, it goes to the metadata of the safetensors file, where
+    the first name, and lists the other names in its metadata; a ``"pt"`` file has all names.  If a
+    module's extra state is not a tensor, a safetensors file has it in its metadata, where
     `load_model` finds it.
 
-    Shards are written under new names; if they replace a set, these names contain a tag.  When all
-    shards are complete, the index is renamed into place, and then the old files are removed.  A
-    reader that has read the old index, but has not opened the old shards yet, finds them missing.
-    One process at a time may save to a directory.  Files of the other format stay.
+    Shards get new names, with random digits if they replace others.  When all shards are complete,
+    the new index replaces the old one, and then the old files are removed.  A process that has read
+    the old index, but has not opened the old shards by then, cannot find them.  Only one process at
+    a time may save to a directory.  Files of the other format stay.
 
     Examples
     --------
@@ -147,7 +147,7 @@ def save_model(
 
 @dataclass
 class Shard:
-    """The tensors of one file, their aliases (names of tied tensors), and other extra state."""
+    """The tensors of one file, their aliases (more names of tied tensors), and extra state."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Shard:
     def under_all_names(
         self, stored: Callable[[Tensor], Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Return each tensor, or `stored(tensor)`, under its name and its aliases."""
+        """Return a dict of all names, with the tensor, or `stored(tensor)`, as the value."""
         named: dict[str, Tensor] = {}
         for name, tensor in self.tensors.items():
             value = tensor if stored is None else stored(tensor)
@@ -183,7 +183,7 @@ def _tensors_of(state_dict: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(
                 f"entry {name!r} is {type(tensor).__name__}, not a tensor: "
-                "ptsave.save_checkpoint() saves anything"
+                "use ptsave.save_checkpoint()"
             )
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             raise TypeError(f"entry {name!r} is not a dense tensor with memory of its own")
@@ -191,10 +191,10 @@ def _tensors_of(state_dict: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def split(tensors: Mapping[str, Tensor], limit: int, *, tied: bool = True) -> list[Shard]:
-    """Fill one shard after the other with tensors, in order.
+    """Divide tensors into shards, in order.
 
-    A shard has at most `limit` bytes of tensors, or one larger tensor. With `tied`, tensors with
-    the same memory and shape are stored once, under several names.
+    A shard has at most `limit` bytes of tensors, or one larger tensor. With `tied`, several tensors
+    with the same memory, dtype and shape become one tensor with aliases.
     """
     shards = [Shard()]
     homes: dict[object, tuple[Shard, str]] = {}
@@ -219,7 +219,7 @@ def split(tensors: Mapping[str, Tensor], limit: int, *, tied: bool = True) -> li
 
 @dataclass
 class ShardSet:
-    """The files of one save; `kind` is "safetensors" or "pt"."""
+    """The shards and the index of one save; `kind` is "safetensors" or "pt"."""
 
     folder: Folder
     kind: str
@@ -227,7 +227,7 @@ class ShardSet:
     fsync: bool
 
     def write(self) -> None:
-        """Write the shards, then the index, and then remove the old files."""
+        """Write the shards, then write the index, and then remove the old files."""
         files = FORMAT_FILES[self.kind]
         old = files_of_sets(self.folder, files)
         names = self._names(files)
@@ -249,8 +249,8 @@ class ShardSet:
     def _names(self, files: ShardFormat) -> list[str]:
         count = len(self.shards)
         if count == 1:
-            return [files.single]  # a rename replaces it at once
-        # A shard under an old name would change the old set before the new index is there.
+            return [files.single]  # replacing this file is atomic
+        # A new shard with an old shard's name would damage the old set before the index changes.
         for tag in ("", f"-{secrets.token_hex(4)}"):
             names = [
                 f"{files.stem}{tag}-{number:05}-of-{count:05}{files.suffix}"
@@ -261,9 +261,9 @@ class ShardSet:
         raise FileExistsError(errno.EEXIST, "all names for shards are taken", self.folder.name)
 
     def _remove_unless_indexed(self, names: list[str], index_name: str, index: bytes) -> None:
-        """Remove the shards of a failed save, unless the index that names them is in place.
+        """Remove the shards of a failed save, unless the directory already has their index.
 
-        Files that cannot be read or removed stay; the next save removes them.
+        If the index cannot be read or a shard cannot be removed, the next save removes them.
         """
         with suppress(OSError):
             if self.folder.bytes_of(index_name) != index:
@@ -271,12 +271,12 @@ class ShardSet:
                     self.folder.remove(name)
 
     def write_files(self, targets: Sequence[FileTarget]) -> None:
-        """Write each shard to its target, one after another, because each takes all threads."""
+        """Write each shard to its target, one at a time, because one write uses all threads."""
         for target, shard in zip(targets, self.shards, strict=True):
             if self.kind == "pt":
                 tensors = shard.under_all_names(_compact)
                 save({**shard.objects, **tensors}, target, fsync=self.fsync)
-                del tensors  # which may be copies
+                del tensors  # they may be copies
             else:
                 _write_safetensors(target, shard, fsync=self.fsync)
 
@@ -290,10 +290,9 @@ class ShardSet:
         return f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
 
     def _remove(self, old: set[str], files: ShardFormat) -> None:
-        """Remove the old set in such an order that readers always find the new one."""
+        """Remove the old files in an order in which a reader always finds complete weights."""
         if len(self.shards) > 1:
-            # Readers prefer an unsplit model to an index, so removing it makes the new set the
-            # model.
+            # Readers prefer a single file to an index, so they find the new set without it.
             old |= {files.single}
             order = sorted(old, key=lambda name: name != files.single)
         else:
@@ -304,7 +303,7 @@ class ShardSet:
 
 
 def files_of_sets(folder: Folder, files: ShardFormat) -> set[str]:
-    """Return the names of shards in a folder that `save_model` or transformers has written."""
+    """Return the names of files in a folder that are named like shards."""
     pattern = _pattern_of_shards(files)
     return {name for name in folder.files() if pattern.fullmatch(name)}
 
@@ -315,7 +314,7 @@ def _pattern_of_shards(files: ShardFormat) -> re.Pattern[str]:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same values whose storage holds nothing else."""
+    """Return the tensor, or a copy of it if its storage has more bytes than its values."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -330,7 +329,7 @@ def _write_safetensors(target: FileTarget, shard: Shard, *, fsync: bool) -> None
 
 @contextmanager
 def save_errors(folder: str) -> Iterator[None]:
-    """Raise OSErrors of the block, which writes to `folder`, as :class:`SaveError`."""
+    """Turn an OSError from the `with` block, which writes to `folder`, into a `SaveError`."""
     try:
         yield
     except SaveError:

@@ -1,4 +1,4 @@
-"""Lists the tensors in the files of a model, and reads them into place."""
+"""Lists the tensors in a model's files, and reads them into the tensors of the model."""
 
 from __future__ import annotations
 
@@ -53,57 +53,58 @@ from ptsave.tree.extents import blocks_of
 if TYPE_CHECKING:
     from ptsave.contents.safetensors import SafetensorsContents
 
-_N_READS_AT_A_TIME = 3  # reads that open files: two threads read ahead, and a loader reads
-_MIN_DIRECT_NBYTES = 256 << 10  # smaller blocks of an index go through the page cache
-_MAX_GAP = 1 << 10  # bytes between blocks of an index that are read rather than skipped
+_N_READS_AT_A_TIME = 3  # two reading threads, and a loader that itself reads
+_MIN_DIRECT_NBYTES = 256 << 10  # smaller parts of a tensor are read through the page cache
+_MAX_GAP = 1 << 10  # a gap up to this many bytes is read along, not skipped
 _OPTIONS = OpenOptions(for_state=True)
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Entry:
-    """A tensor of a file; not frozen, because making frozen instances takes twice as long."""
+    """A tensor in a file; not a frozen dataclass, because making those takes twice as long."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     shard: Shard
     nbytes: int
-    stored_nbytes: int  # in the file: the tensor's, or those of the storage that it views
-    offset: int = 0  # of its first byte in a local safetensors file
+    stored_nbytes: int  # the bytes in the file: of the tensor, or of its complete storage
+    offset: int = 0  # where a local safetensors file has its first byte
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Read:
-    """The elements of an entry, from `begin` on or selected by `index`, that fill a tensor."""
+    """A read of an entry's elements into `target`: from number `begin` on, or those at `index`."""
 
     entry: Entry
-    target: Tensor  # of any shape with as many elements
+    target: Tensor  # its shape may differ from the shape of the elements
     begin: int = 0
     index: Any = None
-    is_mapped: bool = False  # the target is the file's own memory: nothing is read
+    is_mapped: bool = False  # `target` is already mapped from the file
 
 
 class Shard:
     """A file of a model."""
 
     path: str
-    objects: Mapping[str, Any]  # extra state that is no tensor, by its name in the state dict
-    metadata: Mapping[str, Any]  # versions of modules, if the format has them
-    file: LocalFile | None = None  # a safetensors file that `ShardReader` reads by offsets
+    objects: Mapping[str, Any]  # extra state that is not a tensor, by key in the state dict
+    metadata: Mapping[str, Any]  # the state dict's `_metadata`: versions of modules
+    file: LocalFile | None = None  # set for a safetensors file, which only `ShardReader` reads
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill the targets of reads, unless `file` is set."""
+        """Fill the targets of reads; if `file` is set, `ShardReader` does this itself."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file, if this process has it open."""
 
 
 class OpenShard(Shard):
     """A file of a model that this process reads.
 
-    An object that had to be loaded whole is dropped once it is listed, and loaded again when it is
-    read, if its file was given by a path.  Without `stays_open`, no file stays open between reads.
+    torch has to load some files completely.  If such a file has a path (`is_named`), the loaded
+    object is freed once its tensors are listed, and loaded again for each read.  Without
+    `stays_open`, the file is closed between reads.
     """
 
     def __init__(self, source: RangeSource, *, is_named: bool, stays_open: bool) -> None:
@@ -118,10 +119,10 @@ class OpenShard(Shard):
         self.entries: list[Entry] = []
 
     def list_tensors(self) -> None:
-        """Open the file, and find its tensors."""
+        """Open the file, and set `entries` to the list of its tensors."""
         source = self._source
         if isinstance(source, LocalFile):
-            expect_no_more_reads(source.descriptor)  # cached pages hinder direct reads
+            expect_no_more_reads(source.descriptor)  # pages in the cache slow down direct reads
             if source.kind != "safetensors":
                 os.posix_fadvise(source.descriptor, 0, 0, os.POSIX_FADV_NORMAL)
         contents = self.contents
@@ -150,7 +151,7 @@ class OpenShard(Shard):
 
     @property
     def contents(self) -> FileContents:
-        """The open file, whose object is the dict of tensors; it is opened again after `drop`."""
+        """The open file, whose `obj` is a dict of tensors; after `drop`, it is opened again."""
         if self._contents is None:
             self._open()
             assert self._contents is not None
@@ -169,10 +170,10 @@ class OpenShard(Shard):
             self._take_tensors(contents)
         if isinstance(contents, UnreadContents):
             contents.spans.max_gap = _MAX_GAP
-            verifies(contents)  # which may warn, before anything changes
+            verifies(contents)  # may warn, so call it before the model changes
 
     def _take_tensors(self, contents: Contents) -> None:
-        """Leave only the tensors in a state dict, and keep its extra state and its metadata."""
+        """Leave only tensors in `contents.obj`; move extra state and metadata to this object."""
         obj = _state_dict_in(contents)
         others = [(key, each) for key, each in items_of(obj) if type(each) not in PLAIN_TYPES]
         extra: dict[Any, Any] = {}
@@ -192,7 +193,7 @@ class OpenShard(Shard):
     def read(self, reads: Sequence[Read]) -> None:
         reads = [read for read in reads if read.target.numel()]
         if not reads:
-            return  # the file may be closed: all of its bytes have been delivered
+            return  # the file may be closed already
         contents = self.contents
         obj = contents.obj
         self._copied += [read.entry.name for read in reads]
@@ -208,14 +209,14 @@ class OpenShard(Shard):
             self.drop()
 
     def drop(self) -> None:
-        """Free an object that was loaded whole, if it can be loaded again."""
+        """Free the object that torch has loaded completely, if it can be loaded again."""
         if self._droppable is not None and isinstance(self._contents, LoadedContents):
             self._contents = None
             if not (self._stays_open or self._droppable.is_parked):
                 self._droppable.park()
 
     def map_cached(self, entry: Entry, begin: int, shape: torch.Size) -> Tensor | None:
-        """Map an entry's elements from `begin` on if the page cache holds them, or return None."""
+        """Map elements from number `begin` on; return None if the page cache lacks some of them."""
         itemsize = entry.dtype.itemsize
         offset = entry.offset + begin * itemsize
         if self.file is None or offset % itemsize:
@@ -239,7 +240,7 @@ class OpenShard(Shard):
         self.close()
 
     def _overwritten(self) -> list[str]:
-        """Return the names of the tensors in a pickle whose values may be in targets."""
+        """Return the names of the tensors that may already be, in part, in the model."""
         contents = self._contents
         if not isinstance(contents, UnreadContents):
             is_pickle = contents is not None and contents.kind != "safetensors"
@@ -252,7 +253,7 @@ class OpenShard(Shard):
 
 
 def verifies(contents: Contents) -> bool | None:
-    """Return whether to compare a file with its checksums; None if the format has none."""
+    """Return whether reads of a file compare its checksums; None if its format has none."""
     if not isinstance(contents, UnreadContents):
         return None
     return contents.verifies
@@ -263,7 +264,7 @@ def _state_dict_in(contents: Contents) -> Mapping[Any, Any]:
     if isinstance(obj, torch.nn.Module):
         raise TypeError(
             f"{path} holds a module that was saved whole ({type(obj).__name__}), not a "
-            "dict of tensors: get it with ptsave.load(), and load its state_dict()"
+            "dict of tensors: load the module with ptsave.load(), and use its state_dict()"
         )
     if not isinstance(obj, Mapping):
         raise TypeError(f"{path} holds {type(obj).__name__}, not a dict of tensors")
@@ -274,8 +275,8 @@ def _require_tensors(obj: Mapping[Any, Any], path: str) -> None:
     for name, tensor in obj.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(
-                f"{path}: entry {name!r} is {type(tensor).__name__}, not a tensor: a "
-                f"checkpoint with more in it than weights is for {_loader_of(obj)}"
+                f"{path}: entry {name!r} is {type(tensor).__name__}, not a tensor: load a "
+                f"checkpoint that has more than weights with {_loader_of(obj)}"
             )
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise TypeError(f"{path}: entry {name!r} is not a dense tensor")
@@ -287,14 +288,14 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _more_than_tensors(error: UnpicklingError, path: str) -> CorruptCheckpointError:
-    """Return the error for a pickle that torch has refused, for a global or for damage."""
+    """Return the error for a pickle that torch refuses: it needs code to load, or is damaged."""
     refused = re.search(r"GLOBAL (\S+) was not an allowed global by default", str(error))
     if refused is None:
         return CorruptPickleError(f"{path}: {error}", path=path)
     return not_checkpoint(
-        f"{path} holds more than tensors: it asks for {refused[1]}, as a module that was saved "
-        "whole asks for its class.  If you trust the file, get the module with "
-        "ptsave.load(path, weights_only=False), and load its state_dict()\n"
+        f"{path} holds more than tensors: it needs {refused[1]}. If this is a module "
+        "that was saved whole, and you trust the file, load the module with "
+        "ptsave.load(path, weights_only=False), and use its state_dict()\n"
         f"{error}",
         path,
         error,
@@ -318,10 +319,10 @@ class OpenShards(NamedTuple):
 
 
 def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> OpenShards:
-    """Open the `files` that were found for the source `f`; `stack` closes them.
+    """Open `files`, which were found at the path or file object `f`; `stack` will close them.
 
-    If there is an index, a tensor counts only in the file that the index names. Parts for ranks of
-    a job, which all have the same names, raise ValueError.
+    If there is an index, each tensor is taken only from the file that the index names. Files that
+    hold one model's parts for several ranks raise ValueError.
     """
     is_named = isinstance(f, (str, os.PathLike))
     stay_open = len(files.paths) <= n_files_to_hold()
@@ -342,11 +343,11 @@ def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> OpenShards:
 
 
 class ShardReader:
-    """Reads tensors of open shards, from all local safetensors files at the same time.
+    """Reads tensors of open shards; all local safetensors files are read at the same time.
 
-    Those files count as one load: only its first 32 MiB go through the page cache, in case other
-    ranks read them, too. Large sets open only some files at a time. Safe for concurrent use; shards
-    of other kinds are read by one thread at a time.
+    The first 32 MiB of these files together go through the page cache, because other ranks may read
+    the same bytes. If there are very many files, only some are open at a time. Several threads may
+    call `read`, but only one at a time reads a shard of another kind.
     """
 
     def __init__(self, shards: Iterable[Shard]) -> None:
@@ -362,7 +363,7 @@ class ShardReader:
             self._files = range_files(self._local)
 
     def read(self, reads: Sequence[Read], progress: ProgressCallback | None = None) -> None:
-        """Fill the targets of all reads; after an error, some may have been changed."""
+        """Fill the targets of all reads; an error may leave some targets filled, and others not."""
         whole: list[Range] = []
         parts: list[tuple[LocalFile, Read]] = []
         by_shard: dict[Shard, list[Read]] = {}
@@ -388,7 +389,7 @@ class ShardReader:
         for file, read in reads:
             ranges, values = _ranges_of(read)
             if len(ranges) > 1 and ranges[0][1].nbytes < _MIN_DIRECT_NBYTES:
-                # A direct read would get whole blocks of the file system for each range.
+                # For each range, a direct read would read complete blocks of the file system.
                 files = range_files([file], direct=False)
                 read_ranges(files, [(0, *each) for each in ranges], max_gap=_MAX_GAP)
             else:
@@ -398,7 +399,7 @@ class ShardReader:
                 read.target.copy_(values.reshape(read.target.shape))
 
     def close(self) -> None:
-        """Let go of the files, because an error's traceback may keep this object."""
+        """Close the files now: an error's traceback may keep this object alive for long."""
         self._files = None
         self._is_closed = True
 
@@ -427,7 +428,7 @@ class ShardReader:
 
 
 def _ranges_of(read: Read) -> tuple[list[tuple[int, Tensor]], Tensor]:
-    """Return the blocks that a read with an index needs, and their view for the target."""
+    """Return the file ranges to read for `read.index`, and the values' view of their memory."""
     entry, target = read.entry, read.target
     (whole,) = unfilled_tensors([(entry.dtype, entry.shape)])
     view = whole[read.index]
@@ -442,7 +443,7 @@ def _ranges_of(read: Read) -> tuple[list[tuple[int, Tensor]], Tensor]:
 
 
 def _rounds(ranges: Sequence[Range]) -> Sequence[Sequence[Range]]:
-    """Divide ranges of files into rounds without overlaps; mostly one round has all."""
+    """Divide file ranges into groups without overlaps, which are read one after another."""
     rounds: list[list[Range]] = []
     ends: list[tuple[int, int]] = []
     if _are_in_order(ranges):
@@ -461,7 +462,7 @@ def _rounds(ranges: Sequence[Range]) -> Sequence[Sequence[Range]]:
 
 
 def _are_in_order(ranges: Sequence[Range]) -> bool:
-    """Return whether each range begins behind the end of the one before it."""
+    """Return whether the ranges are in file order and do not overlap."""
     last_file, last_end = -1, 0
     for file, offset, target in ranges:
         if file < last_file or (file == last_file and offset < last_end):
@@ -472,18 +473,18 @@ def _are_in_order(ranges: Sequence[Range]) -> bool:
 
 # ------------------------------------------------------------------------------------ extra state
 
-# Extra state of modules that is no tensor: a safetensors file has it as text in its metadata.
+# In safetensors metadata, keys of extra state that is not a tensor begin like this.
 _EXTRA_STATE = "ptsave.extra_state."
 
 
 def is_extra_state(key: Any, value: Any) -> bool:
-    """Return whether an entry of a state dict is a module's extra state, but not a tensor."""
+    """Return whether a state dict's value is the extra state of a module, and is not a tensor."""
     is_named_so = isinstance(key, str) and f".{key}".endswith(f".{EXTRA_STATE_KEY_SUFFIX}")
     return is_named_so and not isinstance(value, Tensor)
 
 
 def metadata_of(objects: Mapping[str, Any]) -> dict[str, str]:
-    """Return extra state as metadata of a safetensors file: each value saved, in base 64.
+    """Return extra state as safetensors metadata: each value is saved, and encoded in base 64.
 
     >>> metadata = metadata_of({"layer._extra_state": {"count": 3}})
     >>> dict(ExtraState(metadata, "model.safetensors"))
@@ -494,12 +495,12 @@ def metadata_of(objects: Mapping[str, Any]) -> dict[str, str]:
 
 
 def metadata_names(objects: Iterable[str]) -> set[str]:
-    """Return the keys of extra state in metadata."""
+    """Return the metadata keys of extra state with these names."""
     return {_EXTRA_STATE + name for name in objects}
 
 
 def require_loadable(objects: Mapping[str, Any]) -> None:
-    """Raise TypeError, before anything is written, for extra state that cannot be loaded again."""
+    """Raise TypeError for extra state that could not be loaded again after the save."""
     for name, value in objects.items():
         try:
             _loaded(_saved(value))
@@ -507,7 +508,7 @@ def require_loadable(objects: Mapping[str, Any]) -> None:
             reason = str(error).strip().splitlines()[0]
             raise TypeError(
                 f"entry {name!r} could not be loaded from a model's files, which are read without "
-                f"running code: {reason}: let get_extra_state() return tensors and plain values"
+                f"running code ({reason}): let get_extra_state() return tensors and plain values"
             ) from error
 
 
@@ -528,7 +529,7 @@ def _loaded(data: bytes) -> Any:
 
 
 class ExtraState(Mapping[str, Any]):
-    """The extra state in a safetensors file's metadata; each value is loaded when asked for."""
+    """The extra state in a safetensors file's metadata; a value is loaded when it is asked for."""
 
     def __init__(self, metadata: Mapping[str, str], path: str) -> None:
         self._path = path

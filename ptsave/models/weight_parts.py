@@ -1,7 +1,7 @@
-"""Parts of stored tensors: which part fills which part of the model, and `WeightSlice`.
+"""Finds the part of a stored tensor that fills a tensor of the model; defines `WeightSlice`.
 
-A stored tensor fills a box of the model's tensor, and a DTensor's local part is another box. Only
-the overlap of the two boxes is read.
+A stored tensor fills a box (one range per dimension) of the model's tensor. The local part of a
+DTensor is another box. Only the elements in both boxes are read.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _ONE_ELEMENT = (torch.Size([]), torch.Size([1]))
 
 @dataclass(eq=False, repr=False, slots=True)
 class Part:
-    """The elements to read of a stored tensor: from element `begin` on, or by `index`."""
+    """Which elements of a stored tensor to read: from number `begin` on, or those at `index`."""
 
     shape: torch.Size
     begin: int = 0
-    index: tuple[slice, ...] | None = None  # for elements that are not contiguous in the file
+    index: tuple[slice, ...] | None = None  # only if the elements are not contiguous in the file
 
 
 class _Box(NamedTuple):
@@ -44,7 +44,7 @@ class _Box(NamedTuple):
         return _Box(begins, tuple(max(0, e - b) for b, e in zip(begins, ends, strict=True)))
 
     def within(self, other: _Box) -> tuple[slice, ...]:
-        """Return the index of this box in a tensor that occupies the other box."""
+        """Return the index of this box in a tensor that has the elements of the box `other`."""
         return tuple(
             slice(begin - origin, begin - origin + n)
             for begin, n, origin in zip(self.begins, self.shape, other.begins, strict=True)
@@ -52,10 +52,10 @@ class _Box(NamedTuple):
 
 
 def target_of(tensor: Tensor, shape: torch.Size, place: tuple[int, int] | None) -> Tensor | None:
-    """Return the memory that a stored tensor of `shape` fills; None if it fills none on this rank.
+    """Return the part of `tensor` that a stored tensor fills on this rank; None if it is empty.
 
-    `place` says where the stored tensor, if it is a part, begins: a dimension of `tensor`, and an
-    index in that dimension. Only the local part of a DTensor is filled.
+    `shape` is the stored tensor's shape. If it fills only a part of `tensor`, `place` is the
+    dimension and the index at which this part begins. Of a DTensor, the local part is filled.
     """
     if not is_distributed_tensor(tensor):
         if place is None:
@@ -71,7 +71,10 @@ def target_of(tensor: Tensor, shape: torch.Size, place: tuple[int, int] | None) 
 def part_of(
     tensor: Tensor, shape: torch.Size, place: tuple[int, int] | None, *, is_packed: bool
 ) -> Part:
-    """Return the part of a stored tensor, contiguous if `is_packed`, that fills `target_of` it."""
+    """Return the elements of a stored tensor that fill the tensor returned by `target_of`.
+
+    `is_packed` means that the stored tensor's elements are contiguous in its file.
+    """
     if not is_distributed_tensor(tensor) or tensor.dim() != len(shape):
         return Part(shape)
     local, begins = local_part_of(tensor)
@@ -95,7 +98,7 @@ def _box_of(tensor: Tensor, shape: Sequence[int], place: tuple[int, int] | None)
 def _begin_of_block(
     shape: Sequence[int], wanted: Sequence[int], index: Sequence[slice]
 ) -> int | None:
-    """Return the first element of a box whose elements are contiguous; None for other boxes."""
+    """Return the first element's number, or None if the elements at `index` have gaps."""
     begin, stride, is_whole = 0, 1, True
     for n, m, each in zip(reversed(shape), reversed(wanted), reversed(index), strict=True):
         if not is_whole and m != 1:
@@ -106,13 +109,14 @@ def _begin_of_block(
     return begin
 
 
-@functools.lru_cache(1024)  # layers have the same shapes
+@functools.lru_cache(1024)  # many layers have the same shapes
 def parts_along(
     target: torch.Size, shapes: tuple[torch.Size, ...]
 ) -> tuple[tuple[int, int], ...] | None:
     """Return the dimension and index at which each of several tensors begins in `target`.
 
-    The tensors, end to end, fill the target. Returns None if they fit along no dimension.
+    The tensors fill `target` one after another, along one dimension. Returns None if there is no
+    dimension along which they fit.
 
     >>> parts_along(torch.Size([6, 4]), (torch.Size([4, 4]), torch.Size([2, 4])))
     ((0, 0), (0, 4))
@@ -128,15 +132,15 @@ def parts_along(
 
 
 def fits(target: torch.Size, source: torch.Size) -> bool:
-    """Return whether one tensor fills the other: equal shapes, or one element, () or (1,)."""
+    """Return whether the shapes are equal, where () and (1,) count as equal."""
     return target == source or (target in _ONE_ELEMENT and source in _ONE_ELEMENT)
 
 
 def default_weight_loader(param: Tensor, loaded_weight: Any) -> None:
     """Fill a parameter with a tensor of the same shape.
 
-    :func:`ptsave.load_model` does the same for parameters without a ``weight_loader``.  A custom
-    ``weight_loader`` can call this function with the part of the tensor that it has selected.
+    For parameters without a ``weight_loader``, :func:`ptsave.load_model` does the same.  Your own
+    ``weight_loader`` can select a part of a tensor, and call this function with that part.
 
     Parameters
     ----------
@@ -174,13 +178,13 @@ class _Reader(Protocol):
 class WeightSlice:
     """A tensor in a file; indexing it reads only the selected elements, into CPU memory.
 
-    :func:`ptsave.load_model` passes it to a ``weight_loader`` that has the attribute
-    ``takes_slices = True``.  It can be read until the loader returns.
+    :func:`ptsave.load_model` passes this object to each ``weight_loader`` that has the attribute
+    ``takes_slices = True``.  After the loader has returned, the object cannot be read any more.
 
     Attributes
     ----------
     shape : torch.Size
-        Shape in elements.
+        The tensor's shape.
     dtype : torch.dtype
         Dtype of its elements.
     ndim : int
@@ -213,15 +217,15 @@ class WeightSlice:
         self._reader: _Reader | None = reader
 
     def close(self) -> None:
-        """Close the slice: a later read raises ValueError."""
+        """Make every later read raise ValueError."""
         self._reader = None
 
     def __repr__(self) -> str:
         return f"WeightSlice({self._entry.name!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __eq__(self, other: object) -> bool:
-        """Raise TypeError: a tensor would compare elements, but these are still in the file."""
-        raise TypeError("a WeightSlice is not compared: read it, weight[...], and compare that")
+        """Raise TypeError, because the elements are in the file and cannot be compared."""
+        raise TypeError("a WeightSlice cannot be compared: compare the tensor weight[...]")
 
     __hash__ = object.__hash__
 
@@ -243,16 +247,16 @@ class WeightSlice:
         return self.shape if dim is None else self.shape[dim]
 
     def get_shape(self) -> list[int]:
-        """Return the shape, as safetensors' slices do."""
+        """Return the shape as a list, like ``get_shape`` of a slice of safetensors."""
         return list(self.shape)
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
-        """Read a part of one dimension, as :meth:`torch.Tensor.narrow` selects it.
+        """Read the elements that :meth:`torch.Tensor.narrow` would select with these arguments.
 
         Raises
         ------
         IndexError
-            If the dimension does not exist or is shorter.
+            If the dimension does not exist, or has too few elements.
         """
         n = self.shape[dim] if -self.ndim <= dim < self.ndim else -1  # no such dimension
         start = start + n if start < 0 else start
@@ -262,7 +266,7 @@ class WeightSlice:
         return self[(*before, slice(start, start + length))]
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Read the part that integers, slices, ``...`` and None select; others raise TypeError."""
+        """Read the elements at `index`, made of integers, slices, ``...`` and None."""
         check_index(index)
         if self._reader is None:
             raise ValueError(f"{self!r} was read after its weight_loader had returned")

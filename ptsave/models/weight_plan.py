@@ -1,4 +1,4 @@
-"""Plans which tensors of a checkpoint fill which tensors of a model, before anything moves."""
+"""Finds, before any tensor is read, which tensor of a model each stored tensor fills."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class LoadedWeights(_Fields):
     missing_keys : list of str
         The model's parameters and buffers that the checkpoint does not have.
     unexpected_keys : list of str
-        The checkpoint's tensors that have no place in the model.
+        The checkpoint's tensors that the model does not have.
     duplicate_keys : list of str
-        The checkpoint's tensors that were not loaded, because a later one has the same place.
+        The checkpoint's tensors that compete with another one for the same parameter.
     unfilled_shards : dict of str to list
-        The missing shard ids of each packed parameter, by the parameter's name.
+        By the name of each incomplete packed parameter: the shard ids of its missing parts.
     mismatched_keys : list of (str, torch.Size, torch.Size)
         With `ignore_mismatched_sizes`, the tensors that were left out: name in the model, shape in
-        the file, shape in the model.  Not a part of the tuple.
+        the file, shape in the model.  An attribute only: the tuple does not have it.
 
     Examples
     --------
@@ -124,11 +124,11 @@ class ModelTensors:
                 self._ties[name] = groups[-1]
 
     def tied_names(self, name: str) -> list[str]:
-        """Return all names of the tensor that is called `name`, in the model's order."""
+        """Return all names of the (perhaps tied) tensor `name`, in the model's order."""
         return self._ties.get(name, [name])
 
     def groups(self) -> Iterator[list[str]]:
-        """Yield all names of each tensor."""
+        """Yield, for each tensor, the list of all of its names."""
         for name in self.by_name:
             names = self._ties.get(name)
             if names is None:
@@ -144,7 +144,7 @@ def _left_out_of_state_dicts(modules: list[tuple[str, nn.Module]]) -> Iterator[s
 
 
 def _homes_of(tensors: list[Tensor]) -> list[int]:
-    """Return a number for each tensor: its address, which tied tensors share, or one below zero."""
+    """Return each tensor's address; a unique negative number for a tensor without memory."""
     return [
         (_address_of(tensor) if address is None else address) or -id(tensor)
         for tensor, address in zip(tensors, _C.addresses(tensors), strict=True)
@@ -152,17 +152,17 @@ def _homes_of(tensors: list[Tensor]) -> list[int]:
 
 
 def _address_of(tensor: Tensor) -> int:
-    """Return the address of a tensor of a subclass, or 0 if it has no memory."""
+    """Return the address of a tensor's memory, for a Tensor subclass; 0 if it has none."""
     if is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0:
         return 0
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # it has no memory of its own
+    except RuntimeError:  # the tensor has no memory of its own
         return 0
 
 
 def _are_one(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether tensors at one address are tied: one object, or the same elements."""
+    """Return whether two tensors at one address are the same object, or the same elements."""
     return tensor is other or (
         (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
         and tensor.stride() == other.stride()
@@ -179,23 +179,23 @@ def loaders_of(tensors: Mapping[str, Tensor]) -> dict[str, Callable[..., Any]]:
 
 
 def takes_slices(loader: Callable[..., Any]) -> bool:
-    """Return whether a loader gets a `WeightSlice`, because it reads only a part."""
+    """Return whether a loader gets a `WeightSlice` instead of a tensor."""
     return bool(getattr(loader, "takes_slices", False))
 
 
 class Delivery(NamedTuple):
-    """An entry, and the name of the model's tensor that it fills."""
+    """A stored tensor (`entry`), and the name of the model's tensor that it fills."""
 
     entry: Entry
     name: str
-    shard_id: ShardId | None  # None: all of it
-    # Dimension and index at which a part begins, if the shapes tell; otherwise a weight_loader
-    # knows.
+    shard_id: ShardId | None  # the part that it fills; None: all of the tensor
+    # Dimension and index at which the part begins, if the shapes determine them.  None: the
+    # weight_loader places the part.
     place: tuple[int, int] | None = None
 
 
 class WeightPlan:
-    """All deliveries, in the order of the files, and the names that do not fit."""
+    """Lists the tensors that entries fill, in the order of the files, and names that do not fit."""
 
     def __init__(
         self,
@@ -213,12 +213,12 @@ class WeightPlan:
         self.entries = entries
         self.renaming = renaming
         self.deliveries: list[Delivery] = []
-        self.left_out: list[Delivery] = []  # because of their shapes
-        self.names: set[str] = set()  # the model's names of all entries that count
+        self.left_out: list[Delivery] = []  # their shapes do not fit
+        self.names: set[str] = set()  # of all entries, as `renaming` changes them
         self.report = LoadedWeights([], [], [], {})
         self._received: dict[str, dict[ShardId | None, Delivery]] = {}  # by the tensor's name
         self._packed_names: dict[str, str] = {}
-        self._superseded: set[int] = set()  # ids of deliveries that later ones replace
+        self._superseded: set[int] = set()  # id() of deliveries that later ones replace
         self.loaders = loaders_of(tensors.by_name)
         for entry in entries:
             name = renaming(entry.name) if renaming.changes else entry.name
@@ -230,7 +230,7 @@ class WeightPlan:
         self._leave_out_tied_copies()
         self._report_what_is_missing()
         self._place_parts()
-        if skip_mismatched:  # else other shapes are errors
+        if skip_mismatched:  # otherwise, wrong shapes are errors
             self._leave_out_mismatched()
 
     def _add(self, entry: Entry, name: str) -> None:
@@ -248,7 +248,7 @@ class WeightPlan:
         self.report.unexpected_keys.append(entry.name)
 
     def _deliver(self, entry: Entry, routes: Iterable[Route]) -> bool:
-        """Note where an entry goes; return False if the model has none of these places."""
+        """Note the tensors of the model that an entry fills; return False if there are none."""
         found = [route for route in routes if route.target in self.tensors.by_name]
         for target, shard_id, packed in found:
             self._note_delivery(Delivery(entry, target, shard_id), packed)
@@ -267,12 +267,12 @@ class WeightPlan:
             self._superseded.add(id(other))
             self.report.duplicate_keys.append(other.entry.name)
         elif delivery.shard_id is None or None in received:
-            # The whole and a part of it: the later one overwrites the earlier.
+            # One entry fills all of the tensor, and one a part: the later one overwrites it.
             self.report.duplicate_keys.append(delivery.entry.name)
         received[delivery.shard_id] = delivery
 
     def _leave_out_tied_copies(self) -> None:
-        """Keep the last of several entries for one tied tensor, as load_state_dict does."""
+        """If entries have several names of one tied tensor, keep only the last, as torch does."""
         left_out: set[Delivery] = set()
         for names in self.tensors.groups():
             if len(names) == 1:
@@ -288,7 +288,7 @@ class WeightPlan:
     def _report_what_is_missing(self) -> None:
         for names in self.tensors.groups():
             if None in self._received.get(names[0], ()):
-                continue  # all of it
+                continue  # an entry fills all of the tensor
             received = {shard_id for name in names for shard_id in self._received.get(name, ())}
             packed = next((name for name in names if name in self._packed_names), None)
             if not received:
@@ -301,12 +301,12 @@ class WeightPlan:
                     self.report.unfilled_shards[packed] = absent
 
     def _place_parts(self) -> None:
-        """Put the parts of packed parameters without a loader end to end."""
+        """For each packed parameter that has no loader, place its parts one after another."""
         parts: dict[str, list[Delivery]] = {}
         for delivery in self.deliveries:
             if delivery.shard_id is not None and delivery.name not in self.loaders:
                 parts.setdefault(delivery.name, []).append(delivery)
-        placed: dict[int, Delivery] = {}  # by the id of the delivery that it replaces
+        placed: dict[int, Delivery] = {}  # by the id() of the delivery that it replaces
         for name, group in parts.items():
             order = self.packed.shard_ids(self._packed_names[name])
             ranks = {shard_id: rank for rank, shard_id in enumerate(order)}
@@ -338,7 +338,7 @@ class WeightPlan:
         return not fits(target.shape, delivery.entry.shape)
 
     def tied_names(self) -> dict[str, list[str]]:
-        """Return all names of delivered tensors that have several, by the delivery's name."""
+        """Return all names of each tied tensor that is filled, by the name in its delivery."""
         return {
             each.name: names
             for each in self.deliveries
@@ -348,7 +348,8 @@ class WeightPlan:
     def check(self, model: nn.Module, *, strict: bool) -> None:
         """Raise one RuntimeError that lists every error; with `strict`, also names that do not fit.
 
-        Wrong shapes, and packed parameters without a loader, are errors in any case.
+        Wrong shapes are always errors.  It is also always an error if neither a loader nor the
+        shapes determine where a part of a packed parameter belongs.
         """
         errors = [
             error
@@ -369,7 +370,7 @@ class WeightPlan:
             yield f"Key(s) loaded twice: {names}. "
 
     def _fits_as_it_is(self, delivery: Delivery) -> bool:
-        """Return whether a delivery needs no further checks."""
+        """Return whether a quick check shows that the entry fits; if not, it may still fit."""
         entry, name, shard_id, place = delivery
         if name in self.loaders:
             return entry.nbytes <= entry.stored_nbytes
@@ -382,20 +383,20 @@ class WeightPlan:
         target, entry = self.tensors.by_name[delivery.name], delivery.entry
         where = f"(file {entry.shard.path}, tensor {entry.name})"
         if (loader := self.loaders.get(delivery.name)) is not None:
-            # A loader checks shapes itself, but first gets memory for the whole tensor.
+            # The loader checks shapes.  But before it is called, the tensor needs memory.
             if takes_slices(loader) or entry.nbytes <= default_limit(entry.stored_nbytes):
                 return None
             return (
-                f'"{delivery.name}" would take {entry.nbytes:,} bytes, expanded from '
+                f'"{delivery.name}" would take {entry.nbytes:,} bytes, but is stored in '
                 f"{entry.stored_nbytes:,}: {ADVICE} {where}"
             )
         if is_lazy(target):
-            return f'"{delivery.name}" has no shape yet, and no weight_loader {where}'
+            return f'"{delivery.name}" is lazy: it has no shape yet, and no weight_loader {where}'
         if delivery.shard_id is not None:
             return (
                 f'Packed parameter "{delivery.name}" has no weight_loader to put shard '
-                f"{delivery.shard_id!r} in its place, and all of its shards are not together a "
-                f"tensor of shape {target.shape}: this one has shape {entry.shape} {where}"
+                f"{delivery.shard_id!r} in its place, and its shards together do not make a "
+                f"tensor of shape {target.shape}: this shard has shape {entry.shape} {where}"
             )
         if not fits(target.shape, entry.shape):
             return f"{mismatch_message(delivery.name, target, entry)} {where}"
@@ -412,7 +413,7 @@ class _LazyBuffer:
     module: nn.Module
     name: str
     full_names: list[str] = field(default_factory=list)
-    entry: Entry | None = None  # None: the checkpoint has nothing for it
+    entry: Entry | None = None  # None: the checkpoint lacks the buffer
     new: Tensor | None = None
 
     @property
@@ -422,17 +423,17 @@ class _LazyBuffer:
         return self.entry is not None and present is not None and present.shape == self.entry.shape
 
     def like(self) -> Tensor | None:
-        """Return a tensor of the entry's shape and dtype that takes no memory."""
+        """Return an expanded tensor of one element, with the entry's shape and dtype, or None."""
         if self.entry is None:
             return None
         return torch.empty((), dtype=self.entry.dtype, device="cpu").expand(self.entry.shape)
 
 
 class LazyBuffers:
-    """The lazy buffers of a model to which a checkpoint gives another shape, or None.
+    """A model's lazy buffers whose shape differs in a checkpoint, or that the checkpoint lacks.
 
-    A new tensor replaces a buffer only once it holds the checkpoint's values, so a failed load
-    leaves the buffer as it was. `modules` lists each module under all of its names.
+    New tensors replace these buffers only after the tensors have been filled, so a failed load
+    leaves the buffers as they were. `modules` lists each module under all of its names.
     """
 
     def __init__(
@@ -445,7 +446,7 @@ class LazyBuffers:
         by_name: dict[str | None, Entry] = {}
         for prefix, module in having(modules, pre_hooks_of):
             for hook in lazy_buffer_hooks(module):
-                # The later of two entries with one name counts.
+                # If two entries have the same new name, the later one is used.
                 by_name = by_name or {renaming(entry.name): entry for entry in entries}
                 if hook.name in buffers_of(module):
                     key = (id(module), hook.name)
@@ -456,7 +457,7 @@ class LazyBuffers:
         self.changing = [lazy for lazy in found.values() if not lazy.stays]
 
     def in_place_of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a model's tensors by name as the load leaves them; new buffers have no values."""
+        """Return `tensors` with the new shapes of the lazy buffers; those have no values yet."""
         tensors = dict(tensors)
         for lazy in self.changing:
             like = lazy.like()
@@ -467,7 +468,7 @@ class LazyBuffers:
         return tensors
 
     def allocate(self) -> dict[str, Tensor]:
-        """Allocate the new buffers, where the model is now, and return them by name."""
+        """Allocate the new buffers on the model's devices, and return them by name."""
         tensors = {}
         for lazy in self.changing:
             like = lazy.like()
@@ -477,18 +478,18 @@ class LazyBuffers:
         return tensors
 
     def put(self) -> None:
-        """Put the new tensors, which hold their values by now, into their modules."""
+        """Put the new tensors, which now hold their values, into the modules."""
         for lazy in self.changing:
             buffers_of(lazy.module)[lazy.name] = lazy.new
 
 
 class Assignment:
-    """``load_state_dict(assign=True)`` for tensors of a file; only fractions get `dtype`."""
+    """Replaces tensors like ``load_state_dict(assign=True)``; `dtype` is for floating point."""
 
     def __init__(self, model: nn.Module, plan: WeightPlan, dtype: torch.dtype | None) -> None:
         self._model = model
         self._tied_names = plan.tensors.tied_names
-        self._new_dtypes: dict[str, torch.dtype] = {}  # by one name of each replaced tensor
+        self._new_dtypes: dict[str, torch.dtype] = {}  # by one name of each tensor to replace
         for delivery in plan.deliveries:
             name, stored = delivery.name, delivery.entry.dtype
             tensor = plan.tensors.by_name[name]
@@ -508,7 +509,7 @@ class Assignment:
     def allocate(
         self, tensors: Mapping[str, Tensor], device: torch.device | str | int | None
     ) -> dict[str, Tensor]:
-        """Return the new tensors by name, without values, on `device` or where the old ones are."""
+        """Return new, uninitialized tensors by name, on `device` or on the old tensors' devices."""
         for name, dtype in self._new_dtypes.items():
             old = tensors[name]
             place = device if device is not None else "cpu" if old.is_meta else old.device
@@ -519,7 +520,7 @@ class Assignment:
         return self._new
 
     def put(self) -> None:
-        """Put the new tensors, which hold their values by now, into the model."""
+        """Put the new tensors, which now hold their values, into the model."""
         for name, new in self._new.items():
             owner, _, own_name = name.rpartition(".")
             setattr(self._model.get_submodule(owner), own_name, new)

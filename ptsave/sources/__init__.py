@@ -1,1 +1,1 @@
-"""Sources of byte ranges, local or remote, and the kinds of files that they hold."""
+"""Local and remote sources of bytes, and the detection of file formats."""

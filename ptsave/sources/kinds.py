@@ -14,7 +14,7 @@ Kind: TypeAlias = Literal["zip", "legacy", "safetensors", "dcp"]
 HEAD_NBYTES = 512
 ZIP_MAGIC = b"PK\x03\x04"
 
-MAX_SAFETENSORS_HEADER_NBYTES = 100_000_000  # the library's limit; text begins with a larger number
+MAX_SAFETENSORS_HEADER_NBYTES = 100_000_000  # the library's limit; text, read as a size, is larger
 
 # The pickled magic number that files written before torch 1.6 begin with.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -48,20 +48,20 @@ _NAME_OFFSET = 30  # of the first member's name in a zip archive
 
 
 def refuse_special_file(path: str | bytes | os.PathLike[str]) -> None:
-    """Raise for a pipe, a terminal, ...: opening it might wait forever, and it has no end."""
+    """Raise an OSError for a special file, such as a pipe or terminal, which has no known end."""
     _require_contents(os.stat(path).st_mode, path)
 
 
 def refuse_special_stream(stream: BinaryIO, name: str) -> None:
-    """Raise for an open file as `refuse_special_file` does."""
+    """Raise an OSError for an open special file, such as a pipe or terminal."""
     _require_contents(os.fstat(stream.fileno()).st_mode, name)
 
 
 def regular_only(path: str | bytes | os.PathLike[str], flags: int) -> int:
-    """Open a file that `refuse_special_file` accepts, without waiting: an ``opener`` of `open`.
+    """Serve as ``opener`` of `open`, but refuse the files that `refuse_special_file` refuses.
 
-    A pipe or a device is not opened, because that would take its writer away from another reader.
-    The open file is checked again, because it may have been replaced in between.
+    A pipe is not even opened, because a writer that waits for a reader would then begin to write.
+    The open file is checked again, because the path may name another file by then.
     """
     refuse_special_file(path)
     descriptor = os.open(path, flags | os.O_NONBLOCK)
@@ -77,8 +77,8 @@ def _require_contents(mode: int, path: str | bytes | os.PathLike[str]) -> None:
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISBLK(mode)):
         raise OSError(
             errno.ESPIPE,
-            f"{os.strerror(errno.ESPIPE)}: it is {_kind_of(mode)}, which cannot be read at any "
-            "position: copy what comes out of it to a file",
+            f"{os.strerror(errno.ESPIPE)}: this is {_kind_of(mode)}, which does not support "
+            "seeking: copy its output to a file",
             os.fspath(path),
         )
 
@@ -88,31 +88,31 @@ def _kind_of(mode: int) -> str:
         return "a pipe"
     if stat.S_ISSOCK(mode):
         return "a socket"
-    return "a character device" if stat.S_ISCHR(mode) else "no regular file"
+    return "a character device" if stat.S_ISCHR(mode) else "a special file"
 
 
 def is_zip(head: bytes) -> bool:
-    """Return whether a file begins as a zip archive."""
+    """Return whether a file begins like a zip archive."""
     return head.startswith(ZIP_MAGIC)
 
 
 def is_legacy(head: bytes) -> bool:
-    """Return whether a file begins as torch wrote files before version 1.6."""
+    """Return whether a file begins like the files that torch wrote before version 1.6."""
     return head.startswith(_LEGACY_MAGIC)
 
 
 def is_dcp(head: bytes) -> bool:
-    """Return whether a file begins as the metadata of a torch.distributed.checkpoint directory."""
+    """Return whether a file begins like the metadata file of torch.distributed.checkpoint."""
     return re.match(_DCP_METADATA, head) is not None
 
 
 def is_gguf(head: bytes) -> bool:
-    """Return whether a file begins as a GGUF model."""
+    """Return whether a file begins like a GGUF model."""
     return head.startswith(_GGUF)
 
 
 def is_safetensors(head: bytes, nbytes: int) -> bool:
-    """Return whether a file of `nbytes` begins as a safetensors file, whole or cut short."""
+    """Return whether a file of `nbytes` bytes begins like a safetensors file, even if cut short."""
     if head[8:9] != b"{":
         return False
     (header_nbytes,) = struct.unpack_from("<Q", head)
@@ -120,7 +120,7 @@ def is_safetensors(head: bytes, nbytes: int) -> bool:
 
 
 def kind_of(head: bytes, nbytes: int) -> Kind | None:
-    """Return the kind of checkpoint that a file of `nbytes` bytes begins as, or None."""
+    """Return the kind of checkpoint that a file's first bytes and size show, or None."""
     if is_zip(head):
         return "zip"
     if is_legacy(head):
@@ -131,7 +131,7 @@ def kind_of(head: bytes, nbytes: int) -> Kind | None:
 
 
 def what_it_is(head: bytes, nbytes: int) -> str | None:
-    """Name the format of a file that is no checkpoint, by its first `HEAD_NBYTES` bytes.
+    """Describe a file that is not a checkpoint, by its first `HEAD_NBYTES` bytes and its size.
 
     The result is None for a zip archive that may be a checkpoint.
     """
@@ -145,18 +145,18 @@ def what_it_is(head: bytes, nbytes: int) -> str | None:
     if re.match(_ONNX, head):
         return "it is an ONNX model: load it with the onnx package"
     if head[257:262] == b"ustar":
-        return "it is a tar archive: unpack it first (ptsave.load reads those of torch 0.1)"
+        return "it is a tar archive: unpack it first (ptsave.load reads it if torch 0.1 wrote it)"
     return _what_text_it_is(head)
 
 
 def is_known(head: bytes) -> bool:
-    """Return whether a file begins as a known format, such as zip, HDF5 or a plain pickle."""
+    """Return whether a file has a known format, such as zip, HDF5 or a plain pickle."""
     is_torchs = is_zip(head) or _is_pickle(head)
     return is_torchs or head[257:262] == b"ustar" or _has_signature(head)
 
 
 def is_of_another_program(head: bytes) -> bool:
-    """Return whether a file begins as a format that is not torch's, such as GGUF."""
+    """Return whether a file has the format of another program than torch, such as GGUF."""
     return _has_signature(head) and not head.startswith(_EMPTY_ZIP)
 
 
@@ -169,9 +169,9 @@ def _is_pickle(head: bytes) -> bool:
 
 
 def what_it_surely_is(head: bytes, nbytes: int) -> str | None:
-    """Name the format of a file that torch failed to load, if torch's message says less.
+    """Describe the format of a file that torch failed to load, if the format is certain.
 
-    The result is None for a checkpoint, a zip archive, a pickle, and an unknown beginning.
+    The result is None for a checkpoint, a zip archive, a pickle, or an unknown format.
     """
     if is_zip(head) or is_legacy(head) or is_safetensors(head, nbytes) or _is_pickle(head):
         return None
@@ -180,16 +180,16 @@ def what_it_surely_is(head: bytes, nbytes: int) -> str | None:
 
 
 def what_came_instead(head: bytes, nbytes: int) -> str | None:
-    """Name the leftover of a failed download, such as an HTML page; otherwise None."""
+    """Describe the result of a failed download, such as an HTML page; None for other files."""
     if nbytes == 0:
-        return "it is empty: whatever wrote it has failed, or has not finished"
+        return "it is empty: the program that wrote it has failed or has not finished"
     if head.startswith(_LFS_POINTER):
         return _what_is_in_lfs(head)
     if page := re.match(_PAGE, head):
         kind = "an XML document" if page["xml"] else "an HTML page"
         return (
-            f"it is {kind}, such as a server sends in place of a file that is not there or "
-            "needs a login: download it again, from the address of the file itself"
+            f"it is {kind}, which a server may send if the file does not exist or needs a login: "
+            "download the file again, from its own address"
         )
     return None
 
@@ -198,7 +198,7 @@ def _what_is_in_lfs(head: bytes) -> str:
     size = re.search(rb"^size (\d+)$", head, re.MULTILINE)
     holds = f" of {int(size[1])} bytes" if size else ""
     return (
-        f"it is a git-lfs pointer to a file{holds}, which is not here: fetch that with "
+        f"it is a git-lfs pointer to a file{holds}, which is missing here: fetch that file with "
         "`git lfs pull`"
     )
 
@@ -217,7 +217,7 @@ def _what_zip_it_is(head: bytes) -> str | None:
 
 def _what_text_it_is(head: bytes) -> str:
     if not head.strip(b"\0"):
-        return "it begins with zeros: a download or a copy of it was not finished"
+        return "it begins with zeros: a download or a copy was not finished"
     if _is_pickle(head):
         return (
             "it is a pickle that torch.save has not written: load it with the pickle module, if "
@@ -229,4 +229,4 @@ def _what_text_it_is(head: bytes) -> str:
         text = "\0"
     if all(c.isprintable() or c.isspace() for c in text):
         return f"it is text: {text[:60]!r}"
-    return f"it begins with {head[:16]!r}, as no checkpoint does"
+    return f"it begins with {head[:16]!r}, but no checkpoint begins like that"

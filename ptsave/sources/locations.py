@@ -1,7 +1,7 @@
-"""Where files are: directories near and far, URLs, local files, and temporary names.
+"""Where files are: in local and remote directories, at URLs, and under temporary names.
 
 A directory is a `Location`: a `LocalFolder`, or a `UrlLocation` of a file system that fsspec knows.
-`resolve` in writing/targets.py decides what is written to, ranges.py what is read from.
+`resolve` in writing/targets.py finds the target of a save, and ranges.py opens files for reading.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from ptsave.errors import UnsupportedUrlError
 
-_SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]+"  # one letter is a drive
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]+"  # one letter would be a Windows drive
 _URL = rf"({_SCHEME}::)*{_SCHEME}://"
 # A URL that pathlib or normpath has collapsed: s3:/bucket/file.
 _COLLAPSED = rf"(?P<first>({_SCHEME}::)*{_SCHEME}:)/(?!/)"
@@ -35,10 +35,10 @@ _BY_STATUS: dict[int, type[OSError]] = {
 
 
 class Location:
-    """A directory, near or far, and its files, by their names.
+    """A local or remote directory; its methods take the names of its files.
 
-    `path` is the path or URL.  The methods that only local disks need do nothing here.  At a URL,
-    the writer of a temporary file cannot be seen.  A server that confirms a file has stored it.
+    `path` is the path or URL.  Methods that only local disks need do nothing here: at a URL, ptsave
+    cannot see who writes a temporary file, and needs no sync after the server confirms a file.
     """
 
     is_url = True
@@ -51,15 +51,15 @@ class Location:
         return self.path
 
     def names(self) -> list[str]:
-        """Return the names of everything in the directory, sorted, for a reader."""
+        """Return the sorted names of all files and directories in the directory."""
         raise NotImplementedError
 
     def files(self) -> list[str]:
-        """Return the names that a save needs: all local entries, or the files at a URL."""
+        """Return the names of files at a URL, or of files and directories in a local directory."""
         raise NotImplementedError
 
     def regular_files(self) -> list[str]:
-        """Return the names of the files; none if there is no directory."""
+        """Return the names of the files; an empty list if the directory does not exist."""
         return self.files()
 
     def join(self, name: str) -> str:
@@ -71,11 +71,11 @@ class Location:
         raise NotImplementedError
 
     def exists(self, path: str) -> bool:
-        """Return whether a path from `join` may exist; True at a URL, where opening it tells."""
+        """Return whether a path from `join` may exist; always True at a URL."""
         return True
 
     def is_taken(self, name: str) -> bool:
-        """Return whether the name exists, also as a link that leads nowhere."""
+        """Return whether the name exists, even as a broken link."""
         raise NotImplementedError
 
     def identity(self, name: str) -> object:
@@ -83,7 +83,7 @@ class Location:
         raise NotImplementedError
 
     def bytes_of(self, name: str) -> bytes:
-        """Return the contents of a file, empty if the file does not exist."""
+        """Return the contents of a file; no bytes if the file does not exist."""
         raise NotImplementedError
 
     def remove(self, name: str) -> None:
@@ -95,21 +95,21 @@ class Location:
         raise NotImplementedError
 
     def remove_leftovers(self, is_own: Callable[[str], bool]) -> None:
-        """Remove temporary files that killed processes left while writing our files."""
+        """Remove temporary files of killed processes, if `is_own` accepts their final names."""
 
     def check_room(self, nbytes: int) -> None:
-        """Raise if `nbytes` do not fit on the disk, as far as the disk tells."""
+        """Raise an OSError if the disk reports too little free space for `nbytes` bytes."""
 
     def sync(self) -> None:
         """Make the names of the directory's files survive power loss."""
 
     def locked(self, *, wait: bool = False) -> AbstractContextManager[bool]:
-        """Lock the directory in a block, which gets False if another process has locked it."""
+        """Lock the directory for the block; yield True, or False if another process locked it."""
         return nullcontext(True)
 
 
 class LocalFolder(Location):
-    """A directory of this machine."""
+    """A local directory."""
 
     is_url = False
 
@@ -189,7 +189,7 @@ class LocalFolder(Location):
 
 
 def sync_path(path: str | os.PathLike[str]) -> None:
-    """Write a file, or the names in a directory, to the disk, to survive power loss."""
+    """Sync a file, or the names in a directory, to the disk, so that it survives power loss."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -217,7 +217,7 @@ def is_url(f: Any) -> bool:
 def is_url_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> bool:
     """Return whether a source is a URL for fsspec, not a path or a file object.
 
-    Raises for a URL that pathlib has collapsed, and for options without a URL.
+    Raises for a URL that pathlib has shortened to ``s3:/bucket``, and for options without a URL.
     """
     if is_url(f):
         return True
@@ -228,9 +228,9 @@ def is_url_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> b
 
 
 def refuse_url(path: str | bytes | os.PathLike[Any]) -> None:
-    """Refuse to read from a URL, also from one that pathlib has collapsed to ``s3:/bucket``.
+    """Raise an error if `path` is a URL, or a URL that pathlib has shortened to ``s3:/bucket``.
 
-    An existing local file is accepted, whatever its name.
+    An existing local file is accepted, whatever its name is.
     """
     text = os.fsdecode(path)
     if _looks_like_url(text) and not os.path.exists(text):
@@ -240,14 +240,14 @@ def refuse_url(path: str | bytes | os.PathLike[Any]) -> None:
 def is_url_target(f: Any) -> bool:
     """Return whether a target is a URL for fsspec.
 
-    With two slashes it is a URL even if such a directory exists: another program may have made a
-    directory ``s3:`` by mistake.
+    A target with ``://`` is a URL even if a directory such as ``s3:`` exists, because another
+    program may have made this directory by mistake.
     """
     return isinstance(f, str) and "://" in f and re.match(_URL, f) is not None
 
 
 def options_of(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a URL's file system options as a dict; raise unless they map names."""
+    """Return the options of a URL's file system as a dict; raise an error if a key is not a str."""
     found: Any = {} if storage_options is None else storage_options
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise TypeError(
@@ -260,7 +260,7 @@ def options_of(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
 def refuse_url_target(
     path: str | bytes | os.PathLike[Any], storage_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuse to write to a URL, also to a collapsed one; refuse options without a URL."""
+    """Raise an error for a URL, even a shortened ``s3:/bucket``, and for options without a URL."""
     text = os.fsdecode(path)
     if _looks_like_url(text):
         raise UnsupportedUrlError.of(text)
@@ -268,11 +268,11 @@ def refuse_url_target(
 
 
 def url_to_fs(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return a URL's file system and the file's name there; raise if a library is missing."""
+    """Return a URL's file system and the path in it; raise ImportError if a library is missing."""
     try:
         from fsspec.core import url_to_fs as find
     except ImportError as error:
-        message = "URLs need fsspec: pip install fsspec, or ptsave[fsspec]"
+        message = "URLs need fsspec: run `pip install fsspec`"
         raise ImportError(message, name="fsspec") from error
     found: tuple[Any, str] = find(url, **storage_options)
     return found
@@ -280,11 +280,11 @@ def url_to_fs(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
 
 @contextmanager
 def os_errors(url: str) -> Iterator[None]:
-    """Map errors of fsspec and its HTTP client in the block to an OSError that names the URL.
+    """Turn errors of fsspec and its HTTP client in the block into an OSError that names the URL.
 
-    fsspec raises FileNotFoundError whatever a web server answers; the answer is in the cause.
-    Errors of HTTP clients are recognized by common attributes, because the clients may not be
-    installed.
+    fsspec raises FileNotFoundError for each error of a web server; ``__cause__`` has the server's
+    answer.  Errors of HTTP clients are recognized by common attributes, because the clients may not
+    be installed.
     """
     try:
         yield
@@ -305,19 +305,19 @@ def _os_error(url: str, error: BaseException) -> OSError:
     status = getattr(error, "status", None)
     if isinstance(status, int):
         reason = f"{status} {getattr(error, 'message', '')}".strip()
-        return _BY_STATUS.get(status, OSError)(f"{url}: its server answers {reason}")
+        return _BY_STATUS.get(status, OSError)(f"{url}: the server answered {reason}")
     asyncio = sys.modules.get("asyncio")  # imported already if the error is asyncio's
     timeouts = (TimeoutError,) if asyncio is None else (TimeoutError, asyncio.TimeoutError)
     if isinstance(error, timeouts):
-        return TimeoutError(f"{url}: its server did not answer in time")
+        return TimeoutError(f"{url}: the server did not answer in time")
     kind = ConnectionError if isinstance(error, OSError) else OSError
     return kind(f"{url}: {type(error).__name__}: {error}")
 
 
 def refuse_storage_options(storage_options: Mapping[str, Any] | None) -> None:
-    """Raise if there are options for a URL's file system, but no URL."""
+    """Raise a TypeError if there are `storage_options` for something that is not a URL."""
     if storage_options:
-        raise TypeError("storage_options are for URLs")
+        raise TypeError("storage_options are only for URLs, and this is not a URL")
 
 
 def _looks_like_url(text: str) -> bool:
@@ -330,7 +330,7 @@ def _looks_like_url(text: str) -> bool:
 
 
 def with_path(url: str, change: Callable[[str], str]) -> str:
-    """Change the path in a URL: ``a`` in ``zip://a::memory://b.zip``; drop an HTTP query."""
+    """Change the path in a URL, such as ``a`` in ``zip://a::memory://b``; drop an HTTP query."""
     links = url.split("::")
     i = next((i for i, link in enumerate(links) if "://" in link), 0)
     scheme, _, path = links[i].partition("://")
@@ -355,13 +355,13 @@ def describe(f: Any) -> str:
 
 
 def engine_name(name: str) -> bytes:
-    """Encode the name of memory for the engine, also a name that no file can have."""
+    """Encode the name of a buffer for the engine, even if a file could not have this name."""
     return name.encode(sys.getfilesystemencoding(), "backslashreplace")
 
 
 @contextmanager
 def named_errors(name: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file in an OSError of the block, also for a RuntimeError of torch's reads."""
+    """Add a file's name to an OSError of the block; turn torch's read errors into OSErrors."""
     try:
         yield
     except OSError as error:
@@ -376,7 +376,7 @@ def named_errors(name: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def name_file(error: OSError, name: str | os.PathLike[str]) -> None:
-    """Name the file in an error of the system that names none."""
+    """Add the file's name to an error of the system that does not name a file."""
     if error.errno is not None and error.filename is None:
         error.filename = os.fspath(name)
 
@@ -396,12 +396,12 @@ def position_kept(f: Any) -> Iterator[None]:
 
 
 def real_file(f: Any) -> Any:
-    """Return the file object that reads straight from a descriptor, or None if `f` has none.
+    """Return the file object in `f` that reads directly from a file descriptor, or None.
 
-    Subclasses may do anything with the bytes, so only exact types count, also below a buffer.
+    Subclasses may change the bytes, so the types of `f` and of its raw file must match exactly.
     """
     tempfile = sys.modules.get("tempfile")
-    fsspec = sys.modules.get("fsspec.implementations.local")  # Lightning opens checkpoints by it
+    fsspec = sys.modules.get("fsspec.implementations.local")  # Lightning opens files with it
     if tempfile is not None and type(f) is tempfile._TemporaryFileWrapper:
         f = f.file
     elif fsspec is not None and type(f) is fsspec.LocalFileOpener:
@@ -416,7 +416,7 @@ _N_DESCRIPTORS = 3  # per file: its own, the engine's, and one for direct reads
 
 
 def n_files_to_hold() -> int:
-    """Return how many files may be open for reading; half of the room is for others."""
+    """Return how many files may stay open for reading; half of the descriptors remain free."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         limit = 1 << 20
@@ -429,7 +429,7 @@ def n_files_to_hold() -> int:
 
 @contextmanager
 def naming_limit(n_files: int) -> Iterator[None]:
-    """Name the limit if the set of files that the block opens is too large for it."""
+    """If the block opens more files than the system allows, state the limit in the error."""
     try:
         yield
     except OSError as error:
@@ -437,20 +437,20 @@ def naming_limit(n_files: int) -> Iterator[None]:
             raise
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         reason = (
-            f"{os.strerror(errno.EMFILE)}: this process may have {limit} of them, and the "
-            f"{n_files} of this set are read together: raise the limit (ulimit -n)"
+            f"{os.strerror(errno.EMFILE)}: this process may open {limit} files, but has to read "
+            f"{n_files} files at the same time. Raise the limit (ulimit -n)"
         )
         raise OSError(errno.EMFILE, reason, error.filename) from error
 
 
 def identity_of(file: int | str | os.PathLike[str]) -> Identity:
-    """Return values that distinguish a file from other files that get its name."""
+    """Return values that change when the file changes or another file takes its name."""
     status = os.stat(file)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def require_identity(found: Identity, wanted: Identity, path: str) -> None:
-    """Raise an OSError if a file that was opened again is another file by now."""
+    """Raise an OSError if `found` is not `wanted`, because the file was changed or replaced."""
     if found != wanted:
         raise OSError(
             errno.ESTALE,
@@ -462,7 +462,7 @@ def require_identity(found: Identity, wanted: Identity, path: str) -> None:
 # ------------------------------------------------------------------------------ temporary names
 
 # The engine names and locks its files by the first rule (`AtomicFile` in csrc/core/io/file.h).  It
-# shortens names that become too long; `target_of` knows these, too.
+# shortens names that are too long; `target_of` understands shortened names, too.
 #
 # .<name>.<16 hex digits>.ptsave      a new file, beside the one that it replaces
 # .<name>.ptsave                      a directory that holds a new directory <name>
@@ -474,12 +474,12 @@ _MAX_NAME_BYTES = 255
 
 
 def name_for(name: str) -> str:
-    """Return a new name for a file to be renamed to `name`."""
+    """Return a new temporary name for a file that will be renamed to `name`."""
     return f".{name}.{_token()}{SUFFIX}"
 
 
 def staging_name() -> str:
-    """Return a new name for a directory that contains nothing of its file's name."""
+    """Return a new name for a temporary directory, without the name of the file in it."""
     return f".staged-{_token()}{SUFFIX}"
 
 
@@ -490,7 +490,7 @@ def _token() -> str:
 
 
 def folder_for(name: str) -> str:
-    """Return the name of the directory that holds a new `name`; a digest shortens a long one."""
+    """Return the name of a temporary directory for a new `name`; a digest shortens long names."""
     whole = f".{name}{SUFFIX}"
     if len(os.fsencode(whole)) <= _MAX_NAME_BYTES:
         return whole
@@ -501,24 +501,24 @@ def folder_for(name: str) -> str:
 
 
 def folders_in(directory: str, prefix: str) -> list[str]:
-    """Return the `name` of each `folder_for(name)` in a directory, by the beginning of `name`."""
+    """Return each `name` that begins with `prefix` and has a `folder_for(name)` in `directory`."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
     found = [name for name in names if name.startswith(f".{prefix}") and name.endswith(SUFFIX)]
     return [name[1 : -len(SUFFIX)] for name in found]
 
 
 def target_of(entry: str) -> str:
-    """Return the name that a temporary file was to get; "" for any other name."""
+    """Return the final name of the temporary file `entry`; "" if `entry` is any other name."""
     from ptsave import _core
 
     return os.fsdecode(_core.target_of_temporary(os.fsencode(entry)))
 
 
 def rivals_of(temporary: str) -> list[str]:
-    """Return other writers' temporary files for the same path, in this process or another.
+    """Return the temporary files of other running writers that save to the same path.
 
-    `temporary` is the caller's own file, such as ``.run.pt.4f1c0a93b2d7e856.ptsave`` in its
-    directory.  Files that a killed process has left do not count.
+    `temporary` is the path of the caller's own file ``.run.pt.4f1c0a93b2d7e856.ptsave``, for
+    example.  Files that a killed process has left are not returned.
     """
     folder, own = os.path.split(temporary)
     prefix = re.escape(own[: -_N_DIGITS - len(SUFFIX)])

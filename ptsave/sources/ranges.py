@@ -1,8 +1,8 @@
-"""Sources of byte ranges: local files, file objects, buffers, URLs; opens what an address names.
+"""Reads ranges of bytes from local files, file objects, buffers and URLs.
 
-Only the ranges asked for are fetched, and the bytes of tensors go into the tensors.  The engine
-reads only files.  So for an archive elsewhere it gets a file in memory, of the archive's size and
-full of holes.  The archive's directory and small records are put there as they are fetched.
+Only the requested ranges and small gaps between them are fetched.  The engine can read only files
+and buffers.  So for an archive elsewhere, the engine gets a sparse file in memory that has the
+archive's size.  The fetched ZIP directory and small records are written to this file.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from ptsave.sources.locations import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Ranges with a smaller gap are one request, which may become this large.
+# Ranges with small gaps are fetched by one request: the gap's and the request's largest sizes.
 _MAX_GAP = 64 << 10
 _MAX_MERGED = 16 << 20
 _STREAM_NBYTES = 4 << 20  # fetched at once when a whole file is read
 
 
 def expect_no_more_reads(descriptor: int) -> None:
-    """Turn readahead off, because cached pages get in the way of direct reads."""
+    """Turn readahead off for a file, because cached pages interfere with direct reads."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
 
@@ -64,7 +64,7 @@ class RangeSource:
         return pieces
 
     def _read(self, begin: int, end: int) -> bytes:
-        """Return the bytes of a range, or fewer at the end of the file."""
+        """Return the bytes of a range, or fewer bytes at the end of the file."""
         raise NotImplementedError
 
     def _require_whole(self, pieces: list[bytes], ranges: Sequence[tuple[int, int]]) -> None:
@@ -74,31 +74,31 @@ class RangeSource:
 
     def _incomplete(self, nbytes: int, begin: int, end: int) -> OSError:
         return OSError(
-            f"{self.name}: got {nbytes} bytes of {begin} to {end}: the file has changed, or its "
-            "server does not serve ranges"
+            f"{self.name}: read {nbytes} bytes of the range {begin} to {end}, because the file has "
+            "changed or the server does not serve ranges"
         )
 
     @cached_property
     def head(self) -> bytes:
-        """The first `HEAD_NBYTES` bytes, or all bytes of a smaller file, which tell its kind."""
+        """The first `HEAD_NBYTES` bytes, or all of a smaller file; they show the file's kind."""
         (head,) = self.read([(0, min(HEAD_NBYTES, self.nbytes))])
         return head
 
     @cached_property
     def kind(self) -> Kind | None:
-        """The kind of checkpoint that the source begins as, or None."""
+        """The kind of checkpoint that the first bytes show, or None."""
         return kind_of(self.head, self.nbytes)
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Open the whole source as a file object, at its beginning."""
+        """Return a file object over all bytes of the source, at its first byte."""
         return io.BufferedReader(_RangeStream(self), _STREAM_NBYTES)
 
     def close(self) -> None:
-        """Release the file or memory; a file object stays open."""
+        """Release the file or memory; the caller's file object stays open."""
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Close the source if the block raises, because a traceback keeps it alive."""
+        """Close the source if the block raises, because the traceback would keep it open."""
         try:
             yield
         except BaseException:
@@ -128,9 +128,9 @@ class FsspecFile(RangeSource):
         if info.get("type") == "directory":
             raise IsADirectoryError(f"{url} is a directory: open one of the files in it")
         if info.get("size") is None:
-            raise OSError(f"{url}: its server does not say how large it is: download it first")
+            raise OSError(f"{url}: the server does not tell the file's size: download it first")
         if info.get("partial") is False:
-            raise OSError(f"{url}: its server does not serve ranges: download it first")
+            raise OSError(f"{url}: the server does not serve ranges: download the file first")
         self.nbytes = int(info["size"])
 
     def url_beside(self, name: str) -> str:
@@ -138,7 +138,7 @@ class FsspecFile(RangeSource):
         return with_path(self.name, lambda path: os.path.join(os.path.dirname(path), name))
 
     def beside(self, name: str) -> FsspecFile:
-        """Open another file in the same directory; raises as opening its URL does."""
+        """Open another file in the same directory."""
         other = copy.copy(self)
         vars(other).pop("head", None)
         vars(other).pop("kind", None)
@@ -160,7 +160,7 @@ class FsspecFile(RangeSource):
 
 
 class _RangeStream(io.RawIOBase):
-    """A source as a file object; its reads raise the source's errors."""
+    """A file object that reads from a `RangeSource`, and raises the source's errors."""
 
     def __init__(self, source: RangeSource) -> None:
         self.name = source.name
@@ -193,7 +193,7 @@ class _RangeStream(io.RawIOBase):
 
 
 class FileObject(RangeSource):
-    """A seekable file object; the archive is its contents from the current position on."""
+    """The contents of a seekable file object, from the current position on."""
 
     def __init__(self, stream: Any, name: str) -> None:
         self.name = name
@@ -206,15 +206,15 @@ class FileObject(RangeSource):
         self.rewind()
 
     def rewind(self) -> None:
-        """Restore the position that the stream had."""
+        """Move the stream back to its original position."""
         self._stream.seek(self._begin)
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Lend the stream at the position it had."""
+        """Lend the stream at its original position."""
         return _lent(self._stream, self._begin)
 
     def read_into(self, begin: int, target: memoryview) -> None:
-        """Read as many bytes as `target` has, without a copy if the stream has ``readinto``."""
+        """Fill `target` from offset `begin`, without a copy if the stream has ``readinto``."""
         rest = target
         with self._lock:
             self._stream.seek(self._begin + begin)
@@ -252,14 +252,14 @@ def _seekable(name: str) -> Iterator[None]:
         if error.errno != errno.ESPIPE and not isinstance(error, io.UnsupportedOperation):
             raise
         reason = (
-            f"{os.strerror(errno.ESPIPE)}: it cannot be read at any position: copy what comes out "
-            "of it to a file, or to an io.BytesIO"
+            f"{os.strerror(errno.ESPIPE)}: this file object does not support seeking: copy its "
+            "output to a file or an io.BytesIO"
         )
         raise OSError(errno.ESPIPE, reason, name) from error
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges to fetch, in order; ranges with little between them are merged."""
+    """Return the ranges to fetch, in order; ranges with small gaps between them are merged."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if begin == end and merged:
@@ -275,7 +275,7 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @contextmanager
 def _lent(stream: Any, begin: int) -> Iterator[Any]:
-    """Yield a stream at a position; then restore its own position and leave it open."""
+    """Yield a stream at position `begin`; afterwards, restore the stream's own position."""
     position = stream.tell()
     stream.seek(begin)
     try:
@@ -285,7 +285,7 @@ def _lent(stream: Any, begin: int) -> Iterator[Any]:
 
 
 class Buffer(RangeSource):
-    """The bytes of an :class:`io.BytesIO` from its position on, which may not change."""
+    """An :class:`io.BytesIO` from its position on; it cannot be resized until `close` is called."""
 
     def __init__(self, stream: io.BytesIO, name: str) -> None:
         self.name = name
@@ -295,11 +295,11 @@ class Buffer(RangeSource):
         self.nbytes = self.view.nbytes
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Lend the stream at the position it had."""
+        """Lend the stream at its original position."""
         return _lent(self._stream, self._begin)
 
     def close(self) -> None:
-        """Let the stream change again."""
+        """Allow the stream to be resized again."""
         self.view.release()
 
     def _read(self, begin: int, end: int) -> bytes:
@@ -307,7 +307,7 @@ class Buffer(RangeSource):
 
 
 class _OpenFile:
-    """Closes its file when this object is deleted, unless the file was closed before."""
+    """Owns a file descriptor, which is closed at the latest when this object is deleted."""
 
     descriptor = -1
 
@@ -320,7 +320,7 @@ class _OpenFile:
 
 
 class LocalFile(_OpenFile, RangeSource):
-    """A real file, from a position on; the stream that it is made from may be closed."""
+    """A local file, from a stream's position on; the stream may be closed afterwards."""
 
     _parked_as: Identity | None = None  # set while the file is parked
 
@@ -335,13 +335,13 @@ class LocalFile(_OpenFile, RangeSource):
 
     @classmethod
     def open(cls, path: str, name: str = "") -> LocalFile:
-        """Open a file that the engine is going to read as a whole."""
+        """Open a local file for the engine, without readahead."""
         with open(path, "rb", buffering=0, opener=regular_only) as stream:
             expect_no_more_reads(stream.fileno())
             return cls(stream, name or path)
 
     def park(self) -> None:
-        """Close the file until it is used; each use opens it again by its name, a path."""
+        """Close the file until it is used; each use opens it again by `name`, which is a path."""
         self._parked_as = identity_of(self.descriptor)
         self.close()
 
@@ -352,7 +352,7 @@ class LocalFile(_OpenFile, RangeSource):
 
     @contextmanager
     def opened(self) -> Iterator[LocalFile]:
-        """Lend the open file; raise an OSError if it was parked, and is gone or replaced."""
+        """Lend the open file; raise an OSError if a parked file is gone or was replaced."""
         if self._parked_as is None:
             yield self
             return
@@ -362,7 +362,7 @@ class LocalFile(_OpenFile, RangeSource):
 
     @contextmanager
     def stream(self) -> Iterator[Any]:
-        """Open the same file as a file object; the position of the given stream stays."""
+        """Open the same file as a file object; the original stream keeps its position."""
         with self.opened() as file:
             opener = lambda *_: os.dup(file.descriptor)  # noqa: E731 - dup shares the position
             with io.FileIO(self.name, opener=opener) as stream, _lent(stream, self.begin):
@@ -378,7 +378,7 @@ class LocalFile(_OpenFile, RangeSource):
 
     @property
     def for_engine(self) -> tuple[int, bytes]:
-        """The descriptor and the name, as `_C.RangeFiles` takes them; not while parked."""
+        """The descriptor and the name, as `_C.RangeFiles` takes them; invalid while parked."""
         return self.descriptor, os.fsencode(self.name)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -390,7 +390,7 @@ class LocalFile(_OpenFile, RangeSource):
             raise
 
     def map(self, begin: int, nbytes: int) -> Tensor:
-        """Return bytes of the file as a tensor; they are read when they are used."""
+        """Map bytes of the file into memory as a tensor; the bytes are read when they are used."""
         from ptsave import _C
 
         with self.opened() as file:
@@ -399,7 +399,7 @@ class LocalFile(_OpenFile, RangeSource):
     def map_cached(self, begin: int, nbytes: int) -> Tensor | None:
         """Map bytes as `map` does if the page cache holds all of them; otherwise return None.
 
-        Also None on network file systems, which may take cached pages back.
+        On network file systems, which may discard cached pages, the result is always None.
         """
         if self.is_remote:
             return None
@@ -433,7 +433,7 @@ class SparseFile(_OpenFile):
             data, offset = data[n:], offset + n
 
 
-Folder: TypeAlias = Location  # one that is a directory
+Folder: TypeAlias = Location  # a location that is a directory
 
 
 def folder_of(path: str, storage_options: Mapping[str, Any]) -> Folder:
@@ -452,7 +452,7 @@ def folder_of(path: str, storage_options: Mapping[str, Any]) -> Folder:
 def open_folder_or_file(
     f: Any, storage_options: Mapping[str, Any] | None = None
 ) -> Folder | RangeSource:
-    """Open anything that may hold a checkpoint: a directory, or a file as `open_source` does."""
+    """Open a directory, or a file as `open_source` does."""
     if is_url_source(f, storage_options):
         try:
             return FsspecFile(f, options_of(storage_options))
@@ -477,7 +477,7 @@ def folder_at(f: Any, storage_options: Mapping[str, Any] | None = None) -> Folde
 
 
 def open_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> RangeSource:
-    """Open the bytes of a path, a URL, or a seekable file object from its position on."""
+    """Open a path, a URL, or a seekable file object from its current position on."""
     if is_url_source(f, storage_options):
         return FsspecFile(f, options_of(storage_options))
     return _open_local(f)

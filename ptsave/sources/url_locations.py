@@ -1,13 +1,13 @@
-"""Files and directories at URLs of fsspec; a save leaves a whole new file, or the old one.
+"""Files and directories at URLs of fsspec; a save replaces a file completely or not at all.
 
-How a file appears all at once depends on the file system:
+How a file is replaced depends on the file system:
 
 * object stores (``s3``, ``gs``, ``abfs``): one request, or an upload in parts that is completed at
   the end;
-* ``memory``: put together in a buffer, which then replaces the old one;
-* ``file``: the local path, written as any other path;
-* all others: written under a temporary name beside the file, and moved (copied and removed, if the
-  file system has no move).
+* ``memory``: a buffer collects the contents, and then replaces the old contents;
+* ``file``: the local path is written like any other path;
+* all others: a temporary file beside the file is written, and then moved (or copied and removed, if
+  the file system cannot move files).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_N_PARTS = 10_000  # of S3; others allow more
 _MIB = 1 << 20
 # torch's message.
 _WRITE_FAILED = "PytorchStreamWriter failed writing file: file write failed"
-_NOT_FOUND = "it cannot be looked for"
+_NOT_FOUND = "the URL cannot be looked up"
 
 _LOCAL = {"file", "local"}
 # An upload appears when commit() is called, and vanishes when discard() is called.
@@ -39,9 +39,9 @@ _COMMITTED = {"s3", "s3a", "gs", "gcs"}
 _COMPLETED_BY_CLOSING = {"abfs", "abfss", "az"}
 _OBJECT_STORES = _COMMITTED | _COMPLETED_BY_CLOSING
 _READ_ONLY = {
-    **dict.fromkeys(("http", "https"), "web servers are only read from"),
-    **dict.fromkeys(("zip", "tar", "libarchive"), "a file in an archive is only read"),
-    "hf": "each file would be a commit: save to a directory and upload it with huggingface_hub",
+    **dict.fromkeys(("http", "https"), "ptsave cannot write to web servers"),
+    **dict.fromkeys(("zip", "tar", "libarchive"), "ptsave cannot write files in archives"),
+    "hf": "each file would be a commit: save to a directory, and upload that with huggingface_hub",
 }
 
 _NUMBERS: tuple[tuple[type[BaseException], int], ...] = (
@@ -57,9 +57,9 @@ _NUMBERS: tuple[tuple[type[BaseException], int], ...] = (
 
 
 class UrlLocation(Location):
-    """A file or a directory at a URL; `key` is its name in the file system.
+    """A file or a directory at a URL; `key` is its path in the file system.
 
-    In an object store, directories are only the beginnings of names.
+    In an object store, a directory is only a common beginning of names.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
@@ -72,30 +72,30 @@ class UrlLocation(Location):
 
     @property
     def file_system(self) -> Any:
-        """The file system, as fsspec makes it."""
+        """The fsspec file system of the URL."""
         return self._found[0]
 
     @property
     def key(self) -> str:
-        """The name in the file system."""
+        """The path in the file system."""
         return self._found[1]
 
     @cached_property
     def protocols(self) -> set[str]:
-        """The file system's own names, as URLs begin with."""
+        """The schemes of the file system's URLs, such as ``s3`` and ``s3a``."""
         protocol = self.file_system.protocol
         return {protocol} if isinstance(protocol, str) else set(protocol)
 
     @property
     def is_object_store(self) -> bool:
-        """Whether a file is an object, whose parents need not exist."""
+        """Whether the file system is an object store, where a file's directory need not exist."""
         return bool(self.protocols & _OBJECT_STORES)
 
     def require_file_name(self) -> None:
-        """Raise if the URL ends with a slash, or names only a bucket."""
+        """Raise a SaveError if the URL ends with a slash, or names only a bucket."""
         is_bucket = self.is_object_store and "/" not in self.key
         if self.path.endswith("/") or not self.key.strip("/") or is_bucket:
-            raise SaveError(errno.EISDIR, "it names no file: add a name", self.path)
+            raise SaveError(errno.EISDIR, "the URL lacks a file name: add one", self.path)
 
     # ------------------------------------------------------------------------- as a directory
 
@@ -150,11 +150,11 @@ class UrlLocation(Location):
             self.file_system.rm_file(file.key)
 
     def make(self) -> None:
-        """Make the directory with its parents, if the file system has any, and list it."""
+        """Make the directory and its parents if the file system has directories; then list it."""
         if not self.is_object_store:
             self._make(self.key, "the directory cannot be made")
         elif not self.key.strip("/"):
-            raise SaveError(errno.ENOENT, "it names no bucket: add a name", self.path)
+            raise SaveError(errno.ENOENT, "the URL lacks a bucket name: add one", self.path)
         self.files()
 
     # ------------------------------------------------------------------------------ as a file
@@ -166,19 +166,20 @@ class UrlLocation(Location):
             return bool(self.file_system.exists(self.key))
 
     def make_parent(self) -> None:
-        """Make the file's directory with its parents, if the file system has any."""
+        """Make the file's directory with its parents, if the file system has directories."""
         if not self.is_object_store:
-            self._make(self.file_system._parent(self.key), "its directory cannot be made")
+            self._make(self.file_system._parent(self.key), "the file's directory cannot be made")
 
     def _make(self, key: str, failed: str) -> None:
         with save_errors(self.path, failed):
             self.file_system.makedirs(key, exist_ok=True)
 
     def opened(self, nbytes: int | None = None) -> AbstractContextManager[Any]:
-        """Open the file as a sink of new contents, which appear at the end of the block.
+        """Open the file for writing; the new contents appear at the end of the ``with`` block.
 
-        If the block raises, nothing changes.  The size `nbytes` of the contents bounds the memory
-        for sending them.  Raises a SaveError that names the URL if the file system fails.
+        If the block raises, the file is unchanged.  `nbytes` is the size of the contents, if known;
+        it determines the size of the uploaded parts.  If the file system fails, a SaveError names
+        the URL.
         """
         is_small = nbytes is not None and nbytes <= _PART_NBYTES
         if "memory" in self.protocols or (self.is_object_store and is_small):
@@ -199,7 +200,7 @@ class UrlLocation(Location):
     @contextmanager
     def _uploaded(self, nbytes: int) -> Iterator[Any]:
         stream = self._open(self.key, block_size=_part_nbytes(nbytes), autocommit=False)
-        with suppress(ValueError):  # no transaction may commit it
+        with suppress(ValueError):  # a transaction must not commit it
             self.file_system.transaction.files.remove(stream)
         try:
             yield _NamingSink(stream, self.path)
@@ -210,7 +211,7 @@ class UrlLocation(Location):
             try:
                 stream.discard()
             except Exception as failure:
-                note = f"what was uploaded of {self.path} could not be discarded: {failure}"
+                note = f"the uploaded parts of {self.path} could not be discarded: {failure}"
                 add_note(error, note)
             raise
         finally:
@@ -252,11 +253,11 @@ class UrlLocation(Location):
             return self.file_system.open(path, "wb", **options)
 
     def _require_size(self, path: str, nbytes: int) -> None:
-        """Raise if a file that was written is not complete, whatever its server has said."""
+        """Raise an OSError if a file that the server has confirmed does not have `nbytes` bytes."""
         self.file_system.invalidate_cache(path)
         found = self.file_system.info(path).get("size")
         if found is not None and found != nbytes:
-            message = f"{nbytes} bytes were written, and {found} have arrived"
+            message = f"{nbytes} bytes were written, but {found} have arrived"
             raise OSError(errno.EIO, message, path)
 
 
@@ -279,12 +280,12 @@ class _NamingSink:
 
 
 def resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | UrlLocation:
-    """Return the file or directory that a URL names; for ``file://`` its local path.
+    """Return the file or directory that a URL names; a ``file://`` URL gives a local path.
 
-    Raises an UnsupportedUrlError if fsspec cannot write there, or not all at once.
+    Raises an UnsupportedUrlError if fsspec cannot write there, or cannot replace a file completely.
     """
     if "::" in url:
-        raise UnsupportedUrlError.of_target(url, "several file systems in one are only read from")
+        raise UnsupportedUrlError.of_target(url, "ptsave cannot write to chains of URLs")
     scheme = url.partition(":")[0]
     if scheme in _READ_ONLY:
         raise UnsupportedUrlError.of_target(url, _READ_ONLY[scheme])
@@ -306,7 +307,7 @@ def resolve_url(url: str, storage_options: Mapping[str, Any] | None) -> str | Ur
 
 
 def _part_nbytes(nbytes: int) -> int:
-    """Return the size of an upload's parts: some MiB, so that there are not too many parts."""
+    """Return the size of an upload's parts, which grows so that 10,000 parts are enough."""
     needed = -(-nbytes // _MAX_N_PARTS)
     return max(_PART_NBYTES, -(-needed // _MIB) * _MIB)
 
@@ -323,16 +324,16 @@ def _abandon(stream: Any) -> None:
 
 @contextmanager
 def save_errors(url: str, failed: str = _WRITE_FAILED) -> Iterator[None]:
-    """Map errors of a file system in the block to a :class:`SaveError` that names the URL.
+    """Turn errors of a file system in the block into a :class:`SaveError` that names the URL.
 
-    Libraries raise errors of many types, which do not contain the beginning of the URL.
+    Libraries raise errors of many types, and their messages lack the beginning of the URL.
     """
     try:
         yield
     except (SaveError, MemoryError):
         raise
     except NotImplementedError as error:
-        reason = f"its file system cannot do that{error.args and f': {error}'}"
+        reason = f"the file system does not support this{error.args and f': {error}'}"
         raise UnsupportedUrlError.of_target(url, reason) from error
     except Exception as error:
         reason = str(getattr(error, "strerror", None) or error) or type(error).__name__

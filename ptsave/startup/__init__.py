@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH, where Python finds `sitecustomize` at its start."""
+"""A folder for PYTHONPATH, in which Python finds `sitecustomize` when it starts."""

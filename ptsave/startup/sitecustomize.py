@@ -1,7 +1,8 @@
-"""Installs ptsave in a program, and in every process that it starts, once torch is imported.
+"""Installs ptsave in a program and in its child processes, as soon as torch is imported.
 
-``ptsave run`` puts this folder first in PYTHONPATH, and Python imports a module of this name at its
-start.  Programs that never import torch pay nothing, and another `sitecustomize` is imported, too.
+``ptsave run`` puts this folder first in PYTHONPATH, and Python imports `sitecustomize` when it
+starts.  A program that never imports torch loses no time.  Another `sitecustomize` in the path is
+imported, too.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _FOLDER = Path(__file__).resolve().parent
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds torch and ptsave by the other finders; installs ptsave after the first import of one.
+    """Installs ptsave after the first import of torch or ptsave; other finders find both packages.
 
-    After ``import ptsave`` it does not wait for torch: ptsave's modules import torch, and are
-    incomplete at that moment.
+    If ptsave is imported first, this finder does not wait for torch's import, because ptsave's
+    own modules import torch, and then they are incomplete.
     """
 
     def find_spec(
@@ -53,7 +54,7 @@ class _InstallingLoader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Not in find_spec: libraries look for torch's spec before they import it.
+        # Here and not in find_spec: libraries look for torch's spec without importing torch.
         is_first = self._finder in sys.meta_path
         if is_first:
             sys.meta_path.remove(self._finder)
@@ -78,7 +79,7 @@ def _install() -> None:
 
 
 def _import_the_next_one() -> None:
-    """Import the `sitecustomize` that this one hides."""
+    """Import the next `sitecustomize` in the path, which this module hides."""
     path = list(sys.path)
     sys.path[:] = [each for each in path if not each or Path(each).resolve() != _FOLDER]
     this = sys.modules.pop("sitecustomize", None)

@@ -1,10 +1,10 @@
 """Copies the tensors of a state dict into a module or an optimizer, at once or later.
 
-Loading a state dict decides on sources and targets; a `Copier` decides *when* to copy. A restore
-from a file collects the copies, so that it can check everything before the first byte of a target
-changes. A plain tensor is only numbers in memory. Copying it runs no code of users, so it can
-happen at any time. All other entries are left to torch's code. Errors are in the words of
-:meth:`torch.nn.Module.load_state_dict`.
+The code that loads a state dict pairs source tensors with target tensors. A `Copier` decides *when*
+to copy each source into its target. A restore from a file collects all pairs first, so that it can
+check everything before a target changes. Copying a tensor of torch's own types runs no user code,
+so ptsave copies such tensors itself, at any time. torch's code loads all other entries. Error
+messages are the same as from :meth:`torch.nn.Module.load_state_dict`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ptsave._C import copies_plainly
 from ptsave.support.torch_names import untyped_of
 from ptsave.tree.containers import walk
 
-# Key, shape in the state dict and shape in the module.
+# A key, its shape in the state dict, and its shape in the module.
 Mismatch: TypeAlias = "tuple[str, Size, Size]"
 
 
 PLAIN_TYPES = frozenset({Tensor, Parameter})
 
-# Dtypes of quantized tensors.  Other dtypes smaller than a byte are saved as bytes.
+# Quantized dtypes that pack several elements into a byte.  All other dtypes use whole bytes.
 _SUB_BYTE_DTYPES = frozenset({torch.quint4x2, torch.quint2x4})
 
 
 class Replacement(NamedTuple):
-    """A tensor that replaces a buffer once it holds the values of its source.
+    """A tensor `new` that replaces a buffer after `source` has been copied into it.
 
     `new` and `source` are both None for a buffer that becomes None.
     """
@@ -52,14 +52,14 @@ class Replacement(NamedTuple):
 class Copier:
     """Decides when tensors of a state dict are copied; this class copies at once, as torch does.
 
-    With a subclass, the tensors of the state dict may not have values yet.
+    A subclass may copy later, and may be used for tensors whose values have not been read yet.
     """
 
     def copy(self, copies: list[tuple[Tensor, Tensor]]) -> None:
         """Copy each source into its target, as ``copy_`` does under no_grad.
 
-        Only for pairs (target, source) whose copies cannot fail: strided tensors of exactly torch's
-        own types, of one shape, on real devices.
+        The pairs are (target, source). Callers pass only pairs whose copy cannot fail: strided
+        tensors of exactly torch's own types, with equal shapes, not on the meta device.
         """
         n_done = _C.copy_small(copies, 0)
         if n_done < len(copies):
@@ -70,46 +70,46 @@ class Copier:
                     n_done = _C.copy_small(copies, n_done + 1)
 
     def replace(self, replacement: Replacement) -> None:
-        """Copy `source` into `new`, as by `copy`, and then make `new` the buffer.
+        """Copy the replacement's `source` into its `new`, and then make `new` the buffer.
 
-        If the values do not arrive, the buffer stays as it is.
+        If the copy fails, the buffer keeps its old tensor.
         """
         if replacement.new is not None and replacement.source is not None:
             self.copy([(replacement.new, replacement.source)])
         replacement.make()
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
-        """Give these entries their values, because they themselves become parts of a module."""
+        """Give the tensors of `state_dict` their values, because a module will get them."""
 
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        """Return ``source.to(dtype=dtype, device=device)``; that is `source` if nothing changes."""
+        """Return ``source.to(dtype=dtype, device=device)``: `source` itself if nothing changes."""
         return source.to(dtype=dtype, device=device)
 
     def lend(self, state_dict: Mapping[Any, Any]) -> None:
-        """Give these entries their values, because other people's code will only look at them.
+        """Give the entries of `state_dict` their values, so that code outside ptsave can read them.
 
-        No copies have been passed to `copy` yet. A copier whose tensors are stand-ins replaces the
-        stand-ins in the dict.
+        Unlike `show`, this method may delay the copies that were passed to `copy`. If
+        entries are stand-ins for tensors, the copier replaces them in `state_dict`.
         """
 
     def show(self, state_dict: Mapping[Any, Any]) -> None:
-        """Give these entries their values, because other people's code is about to run.
+        """Give the entries of `state_dict` their values, because code outside ptsave will run next.
 
-        That code may also look at every target, so all copies passed to `copy` must be done when
-        this returns. A copier whose tensors are stand-ins replaces the stand-ins in the dict.
+        That code may also read every target, so this method makes all copies that were passed to
+        `copy`. If entries are stand-ins for tensors, the copier replaces them in `state_dict`.
         """
 
     def show_dict(self, entries: dict[str, Any]) -> dict[str, Any]:
-        """Do what `show` does, and return a dict that other people's code gets and may edit.
+        """Do what `show` does, and return a dict that code outside ptsave may read and edit.
 
-        The returned dict may delay reading an entry until that code asks for it.
+        The returned dict may delay the reading of an entry until that code asks for the entry.
         """
         self.show(entries)
         return entries
 
 
 class LookOnly(Copier):
-    """A `Copier` for a trial run: it copies nothing, and `copier` lends values when shown."""
+    """A `Copier` for a trial run: it copies nothing, and its `show` calls `copier.lend`."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
@@ -125,7 +125,7 @@ class LookOnly(Copier):
 
 
 def overlapping(spans: Iterable[tuple[Any, int, int, int]]) -> set[int]:
-    """Return the keys of the spans (memory, begin, end, key) that overlap another span."""
+    """Return the keys of spans (memory, begin, end, key) that overlap within the same memory."""
     found: set[int] = set()
     memory, end, last = None, 0, 0
     for this_memory, begin, this_end, key in sorted(spans):
@@ -139,7 +139,7 @@ def overlapping(spans: Iterable[tuple[Any, int, int, int]]) -> set[int]:
 
 
 def tensors_in(obj: Any) -> list[Tensor]:
-    """Return the tensors in nested containers and their attributes, and a tensor for each storage.
+    """Return all tensors in a nested object, and a byte tensor for each storage in it.
 
     Uninitialized parameters and buffers are left out, because they have no memory.
     """
@@ -160,7 +160,7 @@ def shares_bytes(tensor: Tensor) -> bool:
 
 
 class ModulePlan:
-    """Copies of entries into the tensors of one module, and the errors of the other entries."""
+    """The copies into the tensors of one module, and the errors for entries that do not fit."""
 
     __slots__ = ("copies", "errors", "mismatched", "missing")
 
@@ -179,11 +179,11 @@ def plan_module(
     skip_mismatched: bool,
     copies: bool,
 ) -> ModulePlan | None:
-    """Return the copies that torch would make, or None if not all of them copy plain tensors.
+    """Return a plan of the copies that torch would make, or None if only torch can make them.
 
-    `own` are the module's parameters and persistent buffers. With `skip_mismatched`, entries of
-    other shapes are left out instead of being errors. With `copies`, entries will really be copied,
-    so dtypes that torch cannot copy are errors.
+    `own` holds the module's parameters and persistent buffers. With `skip_mismatched`, an entry of
+    another shape than its target is left out instead of being an error. `copies` is False if
+    entries will be assigned; if it is True, dtypes that torch cannot copy are errors.
     """
     plan = ModulePlan()
     for name, target in own.items():
@@ -241,7 +241,7 @@ def differ(target: Tensor, source: Any) -> bool:
 
 
 class Shaped(Protocol):
-    """A tensor, or a stand-in that knows its shape."""
+    """A tensor, or a stand-in that has the tensor's shape."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -253,7 +253,7 @@ def no_mapping_error(state_dict: Any) -> TypeError:
 
 
 def no_tensor_message(key: str, source: Any) -> str:
-    """Return torch's words for an entry that should be a tensor."""
+    """Return torch's message for an entry that should be a tensor."""
     return (
         f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like '
         f"object from checkpoint but received {type(source)}"
@@ -261,7 +261,7 @@ def no_tensor_message(key: str, source: Any) -> str:
 
 
 def failure_message(key: str, target: Shaped, source: Shaped, error: Exception) -> str:
-    """Return torch's words for an entry that could not be copied."""
+    """Return torch's message for an entry that could not be copied."""
     return (
         f'While copying the parameter named "{key}", whose dimensions in the model are '
         f"{target.shape} and whose dimensions in the checkpoint are {source.shape}, an exception "
@@ -270,7 +270,7 @@ def failure_message(key: str, target: Shaped, source: Shaped, error: Exception) 
 
 
 def mismatch_message(key: str, target: Shaped, source: Shaped) -> str:
-    """Return torch's words for shapes that differ."""
+    """Return torch's message for an entry whose shape differs from the module's."""
     return (
         f"size mismatch for {key}: copying a param with shape {source.shape} from "
         f"checkpoint, the shape in current model is {target.shape}."
@@ -280,8 +280,8 @@ def mismatch_message(key: str, target: Shaped, source: Shaped) -> str:
 def no_copy_message(key: str, target: torch.Tensor) -> str:
     """Return the message for a tensor that torch cannot copy into another one."""
     return (
-        f'While copying the parameter named "{key}": torch has no copy for {target.dtype}. Load it '
-        "with assign=True, or take it from ptsave.load()"
+        f'While copying the parameter named "{key}": torch cannot copy {target.dtype} tensors. '
+        "Load with assign=True, or use the tensor from ptsave.load()"
     )
 
 
@@ -294,7 +294,7 @@ def raise_load_errors(
     strict: bool,
     noun: str = "key",
 ) -> None:
-    """Raise one error for all problems, if any; `strict` adds missing and unexpected keys."""
+    """Raise one error for all `errors`; with `strict`, also for missing and unexpected keys."""
     if strict:
         for kind, keys in (("Unexpected", unexpected), ("Missing", missing)):
             if len(keys) > 0:

@@ -20,7 +20,7 @@ from ptsave.support.torch_modules import (
 
 
 def register_lazy_buffer(module: nn.Module, name: str) -> None:
-    """Declare a buffer that is saved once it is set, and that takes any shape when it is loaded.
+    """Declare a buffer that may be None until training sets it, and that accepts any saved shape.
 
     Loading stays strict about all other entries.  ``module.load_state_dict`` and
     :func:`ptsave.load_state_dict` both load such a buffer.  The declaration is copied and pickled
@@ -37,19 +37,18 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
     Raises
     ------
     TypeError, KeyError
-        As from :meth:`torch.nn.Module.register_buffer`.
+        The same errors as from :meth:`torch.nn.Module.register_buffer`.
     ValueError
-        If the module has a buffer of that name that state dicts leave out (``persistent=False``).
+        If the module has a buffer of that name with ``persistent=False``.
 
     Notes
     -----
-    Loading sets the buffer as follows.  If the state dict lacks the buffer, it becomes None.  If
-    the saved tensor has the shape of the present tensor, the present tensor is overwritten.
-    Otherwise a new tensor replaces the present tensor, with the same dtype and device.  If the
-    buffer is None, the new tensor has the saved dtype, and the device of the module's other
-    tensors.  The new tensor replaces the buffer once it has its values, after all other load
-    pre-hooks of the module.  If loading fails, or one of these hooks removes the buffer's key, the
-    buffer stays as it was.
+    Loading sets the buffer as follows.  If the state dict lacks the buffer, the buffer becomes
+    None.  If the saved tensor has the shape of the present tensor, the present tensor is
+    overwritten.  Otherwise a new tensor with the same dtype and device replaces the present tensor.
+    If the buffer is None, the new tensor has the saved dtype, and the device of the module's other
+    tensors.  All other load pre-hooks of the module run before the buffer changes.  If loading
+    fails, or one of these hooks removes the buffer's key, the buffer stays as it was.
 
     Examples
     --------
@@ -77,7 +76,7 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
     elif name in non_persistent_buffers_of(module):
         raise ValueError(
             f"the buffer {name!r} is left out of state dicts: register it with persistent=True, "
-            "or not at all, before register_lazy_buffer"
+            "or let register_lazy_buffer register it"
         )
     if all(hook.name != name for hook in lazy_buffer_hooks(module)):
         module.register_load_state_dict_pre_hook(LazyBufferHook(name))
@@ -100,7 +99,7 @@ class LazyBufferHook:
     values.
     """
 
-    __module__ = "ptsave.lazy_buffers"  # the name in files of users
+    __module__ = "ptsave.lazy_buffers"  # the name in users' pickles
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -108,7 +107,7 @@ class LazyBufferHook:
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
     ) -> None:
-        """Set the buffer that torch will copy or assign to, after the later hooks have run."""
+        """Set the buffer that torch will load into, after the pre-hooks that follow this one."""
         hooks = pre_hooks_of(module)
         keys = [*hooks]
         own = (at for at, hook in enumerate(hooks.values()) if getattr(hook, "hook", None) is self)
@@ -117,10 +116,10 @@ class LazyBufferHook:
         self._wait_for(later, module, was_there, state_dict, prefix, *rest)
 
     def wanted(self, state_dict: Mapping[str, Any], key: str, present: Any) -> Any:
-        """Return a tensor of the buffer's future shape, without looking at values.
+        """Return a tensor with the buffer's future shape, without reading any values.
 
-        The result is None, the entry in the state dict, or `present`.  It is `present` if torch
-        loads into the present tensor, or reports an error.
+        The result is None if the state dict lacks the buffer, and `present` if torch will load into
+        the present tensor or report an error.  Otherwise it is the entry in the state dict.
         """
         if key not in state_dict:
             return None
@@ -150,7 +149,7 @@ class LazyBufferHook:
     ) -> None:
         key = prefix + self.name
         if was_there and key not in state_dict:
-            return  # a later hook has taken it out
+            return  # a later hook has removed it
         present = buffers_of(module).get(self.name)
         saved = self.wanted(state_dict, key, present)
         if saved is present:
@@ -169,7 +168,7 @@ class LazyBufferHook:
             except Exception as error:
                 error_msgs: list[str] = key_lists[-1]
                 error_msgs.append(failure_message(key, saved, saved, error))
-                if present is None:  # so that torch does not try it, too
+                if present is None:  # so that torch does not load the buffer, too
                     del state_dict[key]
                 else:
                     state_dict[key] = present
@@ -206,8 +205,8 @@ class _Relay:
 def new_buffer(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
     """Return an empty tensor for a buffer of a module, in the shape of `saved`.
 
-    It has the dtype and device of the present buffer. If that is None, it has the dtype of `saved`
-    and the device of the module's other tensors.
+    The new tensor has the dtype and device of `present`. If `present` is None, the new tensor has
+    the dtype of `saved` and the device of the module's other tensors.
     """
     if present is not None:
         return torch.empty_like(saved, dtype=present.dtype, device=present.device)

@@ -1,9 +1,9 @@
 """Loads state dicts into modules in linear time, and finds tensors that state dicts lack.
 
-torch filters a module's state dict once for each child; this module divides it among the children
-in one pass. It copies a module's own entries itself if only torch's code would run and all copies
-are plain. Otherwise it calls the module's own method before it changes anything, so that errors,
-warnings and calls are torch's.
+torch searches a module's state dict once for each child; ptsave divides the dict among the children
+in one pass. ptsave copies a module's own entries itself if torch would run no user code, and would
+only call ``copy_``. Otherwise it calls the module's own method, so that errors, warnings and calls
+are the same as in torch.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def load_state_dict(
     *,
     ignore_mismatched_sizes: bool = False,
 ) -> TorchsIncompatibleKeys:
-    """Copy a state dict into a module in linear time, as ``module.load_state_dict`` does.
+    """Load a state dict into a module as ``module.load_state_dict`` does, but in linear time.
 
     Hooks, overridden methods, extra state, metadata, warnings and messages work as in torch.
 
@@ -112,7 +112,7 @@ def load_state_dict(
     module : torch.nn.Module
         The module to load into.
     state_dict : Mapping of str to object
-        As from :meth:`torch.nn.Module.state_dict`.  It is not changed.
+        A state dict, as from :meth:`torch.nn.Module.state_dict`.  It is not changed.
     strict : bool, default True
         Whether missing and unexpected keys are an error.
     assign : bool, default False
@@ -131,7 +131,7 @@ def load_state_dict(
     ------
     RuntimeError
         Keys are missing or unexpected, shapes differ, or entries are not tensors.  The message is
-        torch's.  As in torch, all other entries have been loaded by then.
+        the same as in torch.  As in torch, all other entries are loaded before the error is raised.
     TypeError
         If `state_dict` is not a mapping.
     ValueError
@@ -139,9 +139,9 @@ def load_state_dict(
 
     Notes
     -----
-    If `module` overrides ``load_state_dict``, its method is called, and gets `assign` only if that
-    is True.  `ignore_mismatched_sizes` has no effect on a ``_load_from_state_dict`` that does not
-    call the method of its base class.
+    If `module` overrides ``load_state_dict``, its method is called, with the argument `assign` only
+    if `assign` is True.  `ignore_mismatched_sizes` has no effect on a ``_load_from_state_dict``
+    that does not call the method of its base class.
 
     Examples
     --------
@@ -169,14 +169,14 @@ def load_module(
 ) -> TorchsIncompatibleKeys:
     """Load as `load_state_dict` does; `copier` decides when the values arrive.
 
-    With `check_first`, certain errors are raised before other people's code runs, because showing
-    values to that code may already overwrite targets.
+    With `check_first`, the errors that are sure to occur are raised before user code runs, because
+    reading values for that code may overwrite targets.
     """
     if overrides_load_state_dict(module):
         if ignore_mismatched_sizes:
             raise ValueError(
-                f"{type(module).__name__} has a load_state_dict of its own, which knows nothing of "
-                "ignore_mismatched_sizes: take the entries that do not fit out of the state dict"
+                f"{type(module).__name__} has its own load_state_dict, which does not support "
+                "ignore_mismatched_sizes: remove the entries with other shapes from the state dict"
             )
         copier.show(state_dict)
         options = {"assign": assign} if assign else {}
@@ -184,7 +184,7 @@ def load_module(
         return result
     if not isinstance(state_dict, Mapping):
         raise no_mapping_error(state_dict)
-    entries: OrderedDict[str, Any] = OrderedDict(items_of(state_dict))  # other code may change it
+    entries: OrderedDict[str, Any] = OrderedDict(items_of(state_dict))  # user code may edit it
     metadata = getattr(state_dict, METADATA, None)
     if metadata is not None:
         setattr(entries, METADATA, metadata)
@@ -199,7 +199,7 @@ def load_module(
                 copier.show({METADATA: metadata})
 
         loading.check = check
-        # Assigning happens at once, and effects of others' code cannot be undone.
+        # Tensors are assigned at once, and the effects of user code cannot be undone.
         if assign or may_run_others_code(module):
             loading.check_first()
     loading.load(module, entries, "")
@@ -217,7 +217,7 @@ def check_module(
     *,
     ignore_mismatched_sizes: bool = False,
 ) -> None:
-    """Raise the errors that `load_module` is certain to raise, changing nothing."""
+    """Raise the errors that `load_module` is sure to raise, and change nothing."""
     if overrides_load_state_dict(module):
         return
     if not isinstance(state_dict, Mapping):
@@ -232,7 +232,7 @@ def _check(module: nn.Module, entries: Mapping[str, Any], strict: bool, checking
     checking.load(module, OrderedDict(items_of(entries)), "")
     if not (checking.errors or checking.missing or checking.unexpected):
         return
-    # Hooks and overrides may declare that nothing is missing; they cannot change sizes.
+    # Hooks and overrides may edit the lists of keys, but they cannot change shapes.
     keys_are_final = not any(
         post_hooks_of(each) or gives_lists_away(each) for each in module.modules()
     )
@@ -295,7 +295,7 @@ def unsaved_tensors(module: nn.Module) -> dict[str, Tensor]:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, not {type(module).__name__}")
-    values = walk(module.state_dict(keep_vars=True))  # kept alive, so that no `id` is used again
+    values = walk(module.state_dict(keep_vars=True))  # kept alive, so that no `id` is reused
     saved = {mark for value in values if isinstance(value, Tensor) for mark in _marks_of(value)}
     found: dict[str, Tensor] = {}
     for name, tensor in _tensors_of(module, "", set()):
@@ -314,7 +314,7 @@ def _marks_of(tensor: Tensor) -> set[int]:
 def _tensors_of(
     module: nn.Module, prefix: str, seen: set[nn.Module]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of a module and of the modules below it, each module once."""
+    """Yield all tensors of a module and of the modules below it; visit each module once."""
     of_torch = vars(nn.Module())  # tables of parameters, buffers, hooks
     for path, part in module.named_modules(seen, prefix):
         dot = f"{path}." if path else ""
@@ -335,8 +335,8 @@ def _tensors_of(
 class StateDictPart:
     """The entries of a state dict for one module, and the groups of entries for its children.
 
-    A hook may keep the dict of entries and edit it before a later child loads, which torch would
-    notice. So a kept dict is divided into groups again whenever other people's code has run.
+    A hook may keep the dict of entries and edit it before a later child loads; in torch, that child
+    sees the change. So a kept dict is divided into groups again whenever user code has run.
     """
 
     __slots__ = ("_grouped_at", "_groups", "entries", "is_kept", "prefix")
@@ -346,13 +346,13 @@ class StateDictPart:
     def __init__(self, entries: dict[str, Any], prefix: str) -> None:
         self.entries = entries
         self.prefix = prefix
-        self.is_kept = False  # whether other people's code refers to `entries`, and may edit them
+        self.is_kept = False  # whether user code refers to the dict, and may edit it
         self._grouped_at = -1
 
     def groups(self, foreign_runs: int) -> dict[str, dict[str, Any]] | None:
         """Return the entries of the children, grouped by the child's name.
 
-        Returns None if there are keys that are not plain strings.
+        `foreign_runs` counts the runs of user code. Returns None if a key is not a plain string.
         """
         if self._grouped_at < 0 or (self.is_kept and self._grouped_at != foreign_runs):
             self._groups = _group(self.entries, self.prefix)
@@ -360,17 +360,17 @@ class StateDictPart:
         return self._groups
 
     def own_entries(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the module's own entries among `names`, without the prefix."""
+        """Return the module's entries with these `names`, by name without the prefix."""
         entries, prefix = self.entries, self.prefix
         return {name: entries[prefix + name] for name in names if prefix + name in entries}
 
     def of_child(self, name: str, child_prefix: str, foreign_runs: int) -> dict[str, Any]:
-        """Return the entries under `child_prefix` as a new dict, in this one's order."""
+        """Return the entries under `child_prefix` as a new dict, in the order of `entries`."""
         groups = self.groups(foreign_runs)
         if groups is None or type(name) is not str or "." in name:
             items = getattr(self.entries, "unread_items", self.entries.items)()
             return {key: entry for key, entry in items if key.startswith(child_prefix)}
-        return groups.pop(name, {})  # so that the child's load can free it
+        return groups.pop(name, {})  # removed, so that the child can free the group
 
 
 def _group(entries: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]] | None:
@@ -403,13 +403,13 @@ def _like(module: nn.Module, present: Tensor | None, saved: Tensor) -> Tensor:
 class Loading:
     """One load: its options, and the missing, unexpected and mismatched keys found so far.
 
-    This class never looks at values, because a `Copier` decides when values arrive. Before other
-    people's code runs (hooks, overrides, extra state, tensor subclasses), this class calls
-    `Copier.show` with the entries that the code can reach.
+    This class never reads values, because a `Copier` decides when values arrive. Before user code
+    runs (hooks, overrides, extra state, tensor subclasses), this class calls `Copier.show` with the
+    entries that the code can reach.
     """
 
-    copies = True  # whether entries are finally copied into the present tensors
-    calls_others = True  # whether the load calls modules' own code
+    copies = True  # whether entries will be copied into the present tensors
+    calls_others = True  # whether the load calls hooks and overridden methods
     _new_buffer: _MakeBuffer = staticmethod(new_buffer)
 
     def __init__(self, metadata: Any, assign: bool, copier: Copier, skip_mismatched: bool) -> None:
@@ -421,11 +421,11 @@ class Loading:
         self.unexpected: list[str] = []
         self.errors: list[str] = []
         self.mismatched: list[Mismatch] = []
-        # Counts the runs of other people's code: each may edit dicts, and change torch's behavior.
+        # Counts the runs of user code: each run may edit dicts, and change torch's behavior.
         self.foreign_runs = 0
         self._copies = True
         self._asked_after = -1
-        self.check: Callable[[], None] | None = None  # called before other people's code first runs
+        self.check: Callable[[], None] | None = None  # called before user code first runs
         # The future tensors of lazy buffers, by the module's id.
         self._lazy_buffers: dict[int, dict[str, Tensor | None]] = {}
 
@@ -456,7 +456,7 @@ class Loading:
         return metadata
 
     def _load_own(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> bool:
-        """Load a module's own entries, and return whether its children come next."""
+        """Load a module's own entries, and return whether to load its children next."""
         entries, prefix = part.entries, part.prefix
         found = begin_plainly(module, entries, prefix, metadata)
         if found is None or (found[1] and not self.calls_others):
@@ -492,7 +492,7 @@ class Loading:
     def _plan_lazy_buffers(
         self, module: nn.Module, entries: dict[str, Any], prefix: str, make: _MakeBuffer
     ) -> dict[str, Tensor | None]:
-        """Return the future tensors of the lazy buffers that change.
+        """Return the future tensors of the module's lazy buffers that will change.
 
         If a module occurs several times in the model, an earlier call may have planned its buffers.
         """
@@ -510,7 +510,7 @@ class Loading:
     def _copy_lazy_buffers(
         self, module: nn.Module, lazy_buffers: dict[str, Tensor | None], plan: ModulePlan
     ) -> None:
-        """Remove the copies into new buffers from a plan, and make them as replacements."""
+        """Make the copies into new lazy buffers now; remove them from `plan.copies`."""
         sources = {id(target): source for target, source in plan.copies}
         for name, new in lazy_buffers.items():
             if new is None or id(new) in sources:
@@ -520,7 +520,7 @@ class Loading:
         plan.copies = [each for each in plan.copies if id(each[0]) not in new_ones]
 
     def _copies_itself(self) -> bool:
-        """Return whether this class may copy itself: no mode or option of torch changes copies."""
+        """Return whether no torch mode or option changes copies, so that ptsave may make them."""
         if self._asked_after != self.foreign_runs:
             self._asked_after = self.foreign_runs
             swaps = torch.__future__.get_swap_module_params_on_conversion()
@@ -537,11 +537,11 @@ class Loading:
         *,
         plainly: bool,
     ) -> None:
-        """Let torch's code load the module, after showing the entries it passes to others' code."""
+        """Let torch's code load the module; first show the entries that user code may see."""
         names = [*own, EXTRA_STATE_KEY_SUFFIX] if has_extra_state else [*own]
         found = part.own_entries(names)
         seen = {part.prefix + name: entry for name, entry in found.items()}
-        # Values are in memory only with `assign`; otherwise show them, whatever the metadata says.
+        # Without `assign`, values may still be unread: show them, even if `metadata` says assign.
         plainly &= self.assign
         plainly &= all(are_plain(own.get(name), entry) for name, entry in found.items())
         if seen and not plainly:
@@ -549,13 +549,13 @@ class Loading:
         elif seen:
             self.copier.note_assigned(seen)
         part.entries.update(seen)  # values replace stand-ins
-        self._lazy_buffers.pop(id(module), None)  # torch calls the hooks
+        self._lazy_buffers.pop(id(module), None)  # torch calls the buffers' hooks
         self._call_torch(module, part, metadata)
 
     def _load_extra_state(
         self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, is_set: bool
     ) -> int:
-        """Load a module's extra state; return 1 if it is an entry beside the tensors, else 0."""
+        """Load a module's extra state; return 1 if `part` has a separate entry for it, else 0."""
         key = part.prefix + EXTRA_STATE_KEY_SUFFIX
         found = key in part.entries
         if is_set:
@@ -572,7 +572,7 @@ class Loading:
     def _find_unexpected(
         self, module: nn.Module, own: dict[str, Tensor], part: StateDictPart, n_found: int
     ) -> None:
-        """Note keys of neither the module nor a child; `n_found` is the number of its own keys."""
+        """Note the unexpected keys; `n_found` counts the entries that the module itself loads."""
         entries, prefix = part.entries, part.prefix
         if len(entries) == n_found:
             return
@@ -589,10 +589,10 @@ class Loading:
                 if name not in (modules if dot else own):
                     self.unexpected.append(key)
 
-    # ------------------------------------------------------------------------ other people's code
+    # ---------------------------------------------------------------------------------- user code
 
     def check_first(self) -> None:
-        """Raise the errors that are certain; later calls do nothing."""
+        """Raise the errors that are sure to occur; later calls do nothing."""
         if self.check is not None:
             self.check()
             self.check = None
@@ -600,7 +600,7 @@ class Loading:
     def _load_by_others(
         self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]
     ) -> bool:
-        """Load a module's own entries by its own method."""
+        """Load a module's own entries with the module's own method."""
         self.check_first()
         part.entries = self.copier.show_dict(part.entries)
         self._note_foreign_run()
@@ -611,7 +611,7 @@ class Loading:
         keys = TorchsIncompatibleKeys(self.missing, self.unexpected)
         for hook in post_hooks_of(module).values():
             self._show({})
-            if hook(module, keys) is not None:  # for torch's error, in its version's words
+            if hook(module, keys) is not None:  # let torch raise its own error
                 other = nn.Module()
                 other.register_load_state_dict_post_hook(lambda *_: True)
                 other.load_state_dict({})
@@ -622,11 +622,11 @@ class Loading:
         self._note_foreign_run()
 
     def _note_foreign_run(self) -> None:
-        self._lazy_buffers.clear()  # the planned tensors are in place
+        self._lazy_buffers.clear()  # the planned tensors have replaced the buffers
         self.foreign_runs += 1
 
     def _call_torch(self, module: nn.Module, part: StateDictPart, metadata: dict[str, Any]) -> None:
-        """Call the module's own method, and note whether its dict is referenced afterwards."""
+        """Call the module's own method, and note whether user code keeps the dict of entries."""
         n_references = sys.getrefcount(part.entries)
         with self._skipping_mismatched(module):
             load_method_of(module)(
@@ -645,11 +645,11 @@ class Loading:
 
     @contextlib.contextmanager
     def _skipping_mismatched(self, module: nn.Module) -> Iterator[None]:
-        """Ignore entries of other shapes while the module's own method runs.
+        """Skip entries whose shape differs while the module's own method runs.
 
-        A pre-hook, which runs last and so sees the same entries as torch, replaces such entries
-        with the module's own tensors. A tensor that is copied to itself keeps its value, and its
-        key is neither missing nor unexpected.
+        A pre-hook replaces such entries with the module's own tensors. It runs last, so it sees the
+        same entries as torch. A tensor that is copied to itself keeps its value, and its key is
+        neither missing nor unexpected.
         """
         if not self.skip_mismatched:
             yield
@@ -676,7 +676,7 @@ class Loading:
 
 
 class Checking(Loading):
-    """Finds the errors of modules that only torch's code loads, and changes nothing."""
+    """Finds the errors of modules that torch's code alone loads, and changes nothing."""
 
     calls_others = False
     _new_buffer: _MakeBuffer = staticmethod(_like)
@@ -689,7 +689,7 @@ class Checking(Loading):
         return dict(super()._metadata_at(prefix))
 
     def _load_by_others(self, *_: Any) -> bool:
-        """Skip the module and its children, because only calling its code would show its errors."""
+        """Skip a module and its children: their errors appear only when the module's code runs."""
         self.is_complete = False
         return False
 
@@ -716,18 +716,18 @@ class Checking(Loading):
 
 
 class _UnknownMethodError(Exception):
-    """Raised for a module with its own method for loading, whose errors only a call can show."""
+    """Raised for a module with its own load method, whose errors appear only when it runs."""
 
 
 class Report(Checking):
-    """Finds all errors that torch would list, once one error is certain.
+    """Finds all errors that torch would list; used after one error has become certain.
 
-    Nothing is copied, but hooks run as under torch, because they may rename entries and edit the
-    lists of keys.
+    Nothing is copied, but hooks run as in torch, because they may rename entries and edit the lists
+    of keys.
     """
 
     def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
-        """Raise all errors, unless they cannot be known, or hooks have repaired them."""
+        """Raise one error for all; return if some are unknown, or if hooks repaired all."""
         with contextlib.suppress(_UnknownMethodError):
             self.load(module, OrderedDict(items_of(entries)), "")
             self.raise_errors(module, strict)
@@ -737,7 +737,7 @@ class Report(Checking):
         if not runs_torchs_method(module, entries, prefix, metadata):
             raise _UnknownMethodError
         part = StateDictPart(entries, prefix)
-        part.is_kept = True  # hooks may keep it
+        part.is_kept = True  # hooks may keep the dict
         run_trusted_code(module, entries, prefix, metadata)
         for hook in hooks_that_look(module):
             self._show(entries)

@@ -1,4 +1,4 @@
-"""Fills the tensors of nested dicts in place, and finds the part of a checkpoint for a target."""
+"""Fills the tensors of nested dicts in place; finds the part of a checkpoint that fits a target."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def parts_with_tensors(obj: Mapping[Any, Any]) -> list[str]:
 
 
 def advice(obj: Any, wanted: Iterable[str], target: str = "model") -> str:
-    """Return a sentence that names the part of a checkpoint for a target, and a call to load it.
+    """Return a sentence that names the part of a checkpoint to load, and the call that loads it.
 
-    The sentence is empty if no part fits better than the whole. `wanted` are the keys of the
-    target's state dict. `target` is "model" for a module, or "target" for a dict.
+    The sentence is empty unless a part has most of the keys, and more than the checkpoint itself.
+    `wanted` holds the target's keys. `target` is "model" for a module, or "target" for a dict.
 
     >>> import torch
     >>> advice({"net": {"w": torch.ones(1)}, "epoch": 3}, ["w"])
@@ -65,7 +65,7 @@ def advice(obj: Any, wanted: Iterable[str], target: str = "model") -> str:
 
 
 def optimizer_advice(obj: Any, optimizer: Optimizer) -> str:
-    """Return a sentence that names the part of a checkpoint for an optimizer, or an empty string.
+    """Return a sentence that names the optimizer's part of a checkpoint, or an empty string.
 
     >>> import torch
     >>> sgd = torch.optim.SGD([torch.zeros(1)])
@@ -83,7 +83,7 @@ def optimizer_advice(obj: Any, optimizer: Optimizer) -> str:
     ]
     n_params = sum(len(group["params"]) for group in optimizer.param_groups)
     for path, part in sorted(found, key=lambda each: _n_params(each[1]) != n_params):
-        verb = "fits" if _n_params(part) == n_params else "is one of an optimizer"
+        verb = "fits" if _n_params(part) == n_params else "is an optimizer's state"
         keys = "".join(f"[{key!r}]" for key in path)
         call = f"ptsave.load_optimizer_state_dict(optimizer, ptsave.load(path){keys})"
         if len(path) == 1:
@@ -93,7 +93,7 @@ def optimizer_advice(obj: Any, optimizer: Optimizer) -> str:
 
 
 def _n_params(part: Mapping[Any, Any]) -> int:
-    """Return the number of parameters, or -1 for a flat state dict, which has no groups."""
+    """Return the number of parameters; -1 for a flat state dict, which has no list of groups."""
     groups = part.get("param_groups")
     if not isinstance(groups, (list, tuple)):
         return -1
@@ -125,8 +125,8 @@ def _sentence(path: tuple[str, ...], prefix: str, target: str) -> str:
     keys = "".join(f"[{key!r}]" for key in path)
     entry = ".".join(path)
     if prefix:
-        where = f"the keys of its entry {entry!r}" if path else "the keys in the file"
-        return f"All would fit better if {where} did not begin with {prefix!r}: " + _loading_call(
+        where = f"the keys of the file's entry {entry!r}" if path else "the keys in the file"
+        return f"More keys would match if {where} did not begin with {prefix!r}: " + _loading_call(
             f"ptsave.strip_prefix(ptsave.load(path){keys}, {prefix!r})", target
         )
     if len(path) > 1:
@@ -148,13 +148,13 @@ def load_mapping(
 ) -> TorchsIncompatibleKeys:
     """Fill the tensors of `target` with the values of the tensors in `saved`, key by key.
 
-    Other values are replaced. Nothing changes unless everything fits. Returns the dotted paths of
-    entries that only `target` or only `saved` has.
+    Other values of `target` are replaced by those of `saved`. If an entry does not fit, nothing
+    changes. Returns the dotted paths of entries that only `target` or only `saved` has.
     """
     filling = check_mapping(target, saved, strict)
     plainly = not modes_are_active()
     for tensor, source in filling.uninitialized:
-        copier.show({"": source})  # a tensor that gets a shape must get values at once
+        copier.show({"": source})  # a tensor that gets its shape here needs its values now
         with torch.no_grad():
             tensor.materialize(source.shape)
             tensor.copy_(source)
@@ -175,7 +175,7 @@ def load_mapping(
 
 
 def check_mapping(target: Mapping[Any, Any], saved: Any, strict: bool) -> _Filling:
-    """Return the plan of `load_mapping`, or raise its error; change nothing."""
+    """Return the copies and replacements for `load_mapping`, or raise the same error."""
     if not isinstance(saved, Mapping):
         raise no_mapping_error(saved)
     filling = _Filling()
@@ -185,11 +185,11 @@ def check_mapping(target: Mapping[Any, Any], saved: Any, strict: bool) -> _Filli
 
 
 class _Filling:
-    """Copies and replacements for one state dict, and the errors found in it."""
+    """The copies and replacements for one state dict, and the errors found in it."""
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Tensor, Tensor]] = []
-        self.uninitialized: list[tuple[Any, Tensor]] = []  # they get their shapes first
+        self.uninitialized: list[tuple[Any, Tensor]] = []  # targets get a shape first
         self.replacements: list[tuple[Any, Any, Any]] = []  # container, key, new value
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -211,7 +211,7 @@ class _Filling:
             elif is_lazy(saved):
                 if not is_lazy(value):
                     self.errors.append(
-                        f"{path} is uninitialized in the file, and has a shape in the target"
+                        f"{path} is uninitialized in the file, but has a shape in the target"
                     )
             elif is_lazy(value):
                 self.uninitialized.append((value, saved))
@@ -227,8 +227,8 @@ class _Filling:
             self.compare(value, saved, f"{path}.")
         elif callable(getattr(value, "load_state_dict", None)):
             self.errors.append(
-                f"{path} is a {type(value).__name__}, which is no value to be replaced: restore it "
-                "as a target of its own"
+                f"{path} is a {type(value).__name__}, which cannot be replaced as a value: restore "
+                "it as a separate target"
             )
         elif isinstance(target, (dict, list)):
             self.replacements.append((target, key, saved))

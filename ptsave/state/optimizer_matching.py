@@ -1,4 +1,4 @@
-"""Matches saved parameters with an optimizer's by order or by name, and makes the new groups."""
+"""Matches saved parameters with an optimizer's parameters, and makes the optimizer's new groups."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ptsave.state.copying import Copier, Mismatch, raise_load_errors
 from ptsave.support.torch_names import is_distributed_tensor
 from ptsave.tree.containers import items_of, walk
 
-# Keys of state that has the parameter's shape, in torch's optimizers.  Under all other keys except
-# `_MEANS`, these optimizers keep one number for the whole parameter.
+# Keys of the state in torch's optimizers: each tensor under such a key has the parameter's shape.
+# Under all other keys except `_MEANS`, these optimizers keep one number for each parameter.
 _ELEMENTWISE = {
     *("acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"),
     *("momentum_buffer", "prev", "square_avg", "step_size", "sum", "variance"),
 }
-# Adafactor's means over one dimension, counted from the last.
+# Adafactor's keys for means over one dimension of the parameter, and the index of this dimension.
 _MEANS = {"row_var": -1, "col_var": -2}
 _ATOMS = {int, str, float, bool, type(None)}
 
@@ -33,7 +33,7 @@ class UnmatchedParameters(NamedTuple):
     Attributes
     ----------
     missing : list of str
-        Parameters of the optimizer that were not saved, in its order.
+        Parameters of the optimizer that were not saved, in the optimizer's order.
     unexpected : list of str
         Saved parameters that the optimizer does not have, in saved order.
 
@@ -61,14 +61,14 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Matching:
-    """The rule that pairs saved parameters with an optimizer's.
+    """The rule that pairs saved parameters with an optimizer's parameters.
 
-    The fields are the arguments of `load_optimizer_state_dict`, but `match` may be None. Then
-    parameters match by name if the file has names in place of numbers and the optimizer's
-    parameters have names too, otherwise by order. `namings` are alternatives to the optimizer's own
-    names. If `rename` returns None, the saved parameter is left out. State of a wrong shape is left
-    out and noted in the list `mismatched`. If the list is None, such state is an error by name, and
-    is loaded by order, as in torch.
+    Most fields are arguments of `load_optimizer_state_dict`. If `match` is None, parameters match
+    by name if the file has names instead of numbers and the optimizer has names, too; otherwise by
+    order. Each of `namings` is another list of names for the optimizer's parameters. If `rename`
+    returns None, the saved parameter is left out. State of a wrong shape is left out and noted in
+    the list `mismatched`. If this list is None, such state is an error in matching by name; in
+    matching by order, such state is loaded, as in torch.
     """
 
     match: Literal["order", "name"] | None = "order"
@@ -84,10 +84,10 @@ class Matching:
         if self.match not in (None, "order", "name"):
             raise ValueError(f'match must be "order" or "name", not {self.match!r}')
         if self.match == "order" and (self.names is not None or self.named_parameters is not None):
-            raise ValueError('names and named_parameters are only looked at with match="name"')
+            raise ValueError('names and named_parameters can only be used with match="name"')
 
     def resolved(self, optimizer: Any, state_dict: Mapping[Any, Any]) -> Matching:
-        """Return this rule, or matching by order if the optimizer's parameters have no names."""
+        """Return this rule, or a rule by order if `match` is None and parameters have no names."""
         names_any = self.namings or self.named_parameters is not None or self.rename is not None
         groups = optimizer.param_groups
         if self.match is not None or names_any or is_flat(state_dict):
@@ -97,7 +97,7 @@ class Matching:
         return replace(self, match="order")
 
     def assign(self, optimizer: Any, state_dict: Any, copier: Copier) -> Assignment:
-        """Match the parameters of a state dict with the optimizer's."""
+        """Match the parameters in a state dict with the optimizer's parameters."""
         is_keyed = self._goes_by_keys(state_dict)
         if self.match == "name" or (self.match is None and is_keyed):
             if not is_keyed:
@@ -119,7 +119,7 @@ class Matching:
         return assignment
 
     def _goes_by_keys(self, state_dict: Any) -> bool:
-        """Return whether the state dict has names in place of numbers, and no other names count."""
+        """Return whether to match by names that the state dict has instead of numbers."""
         if self.match == "order" or self.names is not None or not is_name_keyed(state_dict):
             return False
         groups = state_dict["param_groups"]
@@ -150,9 +150,9 @@ def match_by_order(optimizer: Any, saved_groups: Any, copier: Copier) -> Assignm
 
 
 def copy_plainly(groups: Any, copier: Copier) -> Any:
-    """Return a `deepcopy` of a group or groups, which copies plain lists of ids or names faster."""
+    """Return a `deepcopy` of one or more groups, but copy plain lists of ids or names faster."""
     each = groups if type(groups) in (list, tuple) else [groups]
-    show_unless_plain(each, copier)  # tensors are copied with their values
+    show_unless_plain(each, copier)  # before tensors are copied, they need their values
     copies: dict[int, Any] = {}
     for group in each:
         for value in group.values() if type(group) is dict else ():
@@ -162,7 +162,7 @@ def copy_plainly(groups: Any, copier: Copier) -> Any:
 
 
 def show_unless_plain(groups: Iterable[Any], copier: Copier) -> None:
-    """Call `Copier.show` for groups that may hold tensors, before other code looks at them."""
+    """Call `Copier.show` if groups may hold tensors, because the caller will read their values."""
     if not all(type(group) is dict and all(map(_is_plain, group.values())) for group in groups):
         copier.show({"param_groups": groups})
 
@@ -192,9 +192,10 @@ def match_by_name(
 ) -> Assignment:
     """Match parameters by name, as `matching` says.
 
-    This uses the optimizer's own names or one of `namings`, whichever has most saved names. If
-    `match` is None, only a missing parameter that requires gradients is an error. This rule is that
-    of ``torch.distributed.checkpoint``: its state dicts may contain several optimizers.
+    Of the optimizer's own names and each of `namings`, those that match most saved names are used.
+    If `matching.match` is None, an unexpected parameter is not an error. A missing parameter is an
+    error only if it requires gradients. ``torch.distributed.checkpoint`` has the same rule, because
+    its state dicts may contain the state of several optimizers.
     """
     strict, rename, mismatched = matching.strict, matching.rename, matching.mismatched
     as_torch = matching.match is None
@@ -211,8 +212,8 @@ def match_by_name(
     own = _own_parameters(groups, named_parameters)
     if isinstance(optimizer, LBFGS) and list(saved) != list(own):
         raise ValueError(
-            "LBFGS keeps one state for all parameters together: it cannot be loaded into one with "
-            "other parameters, or in another order"
+            "LBFGS keeps one state for all parameters: this state can only be loaded into an LBFGS "
+            "with the same parameters in the same order"
         )
     unmatched = UnmatchedParameters(
         [name for name in own if name not in saved], [name for name in saved if name not in own]
@@ -281,7 +282,7 @@ def _saved_parameters(groups: Any, names: Sequence[str] | None) -> dict[str, _Sa
 def _own_parameters(
     groups: list[dict[str, Any]], named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> dict[str, _Own]:
-    """Return the optimizer's parameters by name, in its order."""
+    """Return the optimizer's parameters by name, in the optimizer's order."""
     places = [_Own(param, i) for i, group in enumerate(groups) for param in group["params"]]
     if named_parameters is not None:
         names = _names_of([place.param for place in places], named_parameters)
@@ -290,8 +291,8 @@ def _own_parameters(
     else:
         raise ValueError(
             "the optimizer's parameters have no names: pass "
-            "named_parameters=model.named_parameters(), make the optimizer from them, or give "
-            "ptsave.load_checkpoint() the model, too"
+            "named_parameters=model.named_parameters(), make the optimizer from "
+            "model.named_parameters(), or also pass the model to ptsave.load_checkpoint()"
         )
     _check_unique(names, "the optimizer")
     return dict(zip(names, places, strict=True))
@@ -300,7 +301,7 @@ def _own_parameters(
 def _named_best(
     groups: list[dict[str, Any]], namings: Iterable[Named], saved: set[str], *, bare: bool
 ) -> Named | None:
-    """Return the naming that fits the saved names best; `bare` prefers names without wrappers."""
+    """Return the naming that has most of the `saved` names; with `bare`, bare names win a tie."""
     params = [param for group in groups for param in group["params"]]
     candidates = [*namings]
     own_names = _names_in(groups, "the optimizer")
@@ -370,7 +371,7 @@ def _leave_out(
     ids: Mapping[str, Hashable],
     mismatched: list[Mismatch],
 ) -> None:
-    """Let parameters whose saved state has other shapes keep their present state."""
+    """Keep the present state of each parameter whose saved state has a wrong shape."""
     for name in dict.fromkeys(shape.name for shape in shapes):
         assignment.kept.append(assignment.params.pop(ids[name]))
         assignment.dropped.add(ids[name])
@@ -378,7 +379,7 @@ def _leave_out(
 
 
 def _mismatches(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> Iterator[_Shape]:
-    """Yield the values of wrong shape in the saved state; `states` are by parameter name."""
+    """Yield the saved values that have a wrong shape; `states` has parameter names as keys."""
     # Whether torch.optim alone defines the optimizer's steps, and so its state.
     is_known = all(
         f"{owner.__module__}.".startswith("torch.optim.")
@@ -403,7 +404,7 @@ def _mismatches(optimizer: Optimizer, states: dict[str, tuple[Tensor, Any]]) -> 
 
 
 def _shape_in_torch(key: Any, shape: torch.Size) -> torch.Size | None:
-    """Return the shape of torch's own state under `key`, if it follows from the parameter's."""
+    """Return the shape of the state under `key` in torch's optimizers, or None if it is unknown."""
     if key in _ELEMENTWISE:
         return shape
     if key in _MEANS and len(shape) > 1:
@@ -434,7 +435,7 @@ def _new_group(
         if differing:
             raise ValueError(
                 f"the optimizer's group {index} has parameters of the saved groups {first} and "
-                f"{other}, which disagree in {', '.join(differing)}: split the group as it was"
+                f"{other}, which disagree in {', '.join(differing)}: split the optimizer's group"
             )
     own = {key: group[key] for key in ("params", "param_names") if key in group}
     return {**copy_plainly(chosen, copier), **own}
@@ -470,7 +471,7 @@ _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _FLAT = (f"{_STATE}.", f"{_GROUPS}.")
 # Parts of parameters' names that wrappers add.
 _WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_FLAT_PARAMETER = "_flat_param"  # of FSDP without use_orig_params
+_FLAT_PARAMETER = "_flat_param"  # FSDP's name for a flat parameter, without use_orig_params
 
 Named: TypeAlias = "Sequence[tuple[str, Tensor]]"
 
@@ -495,7 +496,7 @@ def is_name_keyed(state_dict: Any) -> bool:
 
 
 def is_flat(state_dict: Mapping[Any, Any]) -> bool:
-    """Return whether a state dict is flat: it has one key for each value of its groups."""
+    """Return whether a state dict is flat: all keys begin with ``state.`` or ``param_groups.``."""
     keys = [*state_dict]
     return bool(keys) and all(isinstance(key, str) and key.startswith(_FLAT) for key in keys)
 
@@ -506,7 +507,7 @@ def _params_of(group: Mapping[Any, Any]) -> Sequence[Any]:
 
 
 def regrouped(state_dict: Any) -> Any:
-    """Return a flat state dict with one group per parameter, and any other state dict unchanged.
+    """Nest a flat state dict, with a group for each parameter; return other dicts unchanged.
 
     >>> regrouped({"state.a.b.step": 1, "param_groups.a.b.lr": 0.1})
     {'state': {'a.b': {'step': 1}}, 'param_groups': [{'params': ['a.b'], 'lr': 0.1}]}
@@ -531,7 +532,7 @@ def regrouped(state_dict: Any) -> Any:
 
 
 def _split(path: str, names: Mapping[str, Any]) -> tuple[str, str]:
-    """Divide a path into the longest possible name of a parameter, and the key of its state."""
+    """Divide a path into a parameter's name (the longest in `names`) and the key of its state."""
     end = path.rfind(".")
     while end > 0 and path[:end] not in names:
         end = path.rfind(".", 0, end)
@@ -544,7 +545,7 @@ def _split(path: str, names: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def bare_name(module: nn.Module, name: str) -> str:
-    """Return a parameter's name without the components that wrappers add, as torch names it.
+    """Return a parameter's name without the components that wrappers add, as torch does.
 
     >>> wrapped = nn.ModuleDict({"_orig_mod": nn.Linear(1, 1)})  # as torch.compile does it
     >>> bare_name(wrapped, "_orig_mod.weight")
@@ -584,7 +585,7 @@ def best_names(
 
 
 def ways_of_naming(named: Iterable[tuple[str, Tensor]]) -> Iterator[Named]:
-    """Yield names as they are, then without the components of wrappers and without ``module.``.
+    """Yield the names unchanged, then without wrappers' components, then also without ``module.``.
 
     >>> one = Tensor()
     >>> [names[0][0] for names in ways_of_naming([("module._orig_mod.weight", one)])]
@@ -602,16 +603,16 @@ def ways_of_naming(named: Iterable[tuple[str, Tensor]]) -> Iterator[Named]:
 def refuse_sharded(
     optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], state: Mapping[Any, Any]
 ) -> None:
-    """Raise a TypeError if each rank has parts of the parameters, but the saved state is whole.
+    """Raise a TypeError if each rank has a part of the parameters, but the file has full tensors.
 
-    The error names torch's function, which divides the state among the ranks.
+    The error names the function of torch that divides the state among the ranks.
     """
     params = [param for group in optimizer.param_groups for param in group[_PARAMS]]
     is_flat = any(name.rpartition(".")[2] == _FLAT_PARAMETER for name, _ in named)
     is_whole = not any(is_distributed_tensor(value) for value in walk(state))
     if is_flat or (is_whole and any(is_distributed_tensor(param) for param in params)):
         raise TypeError(
-            f"the parameters of this {type(optimizer).__name__} are parts of what the file has, "
-            "which has no ranks: use torch.distributed.checkpoint.state_dict."
-            "set_optimizer_state_dict() with what ptsave.load() returns"
+            f"each rank has a part of the parameters of this {type(optimizer).__name__}, but the "
+            "file has full tensors: pass the result of ptsave.load() to "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict()"
         )

@@ -1,8 +1,8 @@
 """Loads state dicts into optimizers in linear time, by order or by name.
 
-The steps are those of `Optimizer.load_state_dict`, but nothing is copied before the whole state
-dict has been checked.  A restore from a file fills a present tensor in place if its shape, dtype
-and device are right.  Such a tensor must not share memory with other state or with a parameter.
+The steps are the same as in `Optimizer.load_state_dict`, but nothing is copied before the whole
+state dict has been checked.  A restore from a file fills a tensor of the present state in place if
+its shape, dtype and device are right, and it shares no memory with other state or a parameter.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ptsave.tree.extents import span_of
 _LOAD_STATE_DICT = Optimizer.load_state_dict
 _TORCHS_POLICY = optimizer_policy()
 _TORCHS_TYPES = (Tensor, Parameter)
-# For these types, a search through a group finds the same as a look-up by hash.
+# With ids of these types, a search through the groups and a look-up in a dict find the same group.
 _PLAIN_IDS = (int, str)
-# Iterating over any other container runs code that is neither Python's nor torch's.
+# Iterating over a container of another type may run code from outside Python and torch.
 _PLAIN_CONTAINERS = {
     *(dict, OrderedDict, defaultdict, list, tuple, set, frozenset),
     *(str, bytes, bytearray, range, torch.Size),
@@ -78,18 +78,18 @@ def load_optimizer_state_dict(
     optimizer : torch.optim.Optimizer
         The optimizer to load into.  If it overrides `load_state_dict`, that method is called.
     state_dict : dict
-        As from ``optimizer.state_dict()``.
+        A state dict, as from ``optimizer.state_dict()``.
     match : {"order", "name"}, default "order"
-        Rule that pairs saved parameters with the optimizer's: by their place, as in torch, or by
-        their name, whatever their place.
+        Rule that pairs saved parameters with the optimizer's parameters: by position, as in torch,
+        or by name, in any order.
     names : sequence of str, optional
         With ``match="name"``: the names of the saved parameters, in saved order, one group after
-        the other.  By default the names in the state dict, which has names if its optimizer was
-        made from ``model.named_parameters()``.
+        the other.  The default is the names in the state dict, which has names if its optimizer
+        was made from ``model.named_parameters()``.
     named_parameters : iterable of (str, Tensor), optional
         With ``match="name"``: the names of the optimizer's parameters, as from
-        ``model.named_parameters()``.  Parameters that the optimizer does not have are ignored.  By
-        default the optimizer's own names.
+        ``model.named_parameters()``.  Parameters that the optimizer does not have are ignored.
+        The default is the optimizer's own names.
     strict : bool, default True
         With ``match="name"``: whether a parameter that is only in the optimizer, or only in the
         state dict, is an error.
@@ -97,29 +97,29 @@ def load_optimizer_state_dict(
     Returns
     -------
     UnmatchedParameters or None
-        With ``match="order"``: None, as from torch.  With ``match="name"``: the names of the
+        With ``match="order"``: None, as in torch.  With ``match="name"``: the names of the
         parameters that are only in the optimizer (`missing`) or only in the state dict
         (`unexpected`).  With ``strict=True`` both lists are empty.
 
     Raises
     ------
     ValueError
-        As from torch if groups or their sizes differ.  With ``match="name"``: names are missing or
-        occur twice, the parameters of a group come from saved groups with different
-        hyper-parameters, or an LBFGS has other parameters or another order.
+        As in torch, if the number of groups or their sizes differ.  With ``match="name"``: names
+        are missing or occur twice, or the parameters of a group come from saved groups with
+        different hyper-parameters, or an LBFGS does not have the saved parameters in saved order.
     RuntimeError
-        With ``match="name"``: a parameter has no partner (``strict=True``), or its saved state has
-        the wrong shape.
+        With ``match="name"``: a parameter is missing or unexpected (``strict=True``), or its saved
+        state has the wrong shape.
 
     Notes
     -----
     All errors above are raised before the optimizer changes.
 
     With ``match="name"``, each group gets the hyper-parameters of the saved group that contained
-    its parameters.  If none of its parameters was saved, the group keeps its own.  A missing
-    parameter keeps its present state.  An unexpected parameter is left out.  The optimizer keeps
-    its names.  Shapes are checked for torch's own optimizers.  For other optimizers, a shape is
-    checked if the parameter has present state to compare with.
+    its parameters.  If none of its parameters was saved, the group keeps its own hyper-parameters.
+    A missing parameter keeps its present state.  An unexpected parameter is left out.  The
+    optimizer's parameters keep their names.  Shapes are checked for torch's own optimizers.  For
+    other optimizers, a shape is checked if the parameter has present state to compare with.
 
     Examples
     --------
@@ -151,11 +151,11 @@ def load_optimizer(
     *,
     in_place: bool = False,
 ) -> Any:
-    """Load as `load_optimizer_state_dict` does; the bytes may not have been read yet.
+    """Load as `load_optimizer_state_dict` does, but the tensors' bytes may not have been read yet.
 
-    `copier` decides when bytes move. This function calls `copier.show` or `copier.lend` before
-    other people's code may look at the bytes. With `in_place`, present tensors of the right shape,
-    dtype and device are filled instead of being replaced.
+    `copier` decides when bytes are read. This function calls `copier.show` before code outside
+    ptsave may read values. With `in_place`, present tensors of the right shape, dtype and device
+    are filled instead of being replaced.
     """
     matching = Matching() if matching is None else matching
     matching.check()
@@ -184,7 +184,7 @@ def load_optimizer(
     if present is not None and present.copies:
         copier.copy(present.copies)
     new = {"state": state, "param_groups": assignment.groups}
-    copier.show(new)  # from here on the optimizer has its new state, with all of its values
+    copier.show(new)  # the optimizer gets its new state now, so all values must be there
     optimizer.__setstate__(new)
     for post_hook in optimizer_post_hooks_of(optimizer).values():
         post_hook(optimizer)
@@ -194,7 +194,7 @@ def load_optimizer(
 def check_optimizer(
     optimizer: Any, state_dict: Any, copier: Copier, matching: Matching | None = None
 ) -> None:
-    """Raise the errors that `load_optimizer` is certain to raise, changing nothing."""
+    """Raise the errors that `load_optimizer` is sure to raise, and change nothing."""
     if _overrides_load_state_dict(optimizer):
         return
     matching = Matching() if matching is None else matching
@@ -208,7 +208,7 @@ def check_optimizer(
         for key in ("param_groups", "state"):
             if key not in state_dict:
                 raise KeyError(
-                    f"{key!r} is not in it, so it is no state of an optimizer, which "
+                    f"the state dict has no {key!r}, so it is not an optimizer's state dict, which "
                     f"{type(optimizer).__name__} needs"
                 )
         trial.assign(optimizer, state_dict, LookOnly(copier))
@@ -235,13 +235,13 @@ def _run_pre_hooks(optimizer: Any, state_dict: Any, copier: Copier) -> Any:
 
 
 # -------------------------------------------------------------------- the state of one parameter
-# torch's policy decides on each tensor's dtype and device.  It gets a stand-in for the tensor,
-# because the bytes may not have been read.  It searches all given groups for the parameter, so it
-# gets only the parameter's group.
+# torch's `optimizer_policy` decides each tensor's dtype and device.  It gets a stand-in for the
+# tensor, because the bytes may not have been read.  Its time grows with the number of groups that
+# it gets, so it gets only the parameter's group.
 
 
 class _Destination:
-    """Stands in for a tensor; torch's policy calls `to` unless the tensor stays as it is."""
+    """A stand-in for a tensor; `optimizer_policy` calls `to` unless the tensor stays as it is."""
 
     dtype: torch.dtype | None = None
     device: torch.device | None = None
@@ -252,7 +252,7 @@ class _Destination:
 
 
 class _Owner(NamedTuple):
-    """The parameter that a state belongs to, and the groups that torch's policy gets."""
+    """The parameter that a state belongs to, and the groups that `optimizer_policy` gets."""
 
     param: Tensor
     param_id: Any
@@ -265,8 +265,8 @@ class PresentState:
     def __init__(self, optimizer: Optimizer, saved_state: Mapping[Any, Any]) -> None:
         present = list(_tensors_in(list(optimizer.state.values())))
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        # Tensors that share memory would be filled twice; tensors that share memory in the file
-        # stay shared.
+        # Tensors that share memory are not filled: present ones would be filled twice, and saved
+        # ones must stay shared.
         self._shared = overlapping(_spans([*present, *params], _address))
         saved = _tensors_in(list(saved_state.values()))
         self._shared |= overlapping(_spans(saved, _place_in_storage))
@@ -274,13 +274,13 @@ class PresentState:
         self.copies: list[tuple[Tensor, Tensor]] = []
 
     def take(self, param: Tensor) -> Any:
-        """Return a parameter's present state, and then None: a group may have a parameter twice."""
+        """Return a parameter's state once, then None, because groups may repeat a parameter."""
         return self._state.pop(param, None)
 
     def fill(
         self, present: Any, value: Tensor, dtype: torch.dtype | None, device: torch.device | None
     ) -> Tensor | None:
-        """Note a copy of `value` and return `present`, or None if it cannot hold the value."""
+        """Note a copy of `value` into `present`, and return `present`; None if it does not fit."""
         if type(present) not in _TORCHS_TYPES or not _is_writable(present):
             return None
         dtype = value.dtype if dtype is None else dtype
@@ -299,7 +299,7 @@ class PresentState:
 class StateCaster:
     """Casts the state of all parameters as `Optimizer.load_state_dict` does.
 
-    Tensors in `present` are filled in place; if it is None, all state is new.
+    Tensors in `present` are filled in place; if `present` is None, all state is new.
     """
 
     def __init__(self, param_groups: Any, copier: Copier, present: PresentState | None) -> None:
@@ -310,9 +310,9 @@ class StateCaster:
         self._policy = optimizer_policy()
 
     def cast(self, saved: Any, assignment: Assignment) -> dict[Any, Any]:
-        """Return the state of the optimizer's parameters, cast from the saved one."""
+        """Return the state of the optimizer's parameters, cast from the saved state."""
         state: dict[Any, Any] = defaultdict(dict)
-        # If `saved` is no mapping, `items()` raises the same error as under torch.
+        # If `saved` is not a mapping, `items()` raises the same error as in torch.
         for param_id, value in items_of(saved) if isinstance(saved, Mapping) else saved.items():
             if param_id in assignment.params:
                 param = assignment.params[param_id]
@@ -357,7 +357,7 @@ class StateCaster:
 
 
 def _index_groups(param_groups: Any) -> dict[Any, dict[Any, Any]]:
-    """Return each id's first group, or an empty dict if torch's search could find another."""
+    """Return each parameter id's first group; an empty dict if torch could find another group."""
     index: dict[Any, dict[Any, Any]] = {}
     for group in param_groups:
         if type(group) is not dict or type(group["params"]) not in (list, tuple):
@@ -371,11 +371,11 @@ def _index_groups(param_groups: Any) -> dict[Any, dict[Any, Any]]:
 
 # ----------------------------------------------------------------------------------- shared memory
 
-_Place = tuple[int, int]  # a number for the memory of a tensor, and the address of its first byte
+_Place = tuple[int, int]  # a number for a tensor's memory, and the position of its first byte there
 
 
 def _tensors_in(obj: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested plain containers; tensors in a shared container come twice."""
+    """Yield the tensors in nested plain containers; twice if a container occurs more than once."""
     pending = [obj]
     n_visits: dict[int, int] = defaultdict(int)
     while pending:
@@ -389,14 +389,14 @@ def _tensors_in(obj: Any) -> Iterator[Tensor]:
 
 
 def _address(tensor: Tensor) -> _Place:
-    """Return a tensor's address; an equal address on another device only costs a copy."""
+    """Return a tensor's address; if two devices have equal addresses, tensors are copied anew."""
     return 0, tensor.data_ptr()
 
 
 def _place_in_storage(tensor: Tensor) -> _Place:
-    """Return the place of a tensor that may have no memory yet: its storage and its offset.
+    """Return the number of a tensor's storage, and the tensor's offset there, in bytes.
 
-    Two storages of a file never share memory.
+    The storage may have no memory yet.  Two storages of a file never share memory.
     """
     return storage_id(tensor.untyped_storage()), int(tensor.storage_offset()) * tensor.itemsize
 
@@ -404,7 +404,7 @@ def _place_in_storage(tensor: Tensor) -> _Place:
 def _spans(
     tensors: Iterable[Tensor], place: Callable[[Tensor], _Place]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the memory, begin and end of each tensor that has bytes, and its `id`."""
+    """Yield memory, begin, end and `id` of each tensor that has bytes."""
     for tensor in tensors:
         if _has_bytes(tensor):
             memory, begin = place(tensor)

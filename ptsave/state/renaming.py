@@ -26,9 +26,9 @@ class Match(NamedTuple):
 
 
 class NamePatterns:
-    """Patterns to find in names; a pattern is one or more components: ``"attn.q_proj"``.
+    """Patterns to find in dotted names; a pattern has one or more components, as ``"attn.q_proj"``.
 
-    A dot at either end of a pattern is part of it, and is replaced with it.
+    A dot at either end of a pattern belongs to the pattern, so the dot is replaced, too.
 
     >>> match = next(NamePatterns([".q_proj"]).matches("attn.q_proj.weight"))
     >>> match.replaced_by(".qkv_proj")
@@ -45,9 +45,9 @@ class NamePatterns:
         self._first_parts = {parts[0] for parts in self._by_parts}
 
     def matches(self, name: str) -> Iterator[Match]:
-        """Yield patterns that are whole components of a name.
+        """Yield each match of a pattern with complete components of a name.
 
-        Patterns with more components come first, then patterns nearer to the end of the name.
+        Matches of more components come first; with equally many components, the rightmost match.
         """
         parts = tuple(name.split("."))
         if self._first_parts.isdisjoint(parts):
@@ -64,7 +64,7 @@ class NamePatterns:
                         yield Match(name, begin, end, pattern)
 
     def loose_matches(self, name: str) -> Iterator[Match]:
-        """Yield patterns anywhere in a name, also within components, the longest first."""
+        """Yield each pattern's last match in a name, even inside components; longest first."""
         for pattern in sorted(self._patterns, key=len, reverse=True):
             begin = name.rfind(pattern)
             if begin >= 0:
@@ -72,17 +72,17 @@ class NamePatterns:
 
 
 # Maps a name in the file to the name in the model, or to None to leave the tensor out.  The keys of
-# a mapping may also be parts of names.
+# a mapping may also be components of names.
 Rename: TypeAlias = "Callable[[str], str | None] | Mapping[str, str | None]"
 
 
 class Renaming:
     """Maps a checkpoint's names to a model's names.
 
-    `rename` is a function of a name, or a mapping. A mapping replaces whole names, or components
-    anywhere in a name, the longest keys first. The new name None leaves a tensor out. Names that do
-    not begin with `prefix` are left out; the prefix is removed before renaming. `changes` is False
-    if all names stay.
+    `rename` is a function of a name, or a mapping. The keys of a mapping are full names, or
+    components anywhere in a name; the longest keys are replaced first. A tensor whose new name is
+    None is left out. Names that do not begin with `prefix` are left out; the prefix is removed
+    before renaming. `changes` is False without `rename` and `prefix`: all names stay the same.
 
     >>> Renaming({"encoder.h": "layers", "gamma": "weight"}, "model.")("model.encoder.h.gamma")
     'layers.weight'
@@ -99,7 +99,7 @@ class Renaming:
         if rename is None or callable(rename):
             self._rename = rename
         elif isinstance(rename, Mapping):
-            self._new_names: dict[Any, Any] = dict(rename)  # unchecked so far
+            self._new_names: dict[Any, Any] = dict(rename)  # not checked yet
             for name, new in self._new_names.items():
                 if not isinstance(name, str):
                     raise TypeError(f"rename: a name must be a string, not {name!r}")
@@ -113,7 +113,7 @@ class Renaming:
             )
 
     def __call__(self, name: str) -> str | None:
-        """Return the model's name; None for a tensor that is left out."""
+        """Return the name in the model, or None if the tensor is left out."""
         if not name.startswith(self._prefix):
             return None
         name = name[len(self._prefix) :]
@@ -143,10 +143,10 @@ class Renaming:
 def renamed_metadata(
     metadata: Mapping[str, Any], rename: Callable[[str], str | None]
 ) -> OrderedDict[str, Any]:
-    """Return copies of the modules' metadata, by the modules' names in the model.
+    """Return copies of the modules' metadata, keyed by the modules' names in the model.
 
-    They are copies because loads edit them. If two modules get one name, the renamed module counts,
-    because it was inside a wrapper.
+    The metadata is copied because loading edits it. If two modules get the same name, the metadata
+    of the renamed module is returned, because that module was inside a wrapper.
     """
     result: OrderedDict[str, Any] = OrderedDict()
     moved: set[str] = set()
@@ -177,7 +177,7 @@ def strip_prefix(
     Parameters
     ----------
     state_dict : Mapping of str to object
-        It is not changed, and its tensors are not copied.
+        The state dict.  It is not changed, and its tensors are not copied.
     prefix : str
         The prefix, with the dot at its end, as in ``"module."``.
     anywhere : bool, default False
@@ -194,7 +194,7 @@ def strip_prefix(
     Raises
     ------
     ValueError
-        If two keys would become one, or `prefix` does not end in a dot.
+        If two keys would become equal, or `prefix` does not end in a dot.
 
     Examples
     --------
@@ -223,14 +223,14 @@ def add_prefix(state_dict: Mapping[str, Any], prefix: str) -> OrderedDict[str, A
     Parameters
     ----------
     state_dict : Mapping of str to object
-        It is not changed, and its tensors are not copied.
+        The state dict.  It is not changed, and its tensors are not copied.
     prefix : str
         The prefix, with the dot at its end, as in ``"module."``.
 
     Returns
     -------
     collections.OrderedDict
-        The entries in the same order, with ``_metadata`` if there is any.
+        The entries in the same order, and ``_metadata`` if `state_dict` has it.
 
     Raises
     ------
@@ -255,10 +255,10 @@ def _check_prefix(prefix: str) -> None:
 def renamed(
     state_dict: Mapping[str, Any], rename: Callable[[str], str | None]
 ) -> OrderedDict[str, Any]:
-    """Return a state dict, or parameters by name, with renamed keys and metadata, in order.
+    """Return a copy of a dict with renamed string keys and renamed metadata, in the same order.
 
-    If `rename` returns None, the entry is left out. Keys that are not strings stay. Raises a
-    ValueError if two keys would become one.
+    If `rename` returns None, the entry is left out. Raises a ValueError if two keys would become
+    equal.
     """
     result: OrderedDict[str, Any] = OrderedDict()
     origins: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Recognizes modules whose own entries are loaded by torch's code alone, by no other code.
+"""Recognizes modules whose own entries are loaded by torch's code alone, not by user code.
 
 For such a module, `ptsave.state.modules` does the work of torch's code itself. For every other
 module it calls the module's own code. The functions here never look at values.
@@ -36,13 +36,13 @@ from ptsave.support.torch_modules import (
 
 
 def _torchs(function: Any, home: ModuleType) -> Any:
-    """Return torch's function, or an object equal to nothing if other code has replaced it."""
+    """Return `function` if it is torch's own; otherwise, return an object that equals no other."""
     code = getattr(function, "__code__", None)
     return function if code is not None and code.co_filename == home.__file__ else object()
 
 
-# If other code replaces one of these, before or after ptsave is imported, ptsave must call the
-# replacement.
+# Other code may replace one of these functions, before or after ptsave is imported.  Then ptsave
+# must call the replacement.
 _LOAD_STATE_DICT = _torchs(nn.Module.load_state_dict, module_module)
 _MODULE = _torchs(load_method_of(nn.Module), module_module)
 _NORM = _torchs(load_method_of(NormBase), batchnorm)
@@ -52,7 +52,7 @@ _REGISTER = (nn.Module.register_parameter, nn.Module.register_buffer)
 
 
 def overrides_load_state_dict(module: nn.Module) -> bool:
-    """Return whether ``module.load_state_dict`` is not torch's."""
+    """Return whether ``module.load_state_dict`` is not torch's own method."""
     return getattr(module.load_state_dict, "__func__", None) is not _LOAD_STATE_DICT
 
 
@@ -67,7 +67,7 @@ def own_tensors(
 ) -> dict[str, Tensor]:
     """Return the parameters and buffers that a module loads itself, as torch collects them.
 
-    `lazy_buffers` are the future tensors of buffers that will change.
+    `lazy_buffers` holds the future tensors of buffers that will change.
     """
     own: dict[str, Tensor]
     own = {name: tensor for name, tensor in parameters_of(module).items() if tensor is not None}
@@ -87,7 +87,7 @@ def begin_plainly(
 
     Trusted code is `run_trusted_code`, and hooks of lazy buffers that see only plain tensors.
     Returns the module's `own_tensors`, and whether the module sets extra state afterwards. If the
-    module's own code has to load it, this runs nothing and returns None.
+    module's own code has to load the entries, this function does nothing and returns None.
     """
     if not runs_torchs_method(module, entries, prefix, metadata):
         return None
@@ -101,7 +101,7 @@ def begin_plainly(
 def runs_torchs_method(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> bool:
-    """Return whether torch's method loads a module's own entries; hooks are not considered."""
+    """Return whether torch's method loads a module's own entries; hooks do not count."""
     cls = type(module)
     found = getattr(cls, LOAD_METHOD, None)
     if found is not _MODULE and not _is_trusted_norm(module, entries, prefix, metadata):
@@ -122,9 +122,9 @@ def may_run_others_code(model: nn.Module) -> bool:
 
 
 def has_code_of_its_own(module: nn.Module, prefix: str, names: Container[str | None]) -> bool:
-    """Return whether loading entries with these names runs code of the module's own.
+    """Return whether loading entries with these `names` runs the module's own code.
 
-    Lazy buffers count as plain tensors.
+    The hooks of lazy buffers do not count.
     """
     cls = type(module)
     if load_method_of(cls) is not _MODULE and _is_trusted_norm(module, {}, prefix, {}):
@@ -146,7 +146,7 @@ def has_code_of_its_own(module: nn.Module, prefix: str, names: Container[str | N
 def have_code_of_their_own(
     modules: list[tuple[str, nn.Module]], names: Container[str | None]
 ) -> bool:
-    """Return whether `has_code_of_its_own` holds for any of these modules, given by name."""
+    """Return whether `has_code_of_its_own` is true for any (name, module) pair and `names`."""
     classes = {type(module) for _, module in modules}
     plain = {
         cls
@@ -166,7 +166,7 @@ def have_code_of_their_own(
 def hooks_that_look(module: nn.Module) -> list[Callable[..., Any]]:
     """Return a module's load pre-hooks, except the hooks of lazy buffers and lazy modules.
 
-    These only give tensors their shapes.
+    Hooks of these two kinds only give tensors their shapes.
     """
     found = []
     for hook in pre_hooks_of(module).values():
@@ -180,9 +180,9 @@ def hooks_that_look(module: nn.Module) -> list[Callable[..., Any]]:
 def run_trusted_code(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Do what overrides of ``_load_from_state_dict`` in torch's norms do first.
+    """Do the step that torch's norm modules add to ``_load_from_state_dict``.
 
-    They add ``num_batches_tracked``, which is a buffer since version 2, to older state dicts.
+    For state dicts older than version 2, this step adds the buffer ``num_batches_tracked``.
     """
     version = metadata.get("version")
     if load_method_of(type(module)) is _MODULE or (version is not None and version >= 2):
@@ -196,7 +196,7 @@ def run_trusted_code(
 
 
 def gives_lists_away(module: nn.Module) -> bool:
-    """Return whether code outside torch and ptsave gets the lists of keys, and so may edit them."""
+    """Return whether code outside torch and ptsave gets the lists of keys, and may edit them."""
     name = LOAD_METHOD
     code = [vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)]
     code += [getattr(hook, "hook", hook) for hook in pre_hooks_of(module).values()]
@@ -227,10 +227,10 @@ def _is_trusted_hook(hook: Any, module: nn.Module, entries: dict[str, Any], pref
 def _is_trusted_norm(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> bool:
-    """Return whether a module is one of torch's norms, and its method will only add a count."""
+    """Return whether a module is a norm of torch whose method only adds `num_batches_tracked`."""
     overrides = [vars(cls)[LOAD_METHOD] for cls in type(module).__mro__ if LOAD_METHOD in vars(cls)]
     if overrides == [_INSTANCE_NORM, _NORM, _MODULE]:
-        # An instance norm refuses statistics that it does not track, in its own words.
+        # An instance norm raises its own error for statistics that it does not track.
         names = (prefix + "running_mean", prefix + "running_var")
         return not any(name in entries for name in names) or bool(module.track_running_stats)
     return overrides == [_NORM, _MODULE]

@@ -1,1 +1,1 @@
-"""Writes files whose payloads come from other files, without passing through tensors."""
+"""Writes files with bytes from other files, without making tensors of these bytes."""

@@ -1,8 +1,8 @@
-"""Writes files of placeholder tensors, whose payloads are in files or in memory.
+"""Writes files of placeholder tensors, whose payloads (bytes) are in other files or in memory.
 
-A placeholder's storage is only an address, of an unread archive or of a read-only mapping that is
-never touched.  The pickler never looks into storages, so it writes the pickle that torch would
-write.  The code that splits real tensors into shards splits placeholders, too.
+A placeholder is a tensor without values: its storage is only an address, which is never read.  The
+pickler does not read storages, so it writes the same pickle as torch does for real tensors.  The
+code that splits real tensors into shards can also split placeholders.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from ptsave.dcp.rank_files import RankFiles
     from ptsave.dcp.read_plan import StoredTensor
 
-# The most bytes in memory at once, of a tensor that must be rearranged or has parts on ranks.
+# The most bytes of a tensor in memory at once, if it is rearranged or joined from ranks' parts.
 _PIECE_NBYTES = 32 << 20
-# If ranks have more files, none is read in place, because each keeps a descriptor until the end.
+# If ranks wrote more files, tensors are copied first; otherwise all files would stay open.
 _MAX_FILES = 128
-# The most chunks whose checksums are found together: each takes less than a block of memory.
+# The most chunks whose checksums are found together.
 _N_CHUNKS = 4096
 _SPOOL_ALIGNMENT = 64
 _ZIP64_HEADER_NBYTES = 30 + 20 + 4  # of a local header and the start of its padding
@@ -64,22 +64,22 @@ _REQUEST_NBYTES = 8 << 20
 
 
 class StoragePlace(NamedTuple):
-    """The bytes of a storage, or of a tensor's elements in order, as a range of a source."""
+    """The range of a source (a file or memory) with the bytes of a storage or of one tensor."""
 
-    source: int  # number of the file or memory
+    source: int  # number of the source, which is a file or memory
     offset: int  # of the first byte in the source
     nbytes: int
     crc: int | None = None  # of the bytes, if known
-    contents: UnreadContents | None = None  # the archive that has them as a record
+    contents: UnreadContents | None = None  # the archive that has the bytes as a record
     record: int = 0  # number of that record
-    # If the bytes are in several ranges: each one's begin in the storage, source, offset in that.
+    # For bytes in several ranges: the begin in the storage, the source and the offset of each.
     parts: tuple[tuple[int, int, int], ...] = ()
     path: str = ""  # directory of a checkpoint of many ranks
     entry: str = ""  # the tensor in that checkpoint
 
 
 class PayloadSources:
-    """The sources of all tensors of one conversion.
+    """The sources (files and memory) with the bytes of all tensors of one conversion.
 
     `stack` closes the sources.  `folder` is the directory for an unnamed temporary file.
     """
@@ -100,7 +100,7 @@ class PayloadSources:
         self.locations: dict[int, str] = {}
 
     def open(self) -> _C.PayloadSources:
-        """Return the engine's form of these sources."""
+        """Return these sources as an object of the C++ engine."""
         if self._opened is None:
             self._opened = _C.PayloadSources(self._items, direct=self.limits.direct_reads)
         return self._opened
@@ -129,7 +129,7 @@ class PayloadSources:
 
     def _inflated(self, source: LocalFile) -> LocalFile:
         reader = None
-        with suppress(CorruptCheckpointError):  # opening it reports the damage
+        with suppress(CorruptCheckpointError):  # opening the file later reports the damage
             reader = open_source_archive(source, verify=True)
         if reader is None or reader.engine.all_stored:
             return source
@@ -140,7 +140,7 @@ class PayloadSources:
             for index, record in enumerate(reader.engine.records()):
                 info = ZipInfo(f"archive/{record.name}")
                 end = stream.tell() + _ZIP64_HEADER_NBYTES + len(info.filename.encode())
-                padding = bytes(-end % _SPOOL_ALIGNMENT)  # as torch pads: others are copied
+                padding = bytes(-end % _SPOOL_ALIGNMENT)  # as in torch's files
                 info.extra = b"FB" + len(padding).to_bytes(2, "little") + padding
                 with archive.open(info, "w", force_zip64=True) as member:
                     deque(map(member.write, member_pieces(reader, index)), 0)
@@ -149,7 +149,7 @@ class PayloadSources:
         return source
 
     def add(self, contents: Contents) -> None:
-        """Add an open file that `localize` has returned."""
+        """Add the tensors of an opened file, which `localize` has returned."""
         if isinstance(contents, UnreadContents):
             self._add_unread(contents)
         elif isinstance(contents, LoadedContents):  # its storages are in memory
@@ -177,19 +177,19 @@ class PayloadSources:
                 self.locations[storage_id(tensor.untyped_storage())] = location
 
     def put(self, storage: torch.UntypedStorage, place: StoragePlace) -> None:
-        """Register the place of a storage without values."""
+        """Note where the bytes of a placeholder's storage are."""
         if storage.nbytes():
             self._known[storage.data_ptr()] = place
             self._kept.append(storage)
 
     def places_of(self, storages: Sequence[torch.UntypedStorage]) -> list[StoragePlace | None]:
-        """Return the places of storages, with None for those in memory and for empty ones."""
+        """Return the places of storages; None for storages in memory and for empty storages."""
         return self._places_of(storages, [bytes_of(storage) for storage in storages])
 
     def _places_of(
         self, storages: Sequence[torch.UntypedStorage], tensors: list[Tensor]
     ) -> list[StoragePlace | None]:
-        """Return the places of storages, each given with a tensor over it."""
+        """Return the places of storages; `tensors[i]` is a tensor in `storages[i]`."""
         for payloads in self._ranks:
             payloads.place([s for s in storages if s.data_ptr() not in self._known])
         places = [self._known.get(storage.data_ptr()) for storage in storages]
@@ -202,7 +202,7 @@ class PayloadSources:
         return places
 
     def payloads_of(self, tensors: Sequence[Tensor]) -> list[StoragePlace]:
-        """Return the places of tensors; tensors not in order go to a temporary file."""
+        """Return where the tensors' bytes are; copy non-contiguous tensors to a temporary file."""
         places = self._places_of([tensor.untyped_storage() for tensor in tensors], [*tensors])
         payloads = [
             self._payload_of(tensor.detach(), place)
@@ -213,7 +213,7 @@ class PayloadSources:
         return payloads
 
     def payloads_in_memory(self, tensors: Sequence[Tensor]) -> list[StoragePlace] | None:
-        """Return the places of tensors if all are in memory and in order, with less work."""
+        """Do the work of `payloads_of` faster; None unless all tensors are contiguous in memory."""
         if self._known or self._unread or self._ranks or not all(map(is_in_order, tensors)):
             return None
         payloads = []
@@ -225,7 +225,7 @@ class PayloadSources:
         return payloads
 
     def contiguous(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return contiguous placeholders; tensors with the same memory and shape share one."""
+        """Return contiguous placeholders; tensors of equal bytes, dtype and shape share one."""
         payloads = self.payloads_of(list(tensors.values()))
         kinds = [(tensor.dtype, tensor.shape) for tensor in tensors.values()]
         made: dict[Any, Tensor] = {}
@@ -240,14 +240,14 @@ class PayloadSources:
         return result
 
     def scratch_for(self, status: os.stat_result) -> int | None:
-        """Return a temporary file if the file with this status is a source, otherwise None."""
+        """If the file with this status is a source, return a temporary file's descriptor."""
         files = (item[0] for item in self._items if len(item) == 2)
         if not any(os.path.samestat(os.fstat(fd), status) for fd in files):
             return None
         return TemporaryFile(self._folder, self._stack).descriptor
 
     def copy_location(self, tensor: Tensor, stand_in: Tensor) -> None:
-        """Record that a tensor's stand-in was saved from the same device."""
+        """Record that the placeholder `stand_in` was saved from the same device as the tensor."""
         location = self.locations.get(storage_id(tensor.untyped_storage()))
         if location is not None:
             self.locations[storage_id(stand_in.untyped_storage())] = location
@@ -261,7 +261,7 @@ class PayloadSources:
             place = self.memory(tensor.untyped_storage())
         if tensor.nbytes == place.nbytes:
             return place
-        assert not place.parts  # tensors of ranks fill their storages
+        assert not place.parts  # tensors of distributed checkpoints fill their storages
         offset = int(tensor.storage_offset()) * tensor.itemsize
         return StoragePlace(place.source, place.offset + offset, tensor.nbytes)
 
@@ -282,11 +282,11 @@ class PayloadSources:
         return StoragePlace(source, begin, tensor.nbytes)
 
     def spool(self, pieces: Iterable[Tensor]) -> tuple[int, int]:
-        """Write tensors' elements to the temporary file; return its number and their offset."""
+        """Write elements to the temporary file; return its source number and the first offset."""
         if self._spool is None:
             self._spool = TemporaryFile(self._folder, self._stack)
             self._spool_number = self.add_file(self._spool.descriptor, "temporary file")
-        self._opened = None  # the engine's form has the file's old size
+        self._opened = None  # the engine's object has the old size of the file
         begin = self._spool.begin_aligned(_SPOOL_ALIGNMENT)
         for values in pieces:
             plain = values.resolve_conj().resolve_neg().contiguous()
@@ -327,7 +327,7 @@ class SourceCheckpoint:
 
 
 class TemporaryFile:
-    """An unnamed file in `folder` or ``$TMPDIR``; it disappears when `stack` closes it."""
+    """An unnamed file in `folder`, or in ``$TMPDIR`` if `folder` is not writable."""
 
     def __init__(self, folder: str, stack: ExitStack) -> None:
         self._folder = folder
@@ -341,13 +341,13 @@ class TemporaryFile:
         self.descriptor = int(self._file.fileno())
 
     def as_source(self, name: str) -> LocalFile:
-        """Return the bytes of the file under another name."""
+        """Return the file as a source; messages call it `name`."""
         self._file.seek(0)
         return LocalFile(self._file, name)
 
     @contextmanager
     def buffered(self) -> Iterator[IO[bytes]]:
-        """Write through a stream of the standard library; errors are a SaveError."""
+        """Yield a buffered stream that writes to the file; an OSError becomes a SaveError."""
         stream = BufferedWriter(self._file)
         try:
             yield stream
@@ -362,7 +362,7 @@ class TemporaryFile:
         return int(self._file.seek(-(-self._file.tell() // alignment) * alignment))
 
     def write_all(self, data: bytes | memoryview) -> None:
-        """Write bytes at the end; a SaveError names the folder."""
+        """Write bytes at the end of the file; if that fails, the SaveError names the folder."""
         rest = memoryview(data)
         try:
             while rest.nbytes:
@@ -387,7 +387,7 @@ def check_records(places: Iterable[StoragePlace]) -> None:
 
 
 def _pieces(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Yield indices that cut a tensor into parts, in order.
+    """Yield indices that cut a tensor into parts of at most `_PIECE_NBYTES`, in order.
 
     >>> list(_pieces((3, 1 << 25), 1)) == [(slice(i, i + 1),) for i in range(3)]
     True
@@ -424,7 +424,7 @@ def _place_in(contents: UnreadContents, source: int, number: int) -> StoragePlac
 
 
 class _InPlace(NamedTuple):
-    """A tensor that is read from the files of ranks: its chunks in the order of its bytes."""
+    """A tensor to read directly from ranks' files; `chunks` are in the order of its bytes."""
 
     tensor: Tensor
     stored: DcpTensor
@@ -434,9 +434,9 @@ class _InPlace(NamedTuple):
 class RankPayloads:
     """The tensors of one distributed checkpoint, as sources of a conversion.
 
-    If a tensor's chunks follow each other in its bytes (ranks have rows, or one rank has it all),
-    it is read from the ranks' files while it is written.  Any other tensor, such as one split by
-    columns, goes through a temporary file, piece by piece, and is verified on the way.
+    If each chunk is one range of the tensor's bytes (each rank has rows, or one rank has all), the
+    tensor is read from the ranks' files while the new file is written.  Any other tensor, such as
+    a tensor split by columns, is first copied to a temporary file, piece by piece, and verified.
     """
 
     def __init__(self, contents: DcpContents, sources: PayloadSources) -> None:
@@ -478,7 +478,7 @@ class RankPayloads:
     # ------------------------------------------------------------------------ in their files
 
     def _in_place(self, files: RankFiles, tensor: Tensor) -> _InPlace | None:
-        """Return a tensor's chunks in the order of its bytes; None if `_spool` must copy it."""
+        """Return a tensor's chunks in the order of its bytes; None if it must be copied first."""
         stored = self._contents.stored_tensor(tensor)
         assert stored is not None
         self._checkpoint.require_tensor(stored)
@@ -521,7 +521,7 @@ class RankPayloads:
         self._sources.put(found.tensor.untyped_storage(), place)
 
     def _crcs(self, files: RankFiles, chunks: list[StoredTensor]) -> list[int | None]:
-        """Return the checksums of chunks, with None for unknown or unwanted ones."""
+        """Return the checksums of chunks; None for a checksum that is unknown or not wanted."""
         if not self._verify:
             return [None] * len(chunks)
         crcs: list[int | None] = [chunk.crc for chunk in chunks]
@@ -563,12 +563,12 @@ def _is_range(chunk: Chunk, stored: DcpTensor) -> bool:
 
 
 class StreamedPlan:
-    """A planned file, and the expected checksums of its payloads."""
+    """The plan of a file, and the expected checksums of the tensors' bytes."""
 
     nbytes: int  # the size of the file
     engine_plan: _C.WritePlan | _C.PackedPlan  # the layout of the file, and its payloads' places
-    _places: Mapping[Any, StoragePlace]  # of payloads, by their keys
-    _has_crcs = True  # whether the file, or a payload of it, has checksums
+    _places: Mapping[Any, StoragePlace]  # the places of the payloads, by their keys
+    _has_crcs = True  # whether the file, or one of its payloads, has checksums
 
     def __init__(self, target: FileTarget, sources: PayloadSources) -> None:
         self.path = name_of(target)
@@ -599,8 +599,8 @@ class StreamedPlan:
             place = self._places[key]
             if place.contents is None:
                 raise CorruptCheckpointError(
-                    f"{place.path}: the checksum of {place.entry} differs: copy the checkpoint "
-                    "again, or find what is damaged with `ptsave verify`",
+                    f"{place.path}: {place.entry} does not match its checksum; copy the checkpoint "
+                    "again, or find the damage with `ptsave verify`",
                     path=place.path,
                     entries=[place.entry],
                 )
@@ -612,7 +612,7 @@ class StreamedPlan:
 
 
 class PicklePlan(StreamedPlan):
-    """A file like that of :func:`torch.save`, of an object whose storages are elsewhere."""
+    """The plan of a file in torch.save's format for an object whose tensors are placeholders."""
 
     def __init__(self, obj: Any, target: FileTarget, sources: PayloadSources) -> None:
         super().__init__(target, sources)
@@ -631,7 +631,7 @@ class PicklePlan(StreamedPlan):
 
 
 class SafetensorsPlan(StreamedPlan):
-    """A file like that of ``safetensors.torch.save_file``, of tensors with storages elsewhere."""
+    """The plan of a safetensors file for tensors, which may be placeholders."""
 
     def __init__(
         self,
@@ -642,7 +642,9 @@ class SafetensorsPlan(StreamedPlan):
     ) -> None:
         super().__init__(target, sources)
         if sys.byteorder != "little":
-            raise NotImplementedError("safetensors files are little-endian, this machine is not")
+            raise NotImplementedError(
+                "safetensors files are little-endian, but this machine is not"
+            )
         _check_names(tensors)
         with pausing_garbage_collection():
             in_order, header = header_of(tensors, metadata)
@@ -676,11 +678,11 @@ def write_safetensors(
     fsync: bool = False,
     are_checked: bool = False,
 ) -> None:
-    """Write tensors with values, byte for byte as ``safetensors.torch.save_file`` does.
+    """Write tensors that have values, with the same bytes as ``safetensors.torch.save_file``.
 
-    Unlike that function, it takes tensors that share memory or are not contiguous.  Tensors that
-    the engine cannot read in place are copied to the CPU for the time of the call.  `are_checked`
-    says that the tensors have passed `check_safetensors`.
+    Unlike that function, this one takes tensors that share memory or are not contiguous.  If the
+    engine cannot read a tensor in place, a copy on the CPU exists during the call.  `are_checked`
+    means that the tensors have passed `check_safetensors`.
     """
     if not are_checked:
         check_safetensors(tensors)
@@ -710,21 +712,22 @@ def check_safetensors(tensors: Mapping[str, Tensor]) -> None:
         if tensor.layout != torch.strided:
             layout = str(tensor.layout).removeprefix("torch.")
             raise TypeError(
-                f"safetensors files hold dense tensors, and {name!r} is {layout}: write a .pt file"
+                f"safetensors files hold only dense tensors, but {name!r} is {layout}: write a .pt "
+                "file"
             )
         if tensor.dtype not in dtypes:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise TypeError(
-                f"safetensors files hold no {dtype}, which {name!r} is: write a .pt file"
+                f"safetensors files cannot hold {name!r}, whose dtype is {dtype}: write a .pt file"
             )
         stored_shape(tensor.dtype, tensor.shape)
         storage = tensor.untyped_storage()
         if tensor.numel() and (tensor.is_meta or span_of(tensor)[1] > storage.nbytes()):
-            raise TypeError(f"{name!r} has no memory for its values: nothing to write")
+            raise TypeError(f"{name!r} has no memory for its values, so it cannot be written")
 
 
 def _in_reach(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a CPU copy in order if the engine cannot write its bytes."""
+    """Return the tensor, or a contiguous CPU copy if the engine cannot write the tensor itself."""
     if is_in_order(tensor) and (tensor.device.type == "cpu" or _C.can_stage(tensor.device)):
         return tensor.detach()
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
@@ -743,10 +746,11 @@ def _packed_plan(
 def _check_names(names: Iterable[str]) -> None:
     for name in names:
         if name == "__metadata__":
-            raise ValueError("safetensors files have no tensor called '__metadata__': rename it")
+            raise ValueError("a safetensors tensor cannot have the name '__metadata__': rename it")
         try:
             name.encode()
         except UnicodeEncodeError:
             raise ValueError(
-                f"safetensors files have no tensor called {name!r}, which is not Unicode: rename it"
+                f"a safetensors tensor cannot have the name {name!r}, which is not valid Unicode: "
+                "rename it"
             ) from None

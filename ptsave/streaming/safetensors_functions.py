@@ -1,7 +1,7 @@
-"""``save_file`` and ``load_file`` of ``safetensors.torch``, by the engine.
+"""Faster ``save_file`` and ``load_file`` of ``safetensors.torch``, with ptsave's C++ engine.
 
-The engine handles ordinary calls.  The library's own function handles all other calls, and reports
-errors, before anything is written.
+The engine handles ordinary calls.  The library's own functions handle all other calls, and report
+invalid arguments before anything is written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def originals() -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def require_library() -> Any:
-    """Return ``safetensors.torch``, or raise ImportError if it is missing or lacks its checks."""
+    """Return ``safetensors.torch``; raise ImportError if it or its function `_CHECK` is missing."""
     try:
         import safetensors.torch
     except ImportError:
@@ -46,13 +46,13 @@ def require_library() -> Any:
         ) from None
     if not hasattr(safetensors.torch, _CHECK):
         raise ImportError(
-            f"install(safetensors=True) calls {_CHECK}, which this safetensors does not have: pip "
-            "install -U safetensors"
+            f"install(safetensors=True) calls {_CHECK}, which this version of safetensors does not "
+            "have: pip install -U safetensors"
         )
     return safetensors.torch
 
 
-# The library's check for tensors that it refuses, such as tensors that share memory.
+# The library's function that refuses some tensors, such as tensors that share memory.
 _CHECK = "_evaluate_tensors_for_save"
 
 
@@ -65,8 +65,8 @@ def save_file(
 ) -> None:
     """Save tensors as ``safetensors.torch.save_file`` does: the same bytes, faster.
 
-    The file keeps the mode of the file that it replaces; a new file has 0666 less the umask.  A
-    symbolic link is followed.  The library sets mode 0600 and replaces the link.
+    The file keeps the mode of the file that it replaces; a new file has mode 0666 minus the umask.
+    A symbolic link is followed.  The library's own function sets mode 0600 and replaces the link.
     """
     if any(taker(tensors, filename, metadata) for taker in reversed(_takers)):
         return
@@ -96,12 +96,12 @@ def load_file(
 ) -> dict[str, Tensor]:
     """Load a file as ``safetensors.torch.load_file`` does, but into new memory.
 
-    The library's tensors map the file, whose pages are read on first touch.  These tensors are read
-    at once, by several threads, and do not change with the file.
+    The library maps the file, so its tensors are read on first use.  Here, several threads read the
+    tensors during the call, and later changes to the file do not change the tensors.
     """
     tensors: dict[str, Tensor] | None = None
     if _engine_can_load(filename, device, options):
-        # Errors are the library's to report.
+        # After an error, the library's own function runs and reports it.
         with suppress(OSError, CorruptCheckpointError):
             source = open_source(os.fspath(filename))
             with source.closed_on_error():
@@ -120,7 +120,7 @@ _takers: list[Taker] = []
 
 @contextmanager
 def taken_by(taker: Taker) -> Iterator[None]:
-    """Offer each `save_file` call in the block to `taker`, which returns whether it handled it."""
+    """Offer `save_file` calls in the block to `taker`, which returns True for those it handles."""
     _takers.append(taker)
     try:
         yield
@@ -129,24 +129,24 @@ def taken_by(taker: Taker) -> Iterator[None]:
 
 
 def exchange(*pairs: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
-    """Replace the first function of each pair by the second in all modules that name it."""
+    """Replace the first function of each pair by the second, in all modules that have the first."""
     everything: list[object] = list(sys.modules.values())  # may hold any object
     modules = [each for each in everything if isinstance(each, ModuleType)]
     names = [vars(module) for module in modules]
     olds = [old for old, _ in pairs]
-    # In C++, because there are thousands of modules, and each checkpoint exchanges twice.
+    # This is C++, because there are thousands of modules, and each checkpoint calls it twice.
     for module, name, pair in _C.find_values(names, olds):
         if modules[module].__name__ != __name__:
             setattr(modules[module], name, pairs[pair][1])
 
 
 def engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:
-    """Whether the engine can handle these arguments: they are ordinary and valid."""
+    """Whether these arguments of `save_file` are valid and ordinary, so the engine can save."""
     if not isinstance(tensors, dict) or not tensors or sys.byteorder != "little":
         return False
     if not isinstance(filename, (str, os.PathLike)) or not isinstance(os.fspath(filename), str):
         return False
-    # The library writes metadata of an empty dict, which the engine leaves out.
+    # For an empty dict, the library writes empty metadata, but the engine would write none.
     if metadata is not None and not (isinstance(metadata, dict) and metadata):
         return False
     return all(_is_text(each) for pair in (metadata or {}).items() for each in pair) and all(
@@ -156,7 +156,7 @@ def engine_can_save(tensors: Any, filename: Any, metadata: Any) -> bool:
 
 
 def _is_text(text: Any) -> bool:
-    """Whether a value is Unicode text, for which library and engine write the same JSON."""
+    """Whether a value is Unicode text, for which the library and the engine write equal JSON."""
     if not isinstance(text, str):
         return False
     try:

@@ -1,4 +1,4 @@
-"""What public calls share: checks of options, progress, warnings, pauses, failures of ranks."""
+"""Helpers for public functions: options, progress, warnings, garbage collection, rank errors."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ for _power, _letter in enumerate("KMGT", 1):
 
 
 def check_flags(**flags: object) -> None:
-    """Raise a TypeError for an option that is no bool: "no" would count as True."""
+    """Raise a TypeError if an option's value is not a bool, because "no" would count as True."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
 def one_of(**values: Any) -> Any:
-    """Return the value of an option that has two names, under the name that the caller used.
+    """Return the value that is not None, or None; raise a TypeError if several are not None.
 
     >>> one_of(map_location=None, device="cpu")
     'cpu'
@@ -49,11 +49,11 @@ def one_of(**values: Any) -> Any:
 
 
 def location_of(map_location: Any, device: Any) -> Any:
-    """Return the `map_location` for torch, which may be given as `device`.
+    """Return the argument that is not None, as torch's `map_location`; raise if both are given.
 
-    A number becomes a device, because torch takes no number here.
+    An integer `device` becomes a torch.device, because torch's `map_location` takes no integers.
     """
-    import torch  # not above: commands that need no torch check and warn, too
+    import torch  # not at import: commands that need no torch use this module, too
 
     if not isinstance(device, (torch.device, str, int, type(None))):
         raise TypeError(f"device must be a device or its name, not {type(device).__name__}")
@@ -63,7 +63,7 @@ def location_of(map_location: Any, device: Any) -> Any:
 
 
 def parse_size(size: int | str, name: str) -> int:
-    """Parse a number of bytes, such as "2GiB"; error messages call the argument `name`.
+    """Return `size`, such as "2GiB", as a number of bytes; `name` is the option in error messages.
 
     >>> parse_size("1.5 KiB", "max_size"), parse_size("500MB", "max_size")
     (1536, 500000000)
@@ -89,10 +89,10 @@ def parse_size(size: int | str, name: str) -> int:
 def progress_bar(
     show: bool, description: str, nbytes: int, *, delay: float = 0
 ) -> AbstractContextManager[ProgressCallback | None]:
-    """Return a context with a bar, and with a function that moves it to a number of bytes.
+    """Return a context manager: it shows a bar, and yields a function that sets the bytes done.
 
-    Without `show` there is no bar and no function.  The bar appears after `delay` seconds, so a
-    shorter operation shows nothing.
+    Without `show`, there is no bar, and it yields None.  The bar appears after `delay`
+    seconds, so a shorter operation shows nothing.
     """
     return _bar(description, nbytes, delay) if show else nullcontext()
 
@@ -115,7 +115,7 @@ def _bar(description: str, nbytes: int, delay: float) -> Iterator[ProgressCallba
 
 
 def progress_from(progress: ProgressCallback | None, begin: int) -> ProgressCallback | None:
-    """Return a callback for a part of a file, which adds the `begin` bytes before the part."""
+    """Return a callback that adds `begin` to its argument and calls `progress`; None for None."""
     return None if progress is None else lambda done: progress(begin + done)
 
 
@@ -123,7 +123,7 @@ def progress_from(progress: ProgressCallback | None, begin: int) -> ProgressCall
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost frame outside of ptsave, however many frames of ptsave are above it."""
+    """Issue a warning that points to the line outside ptsave that called ptsave."""
     level = 1
     while _is_internal(sys._getframe(level).f_code.co_filename):
         level += 1
@@ -138,10 +138,11 @@ def _is_internal(filename: str) -> bool:
 
 
 class _Pause:
-    """Keeps the garbage collector off in a block.
+    """Keeps the garbage collector off during a `with` block.
 
-    It is not a generator: ending a generator makes objects, which would start the collector.  It
-    would then look at all objects of the block, which are often about to go.
+    This is a class and not a generator, because a generator makes objects when it ends, which may
+    start the collector.  The collector would then visit all objects that the block has made,
+    although most of them will be freed soon.
     """
 
     def __init__(self) -> None:
@@ -149,7 +150,7 @@ class _Pause:
 
     def __enter__(self) -> _Pause:
         self._was_enabled = gc.isenabled()
-        # Not otherwise: another thread may end its pause here, and the collector would stay off.
+        # If another thread's pause ends between these lines, the collector must stay on.
         if self._was_enabled:
             gc.disable()
         return self
@@ -158,7 +159,7 @@ class _Pause:
         self.end()
 
     def end(self) -> None:
-        """End the pause before the block ends, because other code runs now."""
+        """Turn the collector on again before the `with` block ends."""
         if self._was_enabled:
             self._was_enabled = False
             gc.enable()
@@ -172,7 +173,7 @@ pausing_garbage_collection = _Pause
 
 
 def has_others(group: Any) -> bool:
-    """Return whether a process group, or None, has other ranks; raises as `GroupCall` does."""
+    """Return whether a process group has more than one rank; return False if `group` is None."""
     if group is None:
         return False
     from ptsave.support.group_call import GroupCall
@@ -182,7 +183,7 @@ def has_others(group: Any) -> bool:
 
 @contextmanager
 def failing_together(group: Any, name: str) -> Iterator[None]:
-    """Tell the other ranks of an error in the block, in place of their first exchange."""
+    """If the `with` block raises, send the error to the other ranks in `group`: they raise, too."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Tuning by environment variables, and this process's memory limits."""
+"""Reads the environment variables that tune ptsave, and this process's memory limits."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 MIB = 1 << 20
-_MAX_N_DIGITS = 100  # with leading zeros; int() raises another error for thousands of digits
+_MAX_N_DIGITS = 100  # including leading zeros; int() raises another error for thousands of digits
 _MAX_SHOWN = 40
 
 
 class Config(NamedTuple):
-    """Bounds of the machine's resources that a save or load may use."""
+    """Limits for the resources that a save or load may use."""
 
-    n_threads: int  # copy and checksum
+    n_threads: int  # for copies and checksums
     n_direct_writers: int  # several per core: one waits for the disk while another copies
-    n_readers: int  # half of them may wait for the disk; the ranks of a machine share its cores
-    max_staged_nbytes: int | None  # of all background saves; None: derived from the memory
-    max_pinned_nbytes: int = 64 * MIB  # page-locked memory of one save or load of accelerators
-    write_chunk_nbytes: int = 4 * MIB  # a direct save needs `n_direct_writers` times this memory
-    direct_io: bool = True  # past the page cache
-    direct_reads: bool = True  # False if ranks of one machine load the same files
+    n_readers: int  # half of them may wait for the disk; the ranks on a machine share its cores
+    max_staged_nbytes: int | None  # of all background saves together; None: half the memory
+    max_pinned_nbytes: int = 64 * MIB  # page-locked memory of one save or load
+    write_chunk_nbytes: int = 4 * MIB  # the memory of each of `n_direct_writers`
+    direct_io: bool = True  # whether saves and loads may bypass the page cache
+    direct_reads: bool = True  # the same for loads; False if this machine has several ranks
     verify: bool = True  # whether loads compare checksums at all
     n_local_ranks: int = 1  # processes of one job on this machine
 
 
 def current() -> Config:
-    """Return the configuration that the environment asks for.
+    """Return the configuration that the environment variables set.
 
     The variables and their defaults are in docs/reference/environment.md.  An empty variable counts
-    as not set.  A wrong value is a ValueError that names the variable.
+    as not set.  A wrong value raises a ValueError that names the variable.
     """
     cores = len(os.sched_getaffinity(0))
     n_threads = read_integer("PTSAVE_NUM_THREADS", min(cores, 16))
@@ -60,10 +60,10 @@ _INSTALL_OPTIONS = ("safetensors", "fsync", "atomic", "verify", "distributed", "
 
 
 def install_options() -> dict[str, bool]:
-    """Return the arguments for :func:`ptsave.install` that ``PTSAVE_INSTALL`` asks for.
+    """Return the arguments for :func:`ptsave.install` that ``PTSAVE_INSTALL`` lists.
 
-    ``ptsave run`` sets it for the program and its child processes: to ``1``, or to words between
-    commas, such as ``safetensors,fsync,no-verify``.
+    ``ptsave run`` sets the variable for the program and its child processes.  The value is ``1``
+    (no arguments), or options separated by commas, such as ``safetensors,fsync,no-verify``.
     """
     text = os.environ.get(_INSTALL, "")
     options = {}
@@ -72,7 +72,7 @@ def install_options() -> dict[str, bool]:
         if name not in _INSTALL_OPTIONS:
             known = ", ".join(_INSTALL_OPTIONS)
             raise ValueError(
-                f"{_INSTALL} must be 1, or some of {known} (or no-...), with commas between them, "
+                f"{_INSTALL} must be 1, or some of {known} (or no-<word>), separated by commas, "
                 f"not {text[:_MAX_SHOWN]!r}"
             )
         options[name.replace("-", "_")] = name == word.strip()
@@ -80,23 +80,23 @@ def install_options() -> dict[str, bool]:
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this machine by ``LOCAL_WORLD_SIZE``, or 1."""
+    """Return ``LOCAL_WORLD_SIZE``, the number of ranks on this machine; 1 if it is not a number."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if re.fullmatch("[0-9]{1,6}", text) else 1
 
 
 def read_integer(variable: str, default: int, *, minimum: int = 1) -> int:
-    """Read an environment variable that holds an integer of at least `minimum` (0 or 1).
+    """Return the integer in an environment variable; it must be at least `minimum` (0 or 1).
 
-    An empty variable counts as not set.  Raises a ValueError for other values, and for numbers that
-    no 64-bit machine can use.
+    Returns `default` if the variable is empty or not set.  Raises a ValueError for any other text,
+    and for numbers above ``sys.maxsize``.
     """
     text = os.environ.get(variable)
     if not text:
         return default
     is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_N_DIGITS
     if not is_number or not minimum <= int(text) <= sys.maxsize:
-        kind = "a positive integer" if minimum else "an integer from 0 on"
+        kind = "a positive integer" if minimum else "an integer of at least 0"
         raise ValueError(f"{variable} must be {kind}, not {text[:_MAX_SHOWN]!r}")
     return int(text)
 
@@ -113,8 +113,8 @@ def _switch(variable: str, *, default: bool) -> bool:
 # ------------------------------------------------------------------------------------ memory limits
 
 # A container's limit is the limit of a control group (cgroup).  Both versions of cgroups are read,
-# because both may be mounted.  A group's limit binds every group in it, so all ancestors count that
-# the mounts show.  An absent or malformed number means no limit.
+# because both may be mounted.  A group's limit also holds for every group in it, so the limits of
+# all visible ancestors are read, too.  A missing or malformed number means no limit.
 
 _ROOT = Path("/")
 _MAX_FILE_NBYTES = 1 << 20  # of /proc/self/mountinfo, which grows with the number of mounts
@@ -126,7 +126,7 @@ class _Version(NamedTuple):
     filesystem: str
     limits: tuple[str, ...]
     usage: str
-    cached: tuple[str, ...]  # lines of memory.stat: pages given back before any process is killed
+    cached: tuple[str, ...]  # lines of memory.stat: pages that are freed before a process is killed
 
 
 _V1 = _Version(
@@ -135,14 +135,14 @@ _V1 = _Version(
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
 )
-# Above memory.high nothing is killed, but everything is slowed down to a crawl.
+# Above memory.high, no process is killed, but all processes become very slow.
 _V2 = _Version(
     "cgroup2", ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")
 )
 
 
 class _Group(NamedTuple):
-    """One control group that this process is in, itself or through a descendant."""
+    """A control group that this process is in, directly or through a group below it."""
 
     folder: Path
     version: _Version
@@ -155,7 +155,7 @@ class _Group(NamedTuple):
         return min((limit for limit in limits if limit), default=sys.maxsize)
 
     def available_nbytes(self) -> int:
-        """Return the bytes that the limit leaves; the group's cached file pages count as free."""
+        """Return how many bytes the limit leaves free; cached file pages count as free."""
         limit = self.limit_nbytes()
         if limit >= _physical_nbytes():
             return limit
@@ -172,35 +172,35 @@ class _Group(NamedTuple):
 
 
 def limit_nbytes(root: Path = _ROOT) -> int:
-    """Return the bytes of memory that the machine and this process's control groups allow.
+    """Return the machine's memory in bytes, or this process's lowest cgroup limit if that is less.
 
-    `root` is the directory of ``proc`` and of the mounts; tests give another one than ``/``.
+    `root` is the directory that contains ``proc`` and the mount points; tests use their own files.
     """
     groups = [group.limit_nbytes() for group in _groups(root)]
     return min([_physical_nbytes(), *groups])
 
 
 def available_nbytes(root: Path = _ROOT) -> int:
-    """Return how many of the allowed bytes are free now, or hold only cached files."""
+    """Return how many bytes this process can still use; memory that caches files counts as free."""
     free = _meminfo(root).get("MemAvailable", _physical_nbytes())
     return min([free, *(group.available_nbytes() for group in _groups(root))])
 
 
 def dirty_nbytes(root: Path = _ROOT) -> int:
-    """Return the bytes of files that the machine has not written to its disks yet."""
+    """Return how many bytes in the page cache the machine has not written to its disks yet."""
     lines = _meminfo(root)
     return lines.get("Dirty", 0) + lines.get("Writeback", 0)
 
 
 def share_nbytes(n_ranks: int, root: Path = _ROOT) -> int:
-    """Return one rank's part of `limit_nbytes`, or the process's own limit if that is less."""
+    """Return `limit_nbytes` divided by `n_ranks`, or the process's own ulimit if that is less."""
     limit = _limit_of_machine() if root == _ROOT else limit_nbytes(root)
     return max(1, min(limit // n_ranks, _own_limit_nbytes()))
 
 
 @cache
 def _limit_of_machine() -> int:
-    # Cached, because each save and load asks.
+    # Cached, because each save and load needs it.
     return limit_nbytes()
 
 
@@ -218,7 +218,7 @@ def _physical_nbytes() -> int:
 
 
 def _own_limit_nbytes() -> int:
-    """Return the limit of this process alone (``ulimit -v``, ``-d``)."""
+    """Return the lower of this process's own limits ``ulimit -v`` and ``ulimit -d``."""
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=sys.maxsize)
 
@@ -227,13 +227,13 @@ def _own_limit_nbytes() -> int:
 
 
 def _groups(root: Path) -> Iterator[_Group]:
-    """Yield this process's groups that have a memory controller, with their ancestors."""
+    """Yield this process's control groups that limit memory, and their ancestors."""
     paths = dict(_own_paths(_text(root / "proc/self/cgroup")))
     mounts = list(_mounts(_text(root / "proc/self/mountinfo")))
     for version, path in paths.items():
         own = [(source, target) for kind, source, target in mounts if kind is version]
-        # A container may see only its own group, under a name that is not in the path.  One of the
-        # two is the host's name, and the other is the container's.
+        # In a container, the path and the mount may name the group differently, because one name
+        # is the host's and the other is the container's.
         inside = [
             (path.relative_to(source), target)
             for source, target in own
@@ -246,7 +246,7 @@ def _groups(root: Path) -> Iterator[_Group]:
 
 
 def _own_paths(text: str) -> Iterator[tuple[_Version, PurePosixPath]]:
-    """Parse ``/proc/self/cgroup``: lines of number, controllers and path, with colons between."""
+    """Parse ``/proc/self/cgroup``, whose lines have the form ``number:controllers:path``."""
     for line in text.splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -259,7 +259,7 @@ def _own_paths(text: str) -> Iterator[tuple[_Version, PurePosixPath]]:
 
 
 def _mounts(text: str) -> Iterator[tuple[_Version, PurePosixPath, PurePosixPath]]:
-    """Parse ``/proc/self/mountinfo`` for the mounts of control groups: version, root, place."""
+    """Yield (version, root, mount point) of each cgroup mount in ``/proc/self/mountinfo``."""
     for line in text.splitlines():
         place, _, kind = line.partition(" - ")
         if not kind.startswith(_V1.filesystem):
@@ -281,7 +281,7 @@ def _unescaped(field: str) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None for "max", for other text and without a file."""
+    """Return the number in a file; None for "max", for other text and for a missing file."""
     text = _text(path).strip()
     return int(text) if re.fullmatch("[0-9]{1,20}", text) else None
 

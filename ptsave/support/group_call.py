@@ -1,4 +1,4 @@
-"""A collective call: if one rank fails, all ranks raise."""
+"""`GroupCall`: a call that all ranks of a group make; if one rank fails, all ranks raise."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from torch.distributed import distributed_c10d
 
 from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
 
-# Types for errors of other ranks: the first type that fits the error.
+# If another rank fails, this rank raises an error of the first of these types that fits.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (UnpicklingError, MemoryError, KeyError, TypeError, ValueError, RuntimeError)
 }
-# By group and ranks: a host's group holds connections, so it is kept as long as the whole group.
+# For each group, the smaller groups that `host_group` has made of its ranks.  They have open
+# connections, so they are kept as long as the group itself.
 _made: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 # Gloo waits this many times its timeout for a rank to connect, even if the rank has ended.
 _GLOO_CONNECTS = 5
@@ -32,8 +33,8 @@ _MIN_CONNECTING = timedelta(seconds=5)
 class GroupCall:
     """A collective call, seen from one rank; all ranks make the same exchanges in the same order.
 
-    `name` is the file that the call is about.  A reader reads the file for all ranks or, if the
-    call is divided, for the ranks of its host.  Tensors have to be on `device` to be exchanged.
+    `name` is the path of the file that the call reads.  Rank 0, the reader, reads it for all ranks.
+    After `divide`, each host has its own reader.  Ranks can exchange only tensors on `device`.
     """
 
     def __init__(self, group: Any) -> None:
@@ -48,27 +49,27 @@ class GroupCall:
         except (ValueError, RuntimeError, KeyError) as error:
             raise RuntimeError(f"process_group has been destroyed ({error})") from error
         self.device = device_of_group(group)
-        self._near: Any = group  # the ranks that this rank's reader sends to, or None
+        self._near: Any = group  # this rank's reader and the ranks that it reads for, or None
         self.is_reader = self.rank == 0
         self.is_divided = False
 
     def divide(self, hosts: Sequence[str]) -> None:
-        """Let one rank of each host read for its host; `hosts` has the host of each rank."""
+        """Let one rank on each host read for the ranks there; ``hosts[i]`` is rank i's host."""
         ranks = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        # The order of a new group that is made of these ranks.
+        # A new group of these ranks will have them in this order.
         near = sorted(ranks, key=lambda rank: distributed.get_global_rank(self._group, rank))
         self._near = host_group(self._group, near) if len(near) > 1 else None
         self.is_reader = near[0] == self.rank
         self.is_divided = True
 
     def agree_on_contents(self, digest: Callable[[], bytes]) -> None:
-        """Return to a single reader if the digests of what the readers have opened differ."""
+        """Let rank 0 read for all ranks again if `digest`, of the file, differs between hosts."""
         found = self.agree(digest() if self.is_divided and self.is_reader else None)
         if len({each for each in found if each is not None}) > 1:
             self._near, self.is_reader, self.is_divided = self._group, self.rank == 0, False
 
     def agree(self, value: Any, error: Exception | None = None) -> list[Any]:
-        """Return the values of all ranks, which can be pickled; raise as `together` does."""
+        """Return each rank's `value`, picklable on all; if a rank passes an `error`, all raise."""
         what = f"rank {{}} of {self.size} could not go on"
         try:
             return together(self._gather, self.rank, value, error, name=self.name, what=what)
@@ -83,7 +84,7 @@ class GroupCall:
         return values
 
     def send(self, value: Any) -> Any:
-        """Return the reader's value, on every rank."""
+        """Return the `value` that this rank's reader passes; other ranks' values are ignored."""
         values = [value]
         if self._near is not None:
             with self.exchanging("exchange"):
@@ -91,14 +92,14 @@ class GroupCall:
         return values[0]
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Begin to send the reader's bytes to its ranks, if any; return what waits for the end."""
+        """Begin to copy the tensor of this rank's reader into `tensor`; return a handle or None."""
         if self._near is None:
             return None
         return distributed.broadcast(tensor, group=self._near, group_src=0, async_op=True)
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
-        """Name the file and this rank in a group's error; nothing is exchanged after the error."""
+        """If the block fails, mark the call as ended, and add file and rank to a RuntimeError."""
         try:
             yield
         except BaseException as error:
@@ -112,7 +113,7 @@ class GroupCall:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Tell the other ranks of an error in the block, unless they know it, and raise it."""
+        """Send an error in the `with` block to the other ranks, unless an exchange has failed."""
         try:
             yield
         except Exception as error:
@@ -122,15 +123,15 @@ class GroupCall:
 
 
 def agree_on_file(call: GroupCall, f: Any) -> None:
-    """Name the call after a file that all ranks ask for, and choose its readers.
+    """Set the call's name to the path `f`, the same on all ranks, and choose the readers.
 
-    If all hosts have the same file, as far as sizes and times of change tell, each host has a
-    reader.  Otherwise the first rank reads.
+    If the file's size and modification time are the same on all hosts, each host has a reader.
+    Otherwise rank 0 reads for all ranks.
     """
     if not isinstance(f, (str, os.PathLike)):
         raise UnsupportedSourceError(
-            f"process_group is for a path or a URL, not {type(f).__name__}: one rank reads it for "
-            "all, so pass the same path on all ranks"
+            f"process_group is for a path or a URL, not {type(f).__name__}: one rank reads the "
+            "file for all ranks, so pass the same path on all ranks"
         )
     call.name = os.fsdecode(f)
     said = call.agree((call.name, host_identity(), _identity_of(call.name)))
@@ -138,17 +139,17 @@ def agree_on_file(call: GroupCall, f: Any) -> None:
     if len(set(names)) > 1:
         rank = next(i for i, name in enumerate(names) if name != names[0])
         raise ValueError(
-            f"{names[0]}: the ranks of process_group ask for different files: rank {rank} for "
-            f"{names[rank]}"
+            f"{names[0]}: the ranks of process_group ask for different files: rank {rank} for the "
+            f"file {names[rank]}"
         )
     if len(set(hosts)) > 1 and files[0] is not None and len(set(files)) == 1:
         call.divide(hosts)
 
 
 def _identity_of(path: str) -> tuple[Any, ...] | None:
-    """Return the sizes and times that a local file or directory shares with its copies.
+    """Return the sizes and modification times of a local file, or of a directory's files.
 
-    Inodes do not count, because the hosts may have copies.  None if there is no such file.
+    Returns None if the file is missing.  Inodes are not compared, as they differ between hosts.
     """
     try:
         if not os.path.isdir(path):
@@ -190,10 +191,11 @@ def together(
     name: str,
     what: str,
 ) -> list[Any]:
-    """Return the values of all ranks; if a rank gives an error, raise on every rank.
+    """Return the values of all ranks; if a rank passes an `error`, raise on every rank.
 
-    A rank raises its own error.  The others raise an error of the same type that names the file or
-    directory of the call and the first failed rank, by `what`: ``"rank {} could not go on"``.
+    `gather` returns the argument that each rank gives it.  A failed rank raises its own error.  The
+    others raise an error of the same type, whose message has `name`, a path, and `what`, such as
+    ``"rank {} could not go on"``; its ``{}`` becomes the number of the first failed rank.
     """
     said = gather((value, None if error is None else _described(error, rank)))
     for number, (_, failure) in enumerate(said):
@@ -203,7 +205,7 @@ def together(
 
 
 def _described(error: Exception, rank: int) -> tuple[str, str, dict[str, Any]]:
-    """Return an error as `_error_of_other` needs it; damage gets the rank that found it."""
+    """Return (kind, words, details) of an error, for `_error_of_other`; `rank` has raised it."""
     if isinstance(error, CorruptCheckpointError):
         error.rank = rank if error.rank is None else error.rank
         names = ("path", "record", "offset", "entries", "rank")
@@ -218,7 +220,7 @@ def _described(error: Exception, rank: int) -> tuple[str, str, dict[str, Any]]:
 def _error_of_other(
     name: str, what: str, kind: str, words: str, details: dict[str, Any]
 ) -> Exception:
-    """Return an error of the same type for another rank's error."""
+    """Return the error that this rank raises after another rank's error of this `kind`."""
     if kind == "OSError":
         return OSError(details["errno"], f"{what}: {words}", details["filename"] or name)
     message = f"{name}: {what}: {words}"
@@ -231,9 +233,9 @@ def _error_of_other(
 
 
 def host_identity() -> str:
-    """Return a text that is the same in all processes of a host, and different elsewhere.
+    """Return a text that is the same in all processes of a host, and different on other hosts.
 
-    It holds the kernel's boot ID, and the host's name, which differs between containers.
+    The text consists of the host's name, which differs between containers, and of the boot ID.
     """
     start = ""
     with suppress(OSError):
@@ -242,9 +244,9 @@ def host_identity() -> str:
 
 
 def host_group(group: Any, ranks: Sequence[int]) -> Any:
-    """Return the process group of some ranks of a group, with its backend and timeout.
+    """Return a new or kept group of these `ranks` of `group`, with its backend and timeout.
 
-    Only these ranks make the call, all at the same time.
+    Exactly these ranks must make this call, all at the same time.
     """
     made = _made.setdefault(group, {})
     key = tuple(ranks)
@@ -265,14 +267,14 @@ def host_group(group: Any, ranks: Sequence[int]) -> Any:
 
 
 def _connecting(timeout: timedelta | None) -> timedelta | None:
-    """Return the timeout that makes gloo give up connecting after `timeout`."""
+    """Return a timeout for gloo, which waits `_GLOO_CONNECTS` times as long for connections."""
     if timeout is None:
         return None
     return max(timeout / _GLOO_CONNECTS, min(timeout, _MIN_CONNECTING))
 
 
 def device_of_group(group: Any) -> torch.device:
-    """Return the device on which a process group exchanges tensors: the CPU if it can.
+    """Return the device on which a process group exchanges tensors: the CPU if possible.
 
     Raises a RuntimeError if this process has no such device.
     """
@@ -283,14 +285,14 @@ def device_of_group(group: Any) -> torch.device:
         return torch.empty(0, device=kinds[0]).device  # the current device of that kind
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise RuntimeError(
-            f"process_group exchanges tensors on devices of type {kinds[0]}, and this process "
-            "cannot make one there: make a group that can use the CPU, "
-            f'torch.distributed.new_group(backend="gloo"), and pass that ({error})'
+            f"process_group exchanges tensors on devices of type {kinds[0]}, but this process "
+            "cannot make tensors there: pass a group that can use the CPU, such as "
+            f'torch.distributed.new_group(backend="gloo") ({error})'
         ) from error
 
 
 def timeout_of_group(group: Any) -> timedelta | None:
-    """Return how long a process group waits for its ranks; None if it does not say."""
+    """Return how long a process group waits for its ranks; None if that is unknown."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)

@@ -1,4 +1,4 @@
-"""Locks on files and directories that end with the process that took them."""
+"""Locks on files and directories; a lock ends with the process that took it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ptsave.errors import SaveError
 
 
 class HeldLock:
-    """Holds the descriptor of a locked file; a forked child closes its copy."""
+    """Holds the descriptor of a locked file; a forked child closes its copy of the descriptor."""
 
     _descriptor: int | None = None
 
@@ -23,7 +23,7 @@ class HeldLock:
         _held.add(self)
 
     def _close(self) -> None:
-        """Give the lock up; in a forked child, leave it to the parent."""
+        """Close the descriptor, which ends the lock; after a fork, the parent process keeps it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -44,7 +44,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def try_lock(descriptor: int, *, wait: bool = False) -> bool | None:
-    """Lock a file; return False if another holds the lock, None if the system has no locks."""
+    """Lock a file: return True, False if it is locked already, or None if locks are unsupported."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -55,7 +55,7 @@ def try_lock(descriptor: int, *, wait: bool = False) -> bool | None:
 
 
 def is_locked(descriptor: int) -> bool:
-    """Return whether another descriptor, of this process or another, holds the lock."""
+    """Return whether the file is locked through another descriptor, in any process."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -65,7 +65,7 @@ def is_locked(descriptor: int) -> bool:
 
 @contextmanager
 def locked_directory(directory: str, *, wait: bool = False) -> Iterator[bool]:
-    """Lock a directory in the block; yield False if another process has locked it."""
+    """Lock a directory for the `with` block; yield True, or False if it is locked already."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield try_lock(descriptor, wait=wait) is not False
@@ -76,15 +76,15 @@ def locked_directory(directory: str, *, wait: bool = False) -> Iterator[bool]:
 
 
 class FolderLock(HeldLock):
-    """Makes and locks a directory; raises a SaveError about `place` if it is locked already.
+    """Makes `folder`, locks the file `name` in it; SaveError about `place` if it is locked already.
 
-    On a file system without locks, other processes are not kept out.
+    On a file system without locks, other processes can use the directory at the same time.
     """
 
     def __init__(self, folder: str, name: str, place: str) -> None:
         self._folder, self._path = folder, os.path.join(folder, name)
         descriptor = None
-        while descriptor is None:  # a holder may remove the file at the same time
+        while descriptor is None:  # another process may remove the file meanwhile
             descriptor = self._locked(place)
         self._hold(descriptor)
 
@@ -95,8 +95,8 @@ class FolderLock(HeldLock):
                 os.unlink(self._path)
             with suppress(OSError):
                 os.rmdir(self._folder)
-            # While a file system writes a checkpoint to its disk, it may take a tenth of a second
-            # to close a file that was removed.
+            # While the system writes a checkpoint to the disk, closing a removed file may take a
+            # tenth of a second.
             descriptor, self._descriptor = self._descriptor, None
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -111,7 +111,7 @@ class FolderLock(HeldLock):
             return None
         try:
             if try_lock(descriptor) is False:
-                reason = "another process is saving there: wait until it has, or save elsewhere"
+                reason = "another process is saving there: wait for that save, or save elsewhere"
                 raise SaveError(errno.EBUSY, reason, place)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):

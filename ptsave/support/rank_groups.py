@@ -1,8 +1,9 @@
 """Lets the ranks of a job exchange small values, over torch.distributed or a directory.
 
-Values have to be JSON.  Each call is collective: all ranks make it in the same order, and no call
-returns before all ranks have called.  `session` is 16 hexadecimal digits: the same on all ranks,
-and higher than in earlier jobs.  `gather` raises a RuntimeError if a rank has ended or is late.
+Values must be JSON values.  Each call is collective: all ranks make their calls in the same order,
+and a call returns only after all ranks have made it.  `session` is a text of 16 hexadecimal digits,
+the same on all ranks, and greater than in earlier jobs.  `gather` raises a RuntimeError
+if a rank has ended or is late.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ptsave.support.locks import HeldLock, is_locked
 
-_TIMEOUT_S = 1800.0  # torch.distributed's own
+_TIMEOUT_S = 1800.0  # torch.distributed's default
 _LONGEST_PAUSE_S = 0.1
 
 
 class GroupRanks:
-    """The ranks of a process group; `place` is the directory that they save to, for errors.
+    """The ranks of a process group; `place` is the directory that error messages name.
 
-    The group is not kept alive, so ``destroy_process_group()`` waits for its threads.  A thread
-    that outlives the interpreter may free Python objects, and so crash the process.
+    The reference to the group is weak, so that ``destroy_process_group()`` ends the threads of the
+    group.  If a thread outlived the interpreter, it could free Python objects, and so crash the
+    process.
     """
 
     def __init__(self, group: Any, place: str) -> None:
@@ -58,11 +60,11 @@ class GroupRanks:
 
 
 class FileRanks:
-    """Ranks that know their numbers and see one directory, but have no process group.
+    """Ranks that know their numbers and share one directory, but have no process group.
 
-    Each rank locks a file of its own with ``flock`` while it lives.  The files of all living ranks
-    make the session, and a store for its values is a file named after it.  Raises a RuntimeError if
-    a rank does not come within `timeout` seconds.
+    Each rank has its own file, and locks it with ``flock`` as long as the rank runs.
+    `session` is computed from all these files.  The ranks exchange values in a file named after
+    the session.  Raises a RuntimeError if a rank does not join within `timeout` seconds.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, timeout: float = _TIMEOUT_S) -> None:
@@ -82,8 +84,8 @@ class FileRanks:
     def _meet(self) -> None:
         """Wait until all ranks know the same session.
 
-        A locked file may belong to an object that is about to end.  So the files are read again
-        until every rank has confirmed them in the session's store.
+        A locked file may belong to an earlier `FileRanks` that is about to end.  So each rank reads
+        all files again until every rank has confirmed the session.
         """
 
         def look() -> bool:
@@ -123,12 +125,12 @@ class FileRanks:
             if ended():
                 raise RuntimeError(f"{self._folder}: {who_has} ended")
             if time.monotonic() > end:
-                raise RuntimeError(f"{self._folder}: {who_has} not come in {self._timeout:.0f} s")
+                raise RuntimeError(f"{self._folder}: {who_has} not joined in {self._timeout:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _remove_stores(self) -> None:
-        """Remove the stores of earlier sessions."""
+        """Remove the files in which the ranks of earlier sessions exchanged values."""
         for path in self._folder.glob(".ranks-*"):
             if path.name != f".ranks-{self.session}":
                 path.unlink(missing_ok=True)
@@ -136,17 +138,17 @@ class FileRanks:
 
 # ----------------------------------------------------------------------------- a file for each rank
 
-# A file is locked before it gets its name, so a file without a lock belongs to a dead process.
+# A file is locked before it gets its final name, so if a file has no lock, its rank has ended.
 _N_TOKEN_DIGITS = 16
 
 
 def new_token() -> str:
-    """Return 16 hexadecimal digits, higher than any token of an earlier millisecond."""
+    """Return 16 hexadecimal digits, greater than any token made in an earlier millisecond."""
     return f"{time.time_ns() // 1_000_000:011x}{secrets.randbits(20):05x}"
 
 
 class RankLock(HeldLock):
-    """Holds the locked file of a rank, which contains `token`.
+    """Holds a lock on the file of a rank; the file contains `token`.
 
     Raises a RuntimeError if another process, or another object of this process, holds the file.
     """
@@ -155,8 +157,9 @@ class RankLock(HeldLock):
         self._path = _path(folder, rank, size)
         if is_held(folder, rank, size):
             raise RuntimeError(
-                f"{folder}: another process saves as rank {rank} of {size} here: end it, or give "
-                "this job a directory of its own (if it is this process, close the other object)"
+                f"{folder}: another process, or another object of this process, saves as rank "
+                f"{rank} of {size} here: end that process, close that object, or give this job its "
+                "own directory"
             )
         self.token = new_token()
         self._hold(_locked_file(self._path, self.token))
@@ -171,7 +174,7 @@ class RankLock(HeldLock):
             self._close()
 
     def leave(self, word: str) -> None:
-        """Leave the file with a last word in it; another process may take the rank."""
+        """Append `word` to the file and unlock it, so that another process may take the rank."""
         if self._descriptor is not None:
             try:
                 os.write(self._descriptor, word.encode())
@@ -191,9 +194,9 @@ def token_of(folder: Path, rank: int, size: int) -> str:
 
 
 def last_word_of(folder: Path, rank: int, size: int) -> str | None:
-    """Return the last word of a rank that has ended, or None if its process holds the file.
+    """Return the word that a rank passed to `leave`, or None if a process still holds the file.
 
-    The word is empty if the rank ended without one.
+    The word is empty if the rank ended without `leave`, or if there is no file.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -209,7 +212,7 @@ def last_word_of(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _read(folder: Path, rank: int, size: int) -> tuple[bool, str]:
-    """Return whether a process holds a rank's file, and its text."""
+    """Return whether a process holds a rank's file, and the file's text."""
     try:
         descriptor = os.open(_path(folder, rank, size), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Formats sizes, shapes, dtypes and counts for people."""
+"""Formats sizes, shapes, dtypes and counts as text that people read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def count_text(n: int, noun: str) -> str:
 
 
 def differ_text(n_different: int, n_outside: int, n: int) -> str:
-    """Return how many of `n` numbers differ, and how many of these by more than is allowed."""
+    """Return a text: how many of `n` numbers differ, and how many by more than is allowed."""
     outside = f", {n_outside:,} by more than allowed" if n_outside != n_different else ""
     return f"{n_different:,} of {n:,} differ{outside}"
 
@@ -80,7 +80,7 @@ def cut(text: str, width: int) -> str:
 
 
 def cut_in_the_middle(text: str, width: int) -> str:
-    """Return text, or its beginning and end with two dots between them.
+    """Return text, or its beginning and end with two dots between if it is wider than `width`.
 
     >>> cut_in_the_middle("model.layers.10.self_attn.q_proj.weight", 24)
     'model.layer..proj.weight'
@@ -99,7 +99,7 @@ def _beginning(text: str, width: int) -> str:
 
 
 def padded(text: str, width: int) -> str:
-    """Return text with blanks behind it, up to a width in terminal columns.
+    """Return text with spaces after it, up to a width in terminal columns.
 
     >>> padded("ab", 4) + "|", padded("\u65e5", 4) + "|"
     ('ab  |', '\u65e5  |')
@@ -108,7 +108,7 @@ def padded(text: str, width: int) -> str:
 
 
 def n_columns(text: str) -> int:
-    """Return the number of terminal columns of a text: two for a Chinese character."""
+    """Return how many terminal columns a text takes; a Chinese character takes two."""
     if text.isascii():
         return len(text)
     return sum(
@@ -131,7 +131,7 @@ def printable(text: str) -> str:
 
 
 def some_of(texts: Sequence[str], n: int) -> str:
-    """Return the first `n` texts, and how many more there are."""
+    """Return the first `n` texts, joined by commas, and how many more there are."""
     more = len(texts) - n
     return ", ".join(texts[:n]) + (f" and {more:,} more" if more > 0 else "")
 

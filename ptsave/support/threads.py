@@ -1,7 +1,7 @@
 """Threads whose start never hangs, and a thread pool that also works if no thread can start.
 
-``threading.Thread.start``, which ``concurrent.futures`` also uses, waits for ever if the new thread
-runs out of memory while it begins.
+``threading.Thread.start`` waits forever if the new thread runs out of memory while it begins.
+``concurrent.futures`` uses that method, too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, TypeAlias, TypeVar
 Call: TypeAlias = Callable[[], None]
 _Result = TypeVar("_Result")
 
-PAUSE = 0.02  # seconds between two looks at a condition, or two attempts to get memory
+PAUSE = 0.02  # seconds between two checks of a condition, or two attempts to get memory
 
 
 def run_all(take: Callable[[], Call | None]) -> None:
-    """Run calls until `take` returns None.
+    """Run each call that `take` returns, until `take` returns None.
 
     A call that runs out of memory is repeated, because a caller waits for its result.
     """
@@ -33,16 +33,17 @@ def run_all(take: Callable[[], Call | None]) -> None:
             if call is None:
                 return
             call()
-            call = None  # or it would live until the next call, with all that it holds
+            call = None  # otherwise the call and its objects live until the next call
         except MemoryError:
             time.sleep(PAUSE)
 
 
 class Thread(threading.Thread):
-    """A thread whose :meth:`start` returns when the thread has begun, and raises if it cannot.
+    """A thread whose :meth:`start` waits until the thread has begun, or raises if it cannot begin.
 
-    The interpreter waits for the thread at exit.  `call` runs on the thread.  It gets a function to
-    call as soon as it handles errors itself.  Until then, `start` raises if the thread fails.
+    The interpreter waits for the thread at exit.  `call` runs on the thread, and gets a function as
+    its argument.  `call` must run that function as soon as it can handle errors itself.  If the
+    thread fails before that, `start` raises.
     """
 
     def __init__(self, call: Callable[[Callable[[], None]], None], name: str | None = None) -> None:
@@ -55,7 +56,7 @@ class Thread(threading.Thread):
 
     @property
     def _bootstrap(self) -> _Entry:
-        # The new thread's entry point; threading asks for it once, in start().
+        # The new thread's entry point; threading reads this property once, in start().
         entry = _Entry(super()._bootstrap)  # type: ignore[misc]
         self._entry = weakref.ref(entry)
         return entry
@@ -64,9 +65,9 @@ class Thread(threading.Thread):
         """Start the thread and wait until it has begun; raise if it cannot be started."""
         try:
             super().start()
-        except (RuntimeError, MemoryError):  # without a name, which would keep the error's frames
+        except (RuntimeError, MemoryError):  # no `as error`, which would keep its frames
             if not self._begins():
-                threading._limbo.pop(self, None)  # type: ignore[attr-defined]  # as about to begin
+                threading._limbo.pop(self, None)  # type: ignore[attr-defined]  # or it stays there
                 raise
         else:
             if not self._begins():
@@ -112,7 +113,7 @@ class _Unawaited(threading.Event):
 class ThreadPool(Executor):
     """Threads that run calls, like :class:`concurrent.futures.ThreadPoolExecutor`.
 
-    The threads exist only while there are calls.  If none can be started, `submit` runs the calls.
+    The threads exist only while there are calls.  If no thread can start, `submit` runs them.
     """
 
     def __init__(self, n_threads: int, name: str = "ptsave-worker") -> None:
@@ -125,11 +126,11 @@ class ThreadPool(Executor):
         self._closed = False
 
     def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
-        """Queue a call, and return the future of its result."""
+        """Queue the call ``fn(*args, **kwargs)``, and return a future of its result."""
         call = _Call(partial(fn, *args, **kwargs))
         with self._lock:
             if self._closed:
-                raise RuntimeError("nothing can be submitted after the shutdown")
+                raise RuntimeError("no call can be submitted after the shutdown")
             self._calls.append(call)
             if self._n_working == self._n_threads:
                 return call.future
@@ -180,7 +181,7 @@ class _Call:
         self._has_begun = False
 
     def __call__(self) -> None:
-        """Run the call; a second try, after a MemoryError, only fails the future."""
+        """Run the call; if it is run again after a MemoryError, only set the future's error."""
         future = self.future
         try:
             if self._has_begun:
@@ -195,4 +196,4 @@ class _Call:
         else:
             future.set_result(result)
         finally:
-            del future, self  # an error refers to this frame
+            del future, self  # an error's traceback refers to this frame

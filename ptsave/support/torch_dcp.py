@@ -1,6 +1,6 @@
 """Private names of torch.distributed.checkpoint, whose import takes a second.
 
-Only modules that are imported for such a checkpoint may import this module.
+Only modules that ptsave imports for distributed checkpoints may import this module.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ptsave.support.torch_names import private
 
-# Where the bytes of an item are: relative_path, offset, length, transform_descriptors.
+# Says where a tensor's bytes are in a file: relative_path, offset, length, transform_descriptors.
 StorageInfo: Any = private(filesystem, "_StorageInfo")
 MemoryFormat: Any = private(metadata, "_MEM_FORMAT_ENCODING")
 
-# A tensor spread over ranks, from before DTensor.
+# A tensor with parts on several ranks: the older form of a DTensor.
 ShardedTensor: Any = private(sharded_tensor, "ShardedTensor")
 
-# Replaces tensors on the device "meta" by tensors with memory.
+# Replaces tensors on the device "meta" with tensors that have memory.
 init_state_dict: Any = private(planner_helpers, "_init_state_dict")
 
 _validate_global_plan: Any = private(default_planner, "_validate_global_plan")
 
-# Returns a flat dict, and the path of each of its names in the nested one.
+# Returns a flat dict, and for each of its names the path in the nested dict.
 flatten_state_dict: Any = _nested_dict.flatten_state_dict
 
-# The function of torch.serialization that pickles name for a torch.layout.
+# A pickled torch.layout names this function of torch.serialization.
 layout_function = "_get_layout"
 
-# Pickles call these for a tensor; the second if no storage class has its dtype.
+# To rebuild a tensor, a pickle calls the first function, or the second for newer dtypes.
 rebuild_tensor: Any = private(torch._utils, "_rebuild_tensor_v2")
 rebuild_tensor_of_dtype: Any = private(torch._utils, "_rebuild_tensor_v3")
 
-# The module that finds a storage for a checkpoint_id, by classes among its own globals.
+# The module that chooses a reader or writer class for a checkpoint_id; it has both as globals.
 storage_setup_module = _storage_utils
 
-# save() and load() set up their storage, make a DistWrapper of the group, and call these.
+# torch's save() and load() make a DistWrapper of the process group, and then call these functions.
 save_state_dict: Any = private(state_dict_saver, "_save_state_dict")
 load_state_dict: Any = private(state_dict_loader, "_load_state_dict")
 DistWrapper: Any = private(utils, "_DistWrapper")
 
 
 def validate_global_plan(plans: list[SavePlan], described: Metadata) -> list[str]:
-    """Return messages about tensors whose chunks overlap or leave something out.
+    """Return messages about tensors whose chunks overlap or leave gaps.
 
-    torch 2.9 logs the messages, and returns whether the plan is valid.
+    torch 2.9 only logs the messages; the result is then one general message.
     """
     found: bool | list[str] = _validate_global_plan(plans, described)
     if isinstance(found, bool):
-        return [] if found else ["chunks overlap or leave something out, as torch has logged"]
+        return [] if found else ["chunks overlap or leave gaps, as torch has logged"]
     return found

@@ -1,7 +1,7 @@
 """Private names of torch.nn.Module and torch.optim.Optimizer.
 
-Checked with torch 2.9.1, 2.11.0 and 2.13.0, which have all of them.  If a name is missing,
-`private` raises an ImportError that names it.
+torch 2.9.1, 2.11.0 and 2.13.0 have all these names.  If a name is missing, `private` raises an
+ImportError that contains the name.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _T = TypeVar("_T")
 _module = nn.Module()
 
 
-_attribute_of: dict[Any, str] = {}  # by the function that gets it
+_attribute_of: dict[Any, str] = {}  # names of attributes, by the functions that get them
 
 
 def _attribute(name: str) -> Any:
-    """Return a function that gets an attribute, which every module has, from a module."""
+    """Return a function that gets the attribute `name`, which every module has, from a module."""
     private(_module, name)
     getter = attrgetter(name)
     _attribute_of[getter] = name
     return getter
 
 
-# The dicts of a module; they may be changed.
+# These return a module's own dicts, so a change of such a dict changes the module.
 parameters_of: Callable[[nn.Module], dict[str, Tensor | None]] = _attribute("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = _attribute("_buffers")
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute("_modules")
@@ -49,19 +49,19 @@ non_persistent_buffers_of = _attribute("_non_persistent_buffers_set")
 pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = _attribute("_load_state_dict_pre_hooks")
 post_hooks_of: Callable[[nn.Module], dict[int, Any]] = _attribute("_load_state_dict_post_hooks")
 
-# Replaces all tensors of a module and its children by a function's results.
+# Calls a function with each tensor of a module and its children, and puts the result in its place.
 apply_to_tensors_of: Callable[[nn.Module], Callable[[Callable[[Tensor], Tensor]], nn.Module]]
 apply_to_tensors_of = _attribute("_apply")
 
-# The method with which a module loads its own entries; some modules override it.
+# The method by which a module loads its own part of a state dict; some modules override it.
 LOAD_METHOD = "_load_from_state_dict"
 load_method_of: Callable[[Any], Any] = _attribute(LOAD_METHOD)
 
-# Registers a load pre-hook that is not given the module; returns its handle.
+# Registers a load pre-hook, which torch calls without the module; returns the hook's handle.
 register_pre_hook: Callable[[nn.Module, Callable[..., None]], Any]
 register_pre_hook = private(nn.Module, "_register_load_state_dict_pre_hook")
 lazy_load_hook: Any = private(lazy.LazyModuleMixin, "_lazy_load_hook")
-# Hooks of all modules, which are called when a parameter or a buffer is set.
+# Global hooks that torch calls when a parameter or a buffer of any module is set.
 registration_hooks: tuple[dict[int, Any], ...] = (
     private(module_module, "_global_parameter_registration_hooks"),
     private(module_module, "_global_buffer_registration_hooks"),
@@ -77,15 +77,15 @@ METADATA = "_metadata"
 
 
 def optimizer_policy() -> Callable[..., Tensor]:
-    """Return the method that casts an optimizer's state; users may have replaced it."""
+    """Return torch's method that casts an optimizer's state, or its replacement by a user."""
     return Optimizer._process_value_according_to_param_policy
 
 
 def modules_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules of a model by name, each under all of its names.
+    """Return pairs (name, module) for a model; a module with several names has several pairs.
 
-    The result is that of ``named_modules(remove_duplicate=False)``, whose nested generators take
-    most of the time of a walk.
+    The result is the same as from ``named_modules(remove_duplicate=False)``, whose nested
+    generators take more time.
     """
     found: list[tuple[str, nn.Module]] = []
     _note_modules(model, "", found)
@@ -105,7 +105,7 @@ def _note_modules(module: nn.Module, name: str, found: list[tuple[str, nn.Module
 def having(
     modules: list[tuple[str, nn.Module]], attribute_of: Callable[[nn.Module], Any]
 ) -> list[tuple[str, nn.Module]]:
-    """Return the named modules whose attribute, given by its function above, is not empty."""
+    """Return the pairs (name, module) whose module has a non-empty value of this attribute."""
     from ptsave import _C  # not at import: strip_prefix needs no engine
 
     return _C.having(modules, _attribute_of[attribute_of])
@@ -114,9 +114,9 @@ def having(
 def tensors_in(
     model: nn.Module, modules: list[tuple[str, nn.Module]] | None = None
 ) -> dict[str, Tensor]:
-    """Return the parameters of a model, then its buffers, each under all of its names.
+    """Return the parameters of a model, then its buffers; a shared tensor has several names.
 
-    `modules` is the result of `modules_in` for the model, if the caller has it.
+    `modules` is the result of `modules_in` for the model, if the caller has it already.
     """
     found: dict[str, Tensor] = {}
     modules = modules_in(model) if modules is None else modules

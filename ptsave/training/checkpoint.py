@@ -1,4 +1,4 @@
-"""Saves objects that have a state under names, and restores them in place."""
+"""Saves named objects in one file, and restores objects in place, without a second copy."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ def load_into(
     device: Any = None,
     rename: Rename | None = None,
 ) -> Any:
-    """Restore a state dict from a file straight into the tensors of `target`.
+    """Restore a state dict from a file directly into the tensors of `target`.
 
     The bytes go from the file into the existing parameters, buffers and states, without a second
-    copy in memory.  Only conversions to another dtype or device need extra memory: 32 MiB, or one
-    tensor, at a time.  Before the first byte is overwritten, ptsave checks the keys, the shapes,
-    and the sizes and places of records.
+    copy in memory.  Only conversions to another dtype or device need extra memory: at most 32 MiB,
+    or the size of one tensor.  Before the first byte is overwritten, ptsave checks the keys,
+    the shapes, and the sizes and offsets of the records in the archive.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        Any source of :func:`ptsave.load` that holds a bare state dict.
+        A file that :func:`ptsave.load` can load.  It holds one state dict, not a dict of several.
     target : torch.nn.Module, torch.optim.Optimizer or dict
         The object to restore.  In a dict, and in dicts and lists inside it, tensors are filled and
-        other values are replaced.  Any other object with a ``load_state_dict`` gets the state dict.
+        other values are replaced.  For any other object, ptsave calls its ``load_state_dict``.
     strict : bool, default True
         Whether missing and unexpected keys are an error.  For an optimizer, this has an effect only
         when parameters are matched by name.
     assign : bool, default False
-        As for :meth:`torch.nn.Module.load_state_dict`: the module gets the loaded tensors.
+        As for :meth:`torch.nn.Module.load_state_dict`: new tensors replace the module's tensors.
     map_location : callable, torch.device, str, dict or None
-        As for :func:`torch.load`, but the target's tensors stay where they are.
+        As for :func:`torch.load`, except that the target's tensors stay on their devices.
     weights_only : bool or None
         As for :func:`torch.load`, but a restore also accepts some harmless types that
         :func:`torch.load` refuses: NumPy's numbers, dtypes and arrays of numbers, paths, dates,
@@ -78,22 +78,23 @@ def load_into(
         Whether to show a progress bar.
     ignore_mismatched_sizes : bool, default False
         As for :func:`ptsave.load_state_dict`.  In an optimizer, a parameter whose saved state has
-        another shape keeps its present state.
+        a different shape keeps its present state.
     match : {"order", "name"}, optional
         For an optimizer, as for :func:`ptsave.load_optimizer_state_dict`.  None matches by name if
-        the file has parameters' names where torch.optim puts numbers, and otherwise by order.
+        the file has names of parameters in place of torch.optim's numbers, or else by order.
         ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` writes such names, with
-        and without ``flatten_optimizer_state_dict``.  As with ``set_optimizer_state_dict``, such a
-        file may lack a parameter that needs no gradient, and may have parameters that the optimizer
-        does not have.
+        and without ``flatten_optimizer_state_dict``.  Like
+        ``set_optimizer_state_dict``, ptsave accepts such a file if it lacks a parameter that needs
+        no gradient, or has parameters that the optimizer does not have.
     key_mapping : callable or mapping, optional
-        Changes names in the file to names of the module's entries or the optimizer's parameters,
-        like `rename` of :func:`ptsave.load_model`.  It is a function of a name, or a mapping whose
-        keys are whole names or some components of names.  The new name None leaves an entry out.
+        Changes names in the file to names of the module's entries or the optimizer's parameters.
+        A function returns the new name.  The keys of a mapping are full names or components of
+        names, and the values are their replacements.  :func:`ptsave.load_model` calls this
+        argument `rename`.  An entry whose new name is None is left out.
     named_parameters : iterable of (str, Tensor), optional
-        Names for an optimizer's parameters, if the optimizer was made without names.  Names in the
-        file may lack the components that FSDP, torch.compile and activation checkpointing add, and
-        the ``module.`` of DistributedDataParallel.
+        Names for an optimizer's parameters, if the optimizer was made without names.  If FSDP,
+        torch.compile, activation checkpointing or DistributedDataParallel adds components to these
+        names (such as ``module.``), the names in the file may lack the components.
     storage_options : mapping, optional
         Arguments for fsspec's file system, if `f` is a URL.
     process_group : torch.distributed.ProcessGroup, optional
@@ -114,27 +115,28 @@ def load_into(
     Raises
     ------
     RuntimeError
-        As from :meth:`torch.nn.Module.load_state_dict`, but nothing has been overwritten.  If a
-        part of the checkpoint fits the target, the message names that part.
+        As from :meth:`torch.nn.Module.load_state_dict`, but before anything is overwritten.  If
+        a part of the checkpoint fits the target, the message names that part.
     KeyError
         The target is an optimizer, and the file does not hold the state dict of an optimizer.  If
-        a part of the file is one, the message names that part.
+        a part of the file is such a state dict, the message names that part.
     CorruptCheckpointError
-        The file is damaged.  If part of the target has been overwritten already, the message names
-        the entries that hold the file's values.  Any exception that stops a restore halfway also
-        has these names in its attribute ``overwritten``.
+        The file is damaged.  If a part of the target has been overwritten already, the message
+        names the target's entries with new values.  Every exception that stops a restore halfway
+        has these names in its attribute ``overwritten``, too.
 
     Notes
     -----
     Code of the model (hooks, an overridden ``_load_from_state_dict``, extra state, tensor
-    subclasses) sees the same values as under torch.  When the code of a module runs, the module's
-    entries are in memory, and the modules before it have been restored.
+    subclasses) sees the same values as with torch.  When code of a module runs, the module's saved
+    values are in memory, and all modules before it have been restored.
 
-    An archive in a local file or in memory is read straight into the target.  Other sources are
+    An archive in a local file or in memory is read directly into the target.  Other sources are
     first loaded and then copied: URLs, other file objects, safetensors files, and checkpoints of
-    several files.  With `process_group`, the contents of a URL also go straight into the target,
-    and are converted on the way; this needs 40 MiB beside the target.  Tensors are also loaded
-    first with ``assign=True``, or if unpickling the object may look at their values.
+    several files.  But with `process_group`, an archive at a URL goes directly into the target,
+    and is converted while it arrives; this needs 40 MiB besides the target's memory.  With
+    ``assign=True``, tensors are loaded into new memory and then assigned.  If
+    unpickling may read values of tensors, the tensors are loaded into new memory and then copied.
 
     Examples
     --------
@@ -160,7 +162,7 @@ def load_into(
     with restoring(f, options) as (obj, copier, _):
         try:
             refuse_module(obj)
-            if copier.is_shared:  # otherwise the load itself checks
+            if copier.is_shared:  # if not, `whole.load` makes this check
                 with part_named(obj, target):
                     whole.check(obj, copier)
                 copier.agree()
@@ -173,14 +175,14 @@ def load_into(
 
 
 def _check_arguments(f: Any, target: Any, options: RestoreOptions) -> None:
-    """Raise for arguments in the order of `load_model`, and for options unfit for the target."""
+    """Raise a TypeError if `f` and `target` are swapped, or if an option does not fit `target`."""
     if isinstance(target, (str, os.PathLike)) and hasattr(f, "state_dict"):
         raise TypeError("the arguments are in the wrong order: load_into(file, target)")
     is_module, is_optimizer = isinstance(target, nn.Module), isinstance(target, Optimizer)
     if options.assign and not is_module:
-        raise TypeError("assign=True is for modules: nothing else assigns tensors")
+        raise TypeError("assign=True is for modules, and has no meaning for other targets")
     if options.match is not None and not is_optimizer:
-        raise TypeError("match is for optimizers: everything else has names")
+        raise TypeError("match is for optimizers: other targets always match by name")
     if options.key_mapping is not None and not (is_module or is_optimizer):
         raise TypeError("key_mapping is for modules and optimizers")
 
@@ -198,7 +200,7 @@ def save_checkpoint(
 ) -> None:
     """Save named objects; an object that has a ``state_dict`` method is saved as its state dict.
 
-    The file is a dict of these names, which :func:`torch.load` can read.
+    The file holds a dict from the names to the saved objects.  :func:`torch.load` can read it.
 
     Parameters
     ----------
@@ -207,14 +209,14 @@ def save_checkpoint(
     fsync, atomic, progress, storage_options, weights_only_check
         As for :func:`ptsave.save`.
     **objects : object
-        Models, optimizers, schedulers, and anything that can be saved.  The names of options are
-        not allowed.
+        Models, optimizers, schedulers, and any other objects that can be saved.  No object
+        may have the name of an option.
 
     Raises
     ------
     TypeError
-        An object has the name of an option, or an option of another function is among the objects
-        (``pickle_protocol=4``).
+        An object has the name of an option.  Or the call has an option that only other functions
+        have (``pickle_protocol=4``).
     SaveError, ValueError
         As from :func:`ptsave.save`.
 
@@ -238,22 +240,22 @@ def save_checkpoint(
 
 
 class RestoredEntries(dict[str, Any]):
-    """A dict of the checkpoint's entries that have no target, with a report on the targets.
+    """The entries of a checkpoint that no target was given for, and a report on the targets.
 
     Attributes
     ----------
     report : dict of str to IncompatibleKeys
-        The keys that did not match, for each restored module, optimizer and dict, by its name.
+        For each restored module, optimizer and dict, by its name: the keys that did not match.
         The checkpoint lacks the ``missing_keys``, and the target lacks the ``unexpected_keys``.
-        The ``mismatched_keys`` were left out because their shapes differ; each comes with the shape
-        in the checkpoint and the shape in the target.  The keys of an optimizer are names of
-        parameters, or their saved numbers if parameters were matched by order.  A module has no
-        report if it overrides ``load_state_dict`` and that method returns no keys.
+        The ``mismatched_keys`` were left out because their shapes differ; each has the name, the
+        shape in the checkpoint and the shape in the target.  The keys of an optimizer are names of
+        parameters, or the saved numbers if parameters were matched by order.  There is no report
+        on a module whose own ``load_state_dict`` returns no keys.
 
     Notes
     -----
-    This dict is equal to a plain dict of its entries.  It is pickled as an `OrderedDict` without
-    the report, so that ``weights_only=True`` can load it.
+    This dict is equal to a plain dict with the same entries.  It is pickled as an `OrderedDict`,
+    without the report, so that :func:`torch.load` with ``weights_only=True`` accepts it.
 
     Examples
     --------
@@ -300,24 +302,24 @@ def load_checkpoint(
     rename: KeyMapping | None = None,
     **targets: Any,
 ) -> RestoredEntries:
-    """Restore objects in place from a checkpoint, and return its other entries.
+    """Restore objects in place from a checkpoint, and return the entries that have no target.
 
-    All targets are checked, as far as possible, before anything is overwritten.  Modules are
+    Before anything is overwritten, all targets are checked as far as possible.  Modules are
     restored first, then optimizers, then the other targets, each in the order of the arguments.
 
     Parameters
     ----------
     f : str, os.PathLike or file-like
-        A file of :func:`ptsave.save_checkpoint`, or any other file that holds a dict with a state
-        dict for each target, such as ``{"model_state_dict": ..., "epoch": 3}``.
+        A file that :func:`ptsave.save_checkpoint` wrote, or another file with a dict that has a
+        state dict for each target, such as ``{"model_state_dict": ..., "epoch": 3}``.
     strict, map_location, weights_only, verify, progress, storage_options, process_group
         As for :func:`ptsave.load_into`.
     assign
-        As for :func:`ptsave.load_into`, for the modules among the targets.
+        As for :func:`ptsave.load_into`; it has an effect only on the modules among the targets.
     ignore_mismatched_sizes, match, key_mapping, device, rename
-        As for :func:`ptsave.load_into`, for the modules and optimizers among the targets.  The
-        names of an optimizer's parameters come from the optimizer, or from the modules among the
-        targets.  `key_mapping` may also map the name of each target to its own renaming:
+        As for :func:`ptsave.load_into`; they affect only modules and optimizers among the targets.
+        An optimizer that was made without names of parameters gets the names of the modules among
+        the targets.  `key_mapping` may also map a target's name to a `key_mapping` for this target:
         ``{"model": {"gamma": "weight"}, "ema": rename}``.
     **targets : object
         The objects to restore, under the names of the file's entries.
@@ -333,8 +335,8 @@ def load_checkpoint(
     KeyError
         The file has no entry with the name of a target.
     TypeError
-        A target has the name of an option, or cannot be restored.  An option of another function
-        is among the targets (``mmap=True``).
+        A target has the name of an option, or cannot be restored.  Or the call has an option that
+        only other functions have (``mmap=True``).
     RuntimeError, CorruptCheckpointError
         As from :func:`ptsave.load_into`.
 
@@ -355,7 +357,7 @@ def load_checkpoint(
 
 
 def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions) -> RestoredEntries:
-    """Load as :func:`load_checkpoint` does, for targets with any names."""
+    """Do what :func:`load_checkpoint` does; here a target may have the name of an option."""
     group = options.process_group
     with failing_together(group, describe(f)):
         renamings = key_mappings(options.key_mapping, targets)
@@ -385,7 +387,7 @@ def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions)
             for name in dict.fromkeys([*modules, *optimizers, *targets]):
                 keys = _keys_of(parts[name].load(obj[name], copier))
                 if keys is None and name in optimizers:
-                    keys = IncompatibleKeys([], [])  # matched by order: all or nothing
+                    keys = IncompatibleKeys([], [])  # matched by order, so no key is left over
                 if keys is not None:
                     report[name] = keys
         finally:
@@ -393,13 +395,13 @@ def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions)
         names = set(rest)
         if moves:
             rest.clear()
-    any_moves = bool(moves)  # on any rank
+    any_moves = bool(moves)  # True on a rank: all ranks load again
     if has_others(group):
         from ptsave.support.group_call import GroupCall
 
         any_moves = any(GroupCall(group).agree(any_moves))
     if any_moves:
-        # These entries belong on another device: load them again, by torch's rules for devices.
+        # The entries without target are for other devices: load them again, as torch does.
         loading = LoadOptions(
             options.map_location, weights_only=options.weights_only, verify=False, wants_state=True
         )
@@ -410,7 +412,7 @@ def restore_entries(f: Any, targets: Mapping[str, Any], options: RestoreOptions)
 
 
 def _keys_of(result: Any) -> IncompatibleKeys | None:
-    """Return the missing and unexpected keys in a load's result, or None if it has no such keys."""
+    """Return the keys that `load_state_dict` returned, or None if it returned no keys."""
     if isinstance(result, IncompatibleKeys):
         return result
     missing = getattr(result, "missing_keys", None)
@@ -440,7 +442,7 @@ def _check_entries(obj: Any, targets: Mapping[str, Any]) -> None:
 
 
 class Target(NamedTuple):
-    """An object to restore; `namings` are further names for an optimizer's parameters."""
+    """An object to restore; each of `namings` may have the names of an optimizer's parameters."""
 
     target: Any
     options: RestoreOptions
@@ -448,7 +450,7 @@ class Target(NamedTuple):
     namings: Sequence[Named]
 
     def check(self, state: Any, copier: Copier) -> None:
-        """Raise the errors that `load` is certain to raise, and change nothing."""
+        """Raise each error of `load` that can be foreseen, without any change to the target."""
         target, options = self.target, self.options
         if isinstance(target, nn.Module):
             check_module(
@@ -470,7 +472,7 @@ class Target(NamedTuple):
             _check_type(target)
 
     def load(self, state: Any, copier: Copier) -> Any:
-        """Load a state dict into the target in place, and return the result of that load."""
+        """Load a state dict into the target, and return what ``load_state_dict`` would return."""
         target, options = self.target, self.options
         if isinstance(target, nn.Module):
             return load_module(
@@ -535,7 +537,7 @@ def _check_type(target: Any) -> None:
 
 
 def names_of_modules(modules: Iterable[nn.Module]) -> list[Named]:
-    """Return each module's named parameters, and all modules' together, each also as bare names."""
+    """Return each module's named parameters, with and without the components of wrappers."""
     from ptsave.state.optimizer_matching import bare_name
 
     found: list[Named] = []
@@ -551,9 +553,9 @@ def names_of_modules(modules: Iterable[nn.Module]) -> list[Named]:
 
 
 def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> dict[str, Renaming]:
-    """Return the renaming of each module and optimizer among the targets.
+    """Return the `Renaming` for each module and optimizer among the targets.
 
-    `key_mapping` is one renaming for all of them, or a mapping of targets' names to renamings.
+    `key_mapping` applies to all of them, or maps the names of targets to one mapping for each.
     """
     if key_mapping is None:
         return {}
@@ -585,17 +587,17 @@ def key_mappings(key_mapping: KeyMapping | None, targets: Mapping[str, Any]) -> 
 
 
 def refuse_module(state: Any) -> None:
-    """Raise if the file holds a whole module where a state dict is expected."""
+    """Raise TypeError if `state` is a module itself, and not its state dict."""
     if isinstance(state, nn.Module):
         raise TypeError(
             f"the file holds a module that was saved whole ({type(state).__name__}), not a state "
-            "dict: get it with ptsave.load(), and load its state_dict()"
+            "dict: load the module with ptsave.load(), and use its state_dict()"
         )
 
 
 @contextmanager
 def part_named(obj: Any, target: Any) -> Iterator[None]:
-    """Add advice to errors about keys: the name of the part of `obj` that fits `target`."""
+    """If the `with` block raises an error about keys, add which part of `obj` fits `target`."""
     try:
         yield
     except RuntimeError as error:
@@ -612,12 +614,12 @@ def part_named(obj: Any, target: Any) -> Iterator[None]:
         from ptsave.state.nested_state import optimizer_advice
 
         missing = error.args[0]
-        words = f"the file holds no state dict of an optimizer: it has no {missing!r}"
+        words = f"the file does not hold an optimizer's state dict: it has no {missing!r}"
         raise KeyError(". ".join(filter(None, (words, optimizer_advice(obj, target))))) from None
 
 
 def warn_if_nothing_fits(obj: Any, target: Any, keys: Any) -> None:
-    """Warn if the file has none of the target's keys, but an entry of the file has them."""
+    """Warn if `obj` has none of the target's keys, but a dict inside `obj` has them."""
     missing = getattr(keys, "missing_keys", None)
     if not missing or not isinstance(obj, Mapping) or not isinstance(target, (nn.Module, Mapping)):
         return

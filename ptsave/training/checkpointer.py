@@ -1,11 +1,11 @@
 """Saves the checkpoints of a training run in the background, and keeps some of them.
 
-* The thread that wrote a checkpoint then removes old ones, in a callback of the save's future.
+* After a thread has written a checkpoint, it removes old ones, in a callback of the save's future.
   With ``fsync``, the new file and its directory are synced before that.  A failed or cancelled
-  save removes nothing.  So once `keep` checkpoints were saved, at least `keep` exist.
-* Errors stay in the futures.  The checkpointer reads an error without marking it as observed.
-  `wait` raises an error that the program never asks for; at exit it becomes a warning.
-* A forked child may inherit locks held by threads that only the parent has.  The first use in the
+  save removes nothing.  So once `keep` checkpoints have been saved, at least `keep` exist.
+* A save's error is stored in the save's future.  If the program has not read the error there,
+  `wait` raises it, and ptsave warns of it at exit.
+* A forked child may inherit locks held by threads that only the parent has.  The first call in the
   child makes new locks and forgets the parent's saves.
 """
 
@@ -47,26 +47,27 @@ class AsyncCheckpointer:
     """Saves the checkpoints of a training run in the background and keeps the newest ones.
 
     The checkpoint of a step is the file ``step-<number>.pt`` in one directory, as
-    :func:`ptsave.save_checkpoint` writes it.  A file with this name is always complete: whatever
-    kills the process, the next process continues from :meth:`latest`.
+    :func:`ptsave.save_checkpoint` writes it.  A file with this name is always complete.  If the
+    process is killed, the next process can continue from :meth:`latest`.
 
     Parameters
     ----------
     directory : str or os.PathLike
         Directory of the checkpoints, or a URL (``"s3://bucket/run"``).  A missing directory is
-        made.
+        created.
     keep : int or None, default 3
-        Number of checkpoints to keep.  Each save then removes the lowest steps above this number,
-        but never the step just saved, the highest step, or a step that this object is restoring.
-        None keeps all.
+        Number of checkpoints to keep.  If there are more after a save, the lowest steps are
+        removed.  The step just saved, the highest step and a step that this object is restoring
+        always stay.  With None, all checkpoints stay.
     keep_every : int, optional
         Steps that are divisible by this number are kept as well.
     keep_best, metric, mode : int, str and {"min", "max"}, optional
-        Number of checkpoints with the lowest (or highest) metric to keep as well.  `metric` names
-        an entry that is a number: ``save(step, model=model, val_loss=0.3)``.  A checkpoint
-        without this entry is never one of the best.
+        The `keep_best` checkpoints with the lowest metric (``mode="max"``: the highest) are kept as
+        well.  `metric` is the name of a number among the saved objects, such as `val_loss` in
+        ``save(step, model=model, val_loss=0.3)``.  A checkpoint without it is never one of
+        the best.
     keep_marked : str, optional
-        Name of an entry.  Checkpoints in which this entry is true are kept as well:
+        Name of a saved object.  Checkpoints in which it is true are kept as well:
         ``save(step, model=model, milestone=True)`` with ``keep_marked="milestone"``.
     rank : int, optional
         Without `world_size`: the only rank that saves, in a job of several ranks; all ranks may
@@ -74,42 +75,44 @@ class AsyncCheckpointer:
     world_size : int, optional
         Number of ranks that each save a part of one checkpoint, without a process group.
     process_group : torch.distributed.ProcessGroup, optional
-        Group whose ranks each save a part.  The default is all ranks, if
+        Group in which each rank saves a part of every checkpoint.  The default is all ranks, if
         ``torch.distributed`` is initialized and no `rank` is given.
     fsync : bool, default True
-        Whether older checkpoints are removed only when the new one survives power loss.  With
-        False, a new checkpoint survives a crash of the process, but not of the machine.
+        Whether older checkpoints are removed only after the new one is safe from power loss.  With
+        False, a new checkpoint survives a crash of the process, but may not survive a crash of the
+        machine.
     stop_signals : collection of int, optional
-        Signals that make :meth:`stop_requested` true: ``[signal.SIGTERM]``.  Until :meth:`close`
-        they do not end the process.  Only the main thread can make an object with stop signals.
-        In a forked child, SIGTERM ends the child; the other signals do nothing.
+        Signals, such as SIGTERM, that make :meth:`stop_requested` true.  Until :meth:`close`, these
+        signals do not end the process.  Only the main thread can make an object with stop signals.
+        In a forked child, SIGTERM ends the child; the other stop signals do nothing there.
     staging, max_staged_bytes, when_full, storage_options, weights_only_check
         As for :func:`ptsave.async_save`.
 
     Raises
     ------
     SaveError
-        An :class:`OSError`: the directory cannot be made, is a file, may not be written, or is a
-        URL that fsspec cannot write to.
+        An :class:`OSError`: the directory cannot be made, is a file, is not writable, or is a URL
+        that fsspec cannot write to.
     TypeError, ValueError
-        `keep` is less than 1, or `rank` less than 0.  The options that keep checkpoints contradict
-        each other.  `process_group` is given together with `rank` or `world_size`.  `world_size`
-        is given without `rank`, or `rank` is not less than `world_size`.  Several ranks save to a
-        URL without a process group.  The `stop_signals` cannot be taken, or not in this thread.
+        `keep` is less than 1, or `rank` less than 0.  The options for keeping checkpoints
+        contradict each other.  `process_group` is given together with `rank` or `world_size`.
+        `world_size` is given without `rank`, or `rank` is not less than `world_size`.  Several
+        ranks save to a URL without a process group.  The `stop_signals` cannot be handled, or this
+        is not the main thread.
     RuntimeError
         The environment variable ``WORLD_SIZE`` is above 1, but there is neither a process group
-        nor a `rank`; or another process has the same rank.
+        nor a `rank`.  Another process has the same rank.
 
     Notes
     -----
     Files with other names are left alone.  A killed process may leave a temporary file
     (``.step-<number>.pt.<16 hex digits>.ptsave``).  The constructor and each save remove such
-    files, unless a process is writing them and so holds their locks.  Several processes may use
-    one directory.  If they run on several hosts, the file system must share ``flock`` between the
-    hosts.  Otherwise one host can make a save on another host fail.
+    files, except those that a process is still writing and has locked.  Several processes may use
+    one directory.  If they run on several hosts, ``flock`` must work between the hosts on this file
+    system.  Otherwise one host can make a save on another host fail.
 
     At a URL no temporary file is removed, because ptsave cannot tell whether a process is writing
-    it; saves to object stores leave none.  If another process removes a checkpoint at a URL while
+    it; object stores never have such files.  If another process removes a checkpoint at a URL while
     it is being restored, :meth:`restore` raises an :class:`OSError`.
 
     With DistributedDataParallel all ranks have the same values.  Each rank makes
@@ -122,8 +125,8 @@ class AsyncCheckpointer:
     all ranks exist.  In this mode, making the object, :meth:`latest`, :meth:`restore`,
     :meth:`remove`, :meth:`stop_requested`, :meth:`wait` and :meth:`close` are collective.  All
     ranks call them, and an error on one rank is raised on all.  Saving needs no communication:
-    ranks call :meth:`save` independently.  The same number of ranks must save and restore;
-    ``torch.distributed.checkpoint`` is for other numbers.
+    ranks call :meth:`save` independently.  The same number of ranks must save and restore; if the
+    number may change, use ``torch.distributed.checkpoint``.
 
     The interpreter waits for pending saves before it exits, even without :meth:`close`.  A forked
     process has no pending saves.
@@ -181,12 +184,12 @@ class AsyncCheckpointer:
         self._options = SaveOptions.of(locals())
         self._closed = False
         self._last_step: int | None = None
-        self._announced: int | None = None  # the highest step that a warning has named
+        self._announced: int | None = None  # highest step in a warning so far
         self._place = create_directory(directory, storage_options, fsync=fsync)
         self._parts = rank_parts(self._place, self._rank, world_size, process_group)
         self._start_afresh()
         self._directory.remove_leftovers()
-        together = nullcontext() if self._parts is None else self._parts.together("take signals")
+        together = nullcontext() if self._parts is None else self._parts.together("handle signals")
         with together:
             self._stop_signals = StopSignals(stop_signals)
         self._job: GroupRanks | None = None
@@ -213,43 +216,45 @@ class AsyncCheckpointer:
         Parameters
         ----------
         step : int
-            The checkpoint's number, at least 0.  Positional only, so that an object may be called
-            `step`.
+            The checkpoint's number, at least 0.  It is a positional argument, so that an object may
+            have the name `step`.
         fsync : bool, optional
-            Whether this checkpoint must survive power loss; by default the checkpointer's `fsync`.
+            Whether this checkpoint must survive power loss.  Default: the checkpointer's `fsync`.
         atomic : bool, default True
-            As for :func:`ptsave.save`.  With False, :meth:`latest` may return a file that is still
-            being written, or that a killed process has left incomplete.
+            As for :func:`ptsave.save`.  With False, :meth:`latest` may return an incomplete file,
+            which is still being written, or which a killed process has left.
         progress : bool, default False
             Whether to show a progress bar.
         weights_only_check : bool, optional
-            As for :func:`ptsave.save`; by default the checkpointer's.
+            As for :func:`ptsave.save`.  Default: the checkpointer's `weights_only_check`.
         **objects : object
-            Models, optimizers, schedulers, and anything that can be saved.  The names of options
-            are not allowed.
+            Models, optimizers, schedulers, and any other objects that can be saved.  An object
+            cannot have the name of an option.
 
         Returns
         -------
         SaveFuture
-            The pending save.  If the save fails (disk full, directory gone, ...), the future has
+            The pending save.  If writing fails (disk full, directory gone, ...), the future has
             the :class:`OSError`, and existing checkpoints are unchanged.  Old checkpoints are
             removed after the future is done; :meth:`wait` waits for their removal as well.
 
         Raises
         ------
         TypeError, ValueError
-            The step is not an int, or is negative.  An object has the name of an option, or is an
-            option of another call (``staging="background"``).  The metric is not a number.
+            The step is not an int, or is negative.  An object has the name of an option, or the
+            call has an option that only other functions have (``staging="background"``).  The
+            metric is not a number.
         RuntimeError
-            The checkpointer is closed, or only another rank may save.
+            The checkpointer is closed, or this process is not the rank that may save.
         Exception
-            Any error that ``state_dict()`` or :func:`ptsave.async_save` raises in the call.
+            Any error that ``state_dict()`` or :func:`ptsave.async_save` raises during the call.
 
         Warns
         -----
         CheckpointWarning
-            A higher step exists, because training went back; :meth:`latest` still returns the
-            higher step.  The writing thread also warns if it cannot remove an old checkpoint.
+            A higher step exists already, because training went back; :meth:`latest`
+            still returns the higher step.  The writing thread also warns if it cannot
+            remove an old checkpoint.
         """
         self._check_process()
         step = _checked(step, "step", 0)
@@ -267,7 +272,7 @@ class AsyncCheckpointer:
         self._retention.check(entries)
         try:
             path, highest = self._directory.place(step)
-        except OSError as error:  # the directory is gone: no reason to end a training here
+        except OSError as error:  # the directory is gone: put the error in the future
             path, future = self._directory.path, _failed_save(str(self._directory.path), error)
         else:
             self._warn_if_lower(step, highest)
@@ -275,7 +280,7 @@ class AsyncCheckpointer:
         with self._changed:
             self._pending[future] = step
             self._last_step = step
-        # Not the future's own method, which would count as observing the outcome.
+        # Do not call the method of the future itself, which marks the save's result as read.
         Future.add_done_callback(future, lambda _: self._finish(step, str(path), future, atomic))
         return future
 
@@ -298,13 +303,13 @@ class AsyncCheckpointer:
             self._announced = highest
             message = (
                 f"{self._directory.path}: a checkpoint of step {highest} is there already, so "
-                f"latest() and restore() will not be step {step}, which is being saved. To go on "
-                "from here, remove the checkpoints of higher steps"
+                f"latest() and restore() will not use step {step}, which is being saved. To "
+                f"continue from step {step}, remove the checkpoints of higher steps"
             )
             warnings.warn(message, CheckpointWarning, stacklevel=3)
 
     def _finish(self, step: int, path: str, future: SaveFuture, atomic: bool) -> None:
-        """Clean up after a save, on the thread that wrote it."""
+        """Remove old checkpoints, or note the error, after a save; runs in the writing thread."""
         error = CancelledError() if future.cancelled() else Future.exception(future)
         try:
             if error is None:
@@ -326,11 +331,11 @@ class AsyncCheckpointer:
             self._directory.prune(self._retention, step)
             self._directory.remove_leftovers()
         except OSError as error:
-            message = f"{self._directory.path}: old checkpoints cannot be looked for: {error}"
+            message = f"{self._directory.path}: old checkpoints cannot be removed: {error}"
             warnings.warn(message, CheckpointWarning, stacklevel=2)
 
     def stop_requested(self) -> bool:
-        """Return whether the process has received a stop signal, and should save and end.
+        """Return whether a rank has received a stop signal, so that training should save and end.
 
         Returns
         -------
@@ -340,12 +345,12 @@ class AsyncCheckpointer:
         Raises
         ------
         RuntimeError
-            Another rank has ended.
+            Another rank has ended, so it cannot take part in this call.
 
         Notes
         -----
-        In a job of several ranks this is collective: all ranks call it at the same steps.  The
-        ranks communicate in each call, so a loop of short steps should call it every few steps.
+        In a job of several ranks, all ranks must call this at the same steps.  In each call, the
+        ranks communicate.  So if steps are short, call it only every few steps.
 
         Examples
         --------
@@ -382,8 +387,8 @@ class AsyncCheckpointer:
     def latest(self) -> Path | Any | None:  # callers know whether they gave a path or a URL
         """Return the complete checkpoint with the highest step, or None if no step is complete.
 
-        The result is a :class:`pathlib.Path`, or a str if the directory is a URL.  A pending save
-        does not count yet.  Another process that saves to the directory may remove the file at any
+        The result is a :class:`pathlib.Path`, or a str if the directory is a URL.  Pending saves
+        are ignored.  Another process that saves to the directory may remove the file at any
         time; :meth:`restore` then chooses again.
 
         With several ranks, rank 0 chooses the step, and each rank gets the path of its own part.
@@ -425,14 +430,14 @@ class AsyncCheckpointer:
         rename: KeyMapping | None = None,
         **targets: Any,
     ) -> RestoredEntries:
-        """Restore objects in place, and return the other entries of the checkpoint.
+        """Restore objects in place, and return the checkpoint's entries that have no target.
 
         Parameters
         ----------
         step : int or None
-            Step of the checkpoint.  None is the latest complete step; call :meth:`wait` first if
-            saves are pending.  If another process removes that step before it is opened, this
-            chooses again.  Positional only: ``restore(1000, model=model)``.
+            Step of the checkpoint.  None is the highest complete step; call :meth:`wait` first if
+            saves are pending.  If another process removes that step before it is opened, `restore`
+            chooses again.  Not a keyword: ``restore(1000, model=model)``.
         strict, assign, map_location, weights_only, verify, progress
         ignore_mismatched_sizes, match, key_mapping, device, rename
             As for :func:`ptsave.load_checkpoint`.
@@ -442,15 +447,15 @@ class AsyncCheckpointer:
         Returns
         -------
         RestoredEntries
-            The other entries, with a `report`, as from :func:`ptsave.load_checkpoint`.
+            The entries that have no target, and a `report`, as from :func:`ptsave.load_checkpoint`.
 
         Raises
         ------
         FileNotFoundError
-            There is no checkpoint, or none for this step.
+            There is no checkpoint, or no checkpoint of this step.
         TypeError
-            A target has the name of an option, or an option of another function is among the
-            targets.
+            A target has the name of an option, or the call has an option that only other functions
+            have.
         KeyError, RuntimeError, CorruptCheckpointError
             As from :func:`ptsave.load_checkpoint`.
 
@@ -467,7 +472,7 @@ class AsyncCheckpointer:
         self._check_process()
         if isinstance(targets.get("step"), int):
             raise TypeError(
-                "step=... names something to restore; the number of a checkpoint is given first: "
+                "step=... names an object to restore: give the number of a checkpoint first, as in "
                 f"restore({targets['step']}, ...)"
             )
         options = RestoreOptions.of(locals())
@@ -485,7 +490,7 @@ class AsyncCheckpointer:
         Parameters
         ----------
         step : int
-            The step.  If its save is pending, this waits for the save first.  Positional only.
+            The step, as a positional argument.  A pending save of this step is awaited first.
 
         Raises
         ------
@@ -498,7 +503,7 @@ class AsyncCheckpointer:
 
         Notes
         -----
-        With several ranks, all ranks call this, and the parts of all ranks are removed.
+        With several ranks, all ranks must call this; the parts of all ranks are removed.
 
         Examples
         --------
@@ -531,7 +536,7 @@ class AsyncCheckpointer:
         if self._parts is None:
             self._directory.remove_step(step)
             return
-        self._parts.meet()  # so no rank is writing its part any more
+        self._parts.meet()  # after this, no rank is still writing its part
         with self._parts.together("remove a step"):
             if self._parts.is_first:
                 self._directory.remove_step(step)
@@ -544,20 +549,20 @@ class AsyncCheckpointer:
         with opened as source:
             if isinstance(source, str):
                 options = replace(options, storage_options=self._options.storage_options)
-            # If torch is told to map files by default, it maps only paths.
+            # If torch's config asks for mmap, torch needs the path, because it maps only by path.
             maps = torch_config.load.mmap and not isinstance(source, str)
             return restore_entries(source.name if maps else source, targets, options)
 
     # ---------------------------------------------------------------------------------- the end
 
     def wait(self) -> None:
-        """Wait until no save is pending, and old checkpoints have been removed.
+        """Wait until all saves are done, and old checkpoints have been removed.
 
         Raises
         ------
         Exception
-            The first error of a save that neither its future nor this method has raised yet.
-            Another call raises the next error.
+            A save has failed, and the program has not read the error from the save's future.  Each
+            call raises one such error, the oldest first.
         """
         self._check_process()
         unknown = self._wait_here()
@@ -568,10 +573,10 @@ class AsyncCheckpointer:
             raise elsewhere
 
     def _settle(self, parts: RankParts) -> SaveError | None:
-        """Wait for the other ranks, clean up, and return an error if another rank has failed."""
+        """Wait for all ranks, remove parts of failed saves, and return another rank's error."""
         lost, error = parts.settle()
         for name in lost:
-            with suppress(OSError):  # it may not have been written
+            with suppress(OSError):  # it may not exist
                 self._directory.folder.remove(name)
         if parts.is_first and self._last_step is not None:
             self._tidy(self._last_step)
@@ -579,7 +584,7 @@ class AsyncCheckpointer:
         return error
 
     def _wait_here(self) -> SaveFuture | None:
-        """Wait for the saves of this process, and return the first unobserved failure."""
+        """Wait for this process's saves; return the first failed one with an unread error."""
         release_own()
         with self._changed:
             self._changed.wait_for(lambda: not self._pending)
@@ -588,7 +593,7 @@ class AsyncCheckpointer:
         return unknown[0] if unknown else None
 
     def close(self) -> None:
-        """Refuse further saves, and :meth:`wait`.  Restoring is still possible."""
+        """Refuse new saves, then call :meth:`wait`.  :meth:`restore` still works afterwards."""
         self._closed = True
         try:
             self.wait()
@@ -610,12 +615,12 @@ class AsyncCheckpointer:
             self.close()
             return
         self._closed = True
-        # The block's own error is raised; errors of saves become notes on it.  Do not wait for the
-        # other ranks: without an error they may be elsewhere in the program.
+        # The error of the `with` block is raised; errors of saves become notes on it.  Do not wait
+        # for the other ranks: without an error, they do not come here now.
         while (future := self._wait_here()) is not None:
             failure = future.exception()
             if failure is not error:
-                add_note(error, f"a checkpoint was not saved either: {failure}")
+                add_note(error, f"a checkpoint was also not saved: {failure}")
         self._stop_signals.release()
         if self._parts is not None:
             self._parts.release()
@@ -625,28 +630,28 @@ class AsyncCheckpointer:
     def _start_afresh(self) -> None:
         self._pid = os.getpid()
         naming = self._parts.naming if self._parts is not None else None
-        # Each process opens the directory anew: connections do not survive a fork.
+        # A forked process must open the directory again: connections do not survive a fork.
         self._directory = CheckpointDirectory(self._place, naming, self._options.storage_options)
         self._changed = threading.Condition()
         self._pending: dict[SaveFuture, int] = {}
         self._failed: list[SaveFuture] = []
 
     def _check_process(self) -> None:
-        """Forget the saves and locks of the parent process after a fork.
+        """In a forked child, forget the saves and locks of the parent process.
 
-        Raises a RuntimeError if the parent is one of several ranks: the child is not a rank.
+        If the parent is one of several ranks, raise RuntimeError, because the child is not a rank.
         """
         if self._pid != os.getpid():
             if self._parts is not None:
                 raise RuntimeError(
-                    "this process was forked from a rank, and is no rank itself: make another "
+                    "this process was forked from a rank, but is not a rank: make another "
                     "AsyncCheckpointer"
                 )
             self._start_afresh()
 
 
 def _failed_save(target: str, error: OSError) -> SaveFuture:
-    """Return the future of a save that could not begin."""
+    """Return a finished future with the `error` of a save that could not begin."""
     future = PendingSave(target, 0, lambda: False)
     future.set_staged(error)
     future.set_exception(error)
@@ -667,15 +672,15 @@ def _checked(value: Any, name: str, minimum: int) -> int:
 
 # -------------------------------------------------------------------------------- stop signals
 
-_before: dict[int, Any] = {}  # the handlers that `_note` has replaced
+_before: dict[int, Any] = {}  # signal -> the handler that `_note` has replaced
 _waiting: list[StopSignals] = []
 
 
 class StopSignals:
-    """Takes signals until it is released, and then puts the earlier handlers back.
+    """Notes signals, which do not end the process until `release` is called.
 
-    `came` is True once a signal has been received.  Only the main thread may take signals: other
-    threads get a ValueError.
+    `came` is True once one of the signals has been received.  Only the main thread can handle
+    signals: other threads get a ValueError.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:
@@ -690,16 +695,17 @@ class StopSignals:
                     _before[number] = handler
         except (OSError, TypeError, ValueError) as error:
             self.release()
-            raise ValueError(f"stop_signals={numbers!r} cannot be taken: {error}") from error
+            raise ValueError(f"stop_signals={numbers!r} cannot be handled: {error}") from error
 
     def takes(self, number: int) -> bool:
-        """Return whether this object takes a signal; SIGTERM ends a forked child instead."""
+        """Return whether this object notes a signal; in a forked child, not SIGTERM."""
         return number in self._numbers and (number != signal.SIGTERM or self._pid == os.getpid())
 
     def release(self) -> None:
-        """Put the earlier handlers back.
+        """Install the handlers again that were there before this object.
 
-        Only the main thread can do this.  In other threads, a handler stays until its signal comes.
+        Only the main thread can do this.  After a call in another thread, our handler of a signal
+        stays until the signal comes.
         """
         if self in _waiting:
             _waiting.remove(self)
@@ -718,7 +724,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def _put_back(number: int) -> None:
-    """Put the earlier handler back, unless other code has taken the signal since."""
+    """Install the earlier handler again, unless other code has replaced `_note` meanwhile."""
     try:
         if signal.getsignal(number) is _note:
             before = _before.get(number)

@@ -1,8 +1,8 @@
 """Names and removes the checkpoints in a directory, local or at a URL.
 
-The directory is the only record, so no index can disagree with it.  An object store needs no locks
-and no renames, because a key appears only when its checkpoint is complete.  Only one process
-removes old checkpoints from an object store: the rank that saves, or rank 0.
+No other file lists the checkpoints, so nothing can disagree with the directory.  An object store
+needs no locks and no renames, because a file appears there only when it is complete.  Only one
+process removes old checkpoints from an object store: the rank that saves, or rank 0.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ptsave.errors import CheckpointWarning, SaveError
 from ptsave.sources.locations import LocalFolder, sync_path
 from ptsave.writing.targets import resolve_folder
 
-# Errors of opening a file that another process, or another host, has removed.
+# Errors when opening a file that another process, or another host, has removed.
 _GONE = {errno.ENOENT, errno.ESTALE}
-_MAX_TRIES = 100  # a try fails only if a checkpoint was written and pruned meanwhile
+_MAX_TRIES = 100  # a try fails only if the file was removed meanwhile
 
 
 def create_directory(
@@ -33,7 +33,7 @@ def create_directory(
 ) -> Path | str:
     """Make a directory for checkpoints, with its parents, and return its absolute path or its URL.
 
-    Raises a SaveError if files cannot be listed and made there.
+    Raises SaveError if the directory's files cannot be listed, or no file can be created in it.
     """
     folder = resolve_folder(directory, storage_options)
     if folder.is_url:
@@ -44,9 +44,9 @@ def create_directory(
         created = [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
         for each in created if fsync else []:
-            _sync(each.parent)  # a file is as durable as the names on the way to it
+            _sync(each.parent)  # without this, power loss could remove the directory
     except (FileExistsError, NotADirectoryError):
-        message = "The directory for checkpoints, or one above it, is a file: name another one"
+        message = "The checkpoint directory, or one above it, is a file: use another directory"
         raise SaveError(errno.ENOTDIR, message, str(path)) from None
     except OSError as error:
         number = error.errno or errno.EIO
@@ -54,8 +54,8 @@ def create_directory(
         raise SaveError(number, message, str(path)) from None
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
         message = (
-            "Files cannot be listed and made in the directory for checkpoints: change its "
-            "permissions, or name another one"
+            "Files cannot be listed and created in the directory for checkpoints: change its "
+            "permissions, or use another directory"
         )
         raise SaveError(errno.EACCES, message, str(path))
     return path
@@ -67,11 +67,11 @@ def _sync(path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EINVAL):
             raise
-        os.sync()  # for a directory that may not be read, or cannot be synced by itself
+        os.sync()  # the directory itself cannot be opened or synced
 
 
 class CheckpointDirectory:
-    """The checkpoints of one directory; files of other names are ignored.
+    """The checkpoints of one directory; files with other names are ignored.
 
     A directory that does not exist has no checkpoints.
     """
@@ -86,10 +86,10 @@ class CheckpointDirectory:
         is_local = isinstance(path, Path)
         self.folder = LocalFolder(str(path)) if is_local else resolve_folder(path, storage_options)
         self._naming = naming or WholeFiles()
-        # Keeps pruning apart from a restore that chooses a checkpoint.
+        # Locked during `prune`, and while a restore chooses a checkpoint.
         self._lock = threading.Lock()
         self._held: list[int] = []
-        # By file name: the file's identity, and the entries that decide whether it stays.
+        # File name -> the file's identity, and the entries from it that `Retention` needs.
         self._entries: dict[str, tuple[object, Mapping[str, Any]]] = {}
 
     def steps(self) -> list[int]:
@@ -100,12 +100,12 @@ class CheckpointDirectory:
         return self.place_of(names[max(names)][0]) if names else None
 
     def path_of(self, step: int) -> Path | Any:
-        """Return the path or URL of a step's checkpoint, which need not exist."""
+        """Return the path or URL that a step's checkpoint has, or would have."""
         names = self._names().get(step)
         return self.place_of(names[0] if names else self._naming.name_of(step))
 
     def place(self, step: int) -> tuple[Path | Any, int | None]:
-        """Return where to save a step, and the highest step that exists."""
+        """Return the path or URL to save a step to, and the highest existing step or None."""
         names = self._names()
         name = self._naming.new_name(step, names.get(step, []))
         return self.place_of(name), max(names, default=None)
@@ -114,9 +114,9 @@ class CheckpointDirectory:
     def opened(self, step: int | None) -> Iterator[Any]:
         """Yield the open file of a step (None: the highest step).
 
-        Meanwhile this object does not prune the step.  If another process removes the file before
-        it is open, this chooses again; an open file stays complete.  Raises a FileNotFoundError if
-        there is no such checkpoint.
+        During the `with` block, `prune` keeps the step.  If another process removes the file before
+        it is open, `opened` chooses again; an open file stays readable.  Raises FileNotFoundError
+        if there is no such checkpoint.
         """
         for n_left in reversed(range(_MAX_TRIES)):
             with ExitStack() as stack:
@@ -132,7 +132,7 @@ class CheckpointDirectory:
 
     @contextmanager
     def _held_back(self, step: int | None) -> Iterator[str]:
-        """Yield the name of a step's file, and keep this object from pruning it meanwhile."""
+        """Yield the name of a step's file; until the `with` block ends, `prune` keeps the step."""
         with self._lock:
             chosen, name = self.choose(step)
             self._held.append(chosen)
@@ -143,14 +143,14 @@ class CheckpointDirectory:
                 self._held.remove(chosen)
 
     def holds(self, name: str) -> bool:
-        """Return whether a file exists, or True if the directory cannot be listed."""
+        """Return whether the file `name` exists; also True if the directory cannot be listed."""
         try:
             return name in self.folder.regular_files()
         except OSError:
             return True
 
     def choose(self, step: int | None) -> tuple[int, str]:
-        """Return a step (None: the highest step), and the name of its file."""
+        """Return `step`, or for None the highest step, and the name of the file to restore."""
         names = self._names()
         chosen = max(names, default=None) if step is None else step
         if chosen is None or chosen not in names:
@@ -158,7 +158,7 @@ class CheckpointDirectory:
         return chosen, names[chosen][0]
 
     def open_file(self, name: str) -> AbstractContextManager[Any]:
-        """Open a file that `choose` named, in this process or another."""
+        """Open the file `name`; for a file at a URL, return its URL instead of an open file."""
         if self.folder.is_url:
             return nullcontext(self.place_of(name))  # the reader opens its own connections
         return open(self.folder.join(name), "rb")
@@ -167,15 +167,15 @@ class CheckpointDirectory:
         """Remove all files of a step; raise a FileNotFoundError if there are none."""
         self.choose(step)
         for name in self._names()[step]:
-            with suppress(FileNotFoundError):  # another process was faster
+            with suppress(FileNotFoundError):  # another process has removed it
                 self.folder.remove(name)
 
     def prune(self, retention: Retention, written: int) -> None:
-        """Remove the checkpoints that need not stay after the step `written` was saved.
+        """Remove the checkpoints that `retention` does not keep after the step `written` was saved.
 
         Warns of a file that cannot be read or removed (`CheckpointWarning`).  Does nothing while
-        another process prunes: two processes may choose different checkpoints, and together would
-        keep too few.  An incomplete step does not count.
+        another process prunes: if both removed different checkpoints, too few would remain.
+        Incomplete steps stay.
         """
         remarks: list[str] = []
         with self._lock, self.folder.locked() as alone:
@@ -193,7 +193,7 @@ class CheckpointDirectory:
                     return None
 
             for step in retention.spare(names, written, read):
-                if step in self._held:  # being restored: stays beside the checkpoints to keep
+                if step in self._held:  # it is being restored, so it stays, too
                     continue
                 for name in names[step]:
                     try:
@@ -204,7 +204,7 @@ class CheckpointDirectory:
             warnings.warn(remark, CheckpointWarning, stacklevel=2)
 
     def _entries_of(self, name: str, wanted: Collection[str]) -> Mapping[str, Any]:
-        """Return the wanted entries of a file; read each version of the file only once."""
+        """Return the `wanted` entries of the file `name`; if it has not changed, from memory."""
         from ptsave.contents.archive import open as open_archive
 
         identity = self.folder.identity(name)
@@ -217,15 +217,15 @@ class CheckpointDirectory:
         return entries
 
     def remove_leftovers(self) -> None:
-        """Remove the files that killed processes have left."""
+        """Remove temporary files of killed processes, and parts that no checkpoint needs."""
         self.folder.remove_leftovers(self._naming.is_checkpoint)
         with self._lock:
             for name in self._naming.dead(self.folder.regular_files()):
-                with suppress(FileNotFoundError):  # another rank was faster
+                with suppress(FileNotFoundError):  # another rank has removed it
                     self.folder.remove(name)
 
     def _names(self) -> dict[int, list[str]]:
-        """Return the file names of each step; the first is the file that this process reads."""
+        """Return each complete step's file names; this process reads the first of them."""
         return self._naming.checkpoints(self.folder.regular_files())
 
     def _no_checkpoint(self, step: int | None, steps: list[int]) -> FileNotFoundError:
@@ -237,7 +237,7 @@ class CheckpointDirectory:
         return FileNotFoundError(errno.ENOENT, message, str(self.path))
 
     def place_of(self, name: str) -> Path | Any:
-        """Return the path, or the URL, of a file of this name."""
+        """Return the path, or the URL, of the file `name` in this directory."""
         place = self.folder.file(name)
         return Path(place) if isinstance(place, str) else place.path
 
@@ -248,14 +248,14 @@ class CheckpointDirectory:
 
 _WHOLE = r"step-([0-9]+)\.pt"
 _PART = r"step-([0-9]+)\.([0-9a-f]{16})-([0-9]{1,9})\.rank-([0-9]{1,9})-of-([0-9]{1,9})\.pt"
-_MIN_N_DIGITS = 8  # names sort like their steps below a hundred million
+_MIN_N_DIGITS = 8  # with equal digits, the order of names is that of steps
 
 
 class WholeFiles:
-    """Names of whole checkpoints: ``step-<number>.pt``, with any number of leading zeros."""
+    """Names of checkpoints of one file: ``step-<number>.pt``, perhaps with leading zeros."""
 
     def checkpoints(self, files: Iterable[str]) -> dict[int, list[str]]:
-        """Return the files of each complete step; this process reads the first file."""
+        """Return the files of each complete step; this process reads a step's first file."""
         names: dict[int, list[str]] = {}
         for name in files:
             if match := re.fullmatch(_WHOLE, name):
@@ -265,15 +265,15 @@ class WholeFiles:
         return names
 
     def judged(self, names: list[str]) -> str:
-        """Return the file whose entries decide whether a step stays: the same on all ranks."""
+        """Return the file of a step that `Retention` looks into: on all ranks the same file."""
         return names[0]
 
     def dead(self, files: Iterable[str]) -> list[str]:
-        """Return the files to remove: no checkpoint needs them, and no process writes them."""
+        """Return files to remove: no checkpoint needs them, and no process is writing them."""
         return []
 
     def is_checkpoint(self, name: str) -> bool:
-        """Return whether a file of this name is a checkpoint, or a part of one."""
+        """Return whether `name` is the name of a checkpoint, or of a part of one."""
         return re.fullmatch(_WHOLE, name) is not None
 
     def name_of(self, step: int) -> str:
@@ -281,13 +281,13 @@ class WholeFiles:
         return f"step-{step:0{_MIN_N_DIGITS}d}.pt"
 
     def new_name(self, step: int, names: list[str]) -> str:
-        """Return the name to save a step under; `names` are the step's existing files."""
+        """Return the file name for saving a step that already has the files `names`."""
         return names[0] if names else self.name_of(step)
 
     def remark(self, files: Iterable[str]) -> str:
-        """Return a remark in brackets on the other files, or an empty string."""
+        """Return a remark if other files are checkpoints of another number of ranks, or ''."""
         sizes = {part.size for part in map(_part, files) if part}
-        return f" (but parts of checkpoints of {_listed(sizes)} ranks)" if sizes else ""
+        return f" (but parts of checkpoints of {_listed(sizes)} ranks exist)" if sizes else ""
 
 
 class _Part(NamedTuple):
@@ -307,17 +307,17 @@ class _Part(NamedTuple):
 class Parts:
     """Names of checkpoints that consist of one part per rank.
 
-    `session` is 16 hexadecimal digits: the same on all ranks, and higher than in earlier jobs.
+    `session` is text of 16 hexadecimal digits: equal on all ranks, higher than in earlier jobs.
     Methods without a docstring do the same as in `WholeFiles`.
     """
 
     def __init__(self, rank: int, size: int, session: str) -> None:
         self._rank, self._size, self._session = rank, size, session
-        self._saves: list[tuple[int, str, int]] = []  # saves of this process, in order
+        self._saves: list[tuple[int, str, int]] = []  # this process's saves, in order
 
     def checkpoints(self, files: Iterable[str]) -> dict[int, list[str]]:
         steps: dict[int, list[str]] = {}
-        for save in sorted(self._complete(files), reverse=True):  # the newest of a step first
+        for save in sorted(self._complete(files), reverse=True):  # a step's newest save first
             names = steps.setdefault(save[0], [])
             ranks = sorted(range(self._size), key=lambda rank: rank != self._rank)
             names += [_name(save, rank, self._size) for rank in ranks]
@@ -327,9 +327,9 @@ class Parts:
         return self.of_rank(0, names[0])
 
     def dead(self, files: Iterable[str]) -> list[str]:
-        """Return the parts of saves that are replaced, or that can no longer be completed.
+        """Return the parts of saves that a newer save replaces, or that can never be complete.
 
-        The saves of one rank end in the order in which they began.  So once a later save is
+        The saves of a rank end in the order in which they began.  So once a later save is
         complete, an incomplete earlier save stays incomplete.
         """
         files = list(files)
@@ -374,27 +374,27 @@ class Parts:
         return name
 
     def own(self, name: str) -> str:
-        """Return this rank's part of the save that the part `name` belongs to."""
+        """For the name of any rank's part, return the name of this rank's part of the same save."""
         return self.of_rank(self._rank, name)
 
     def of_rank(self, rank: int, name: str) -> str:
-        """Return a rank's part of the save that the part `name` belongs to."""
+        """For the name of any rank's part, return the name of `rank`'s part of the same save."""
         part = _part(name)
         if part is None or part.size != self._size:
-            raise ValueError(f"{name!r} is not a part of {self._size} ranks")
+            raise ValueError(f"{name!r} is not a part of a checkpoint of {self._size} ranks")
         return _name(part.save, rank, self._size)
 
     def save_of(self, name: str) -> str:
-        """Return the prefix that the names of all parts of a save share."""
+        """For a part's name, return the beginning that all names of parts of its save share."""
         return name.partition(".rank-")[0]
 
     def remark(self, files: Iterable[str]) -> str:
         files = list(files)
         sizes = {part.size for part in map(_part, files) if part} - {self._size}
         if sizes:
-            return f" (but parts of checkpoints of {_listed(sizes)} ranks, not {self._size})"
+            return f" (but parts of checkpoints of {_listed(sizes)} ranks, not {self._size}, exist)"
         if WholeFiles().checkpoints(files):
-            return " (but checkpoints of one rank)"
+            return " (but checkpoints of one rank exist)"
         return ""
 
 
@@ -420,15 +420,15 @@ Naming: TypeAlias = "WholeFiles | Parts"
 
 
 # -------------------------------------------------------------------- the checkpoints that stay
-# A checkpoint's metric is an entry of its own file, so a process that continues the run keeps the
-# same checkpoints.
+# The metric is stored in the checkpoint's own file.  So a process that continues the run makes the
+# same choice of checkpoints to keep.
 
-# Returns the named entries that a step's checkpoint has; None if it cannot be read.
+# Returns a step's entries with these names, as far as they exist; None if they cannot be read.
 ReadEntries = Callable[[int, Collection[str]], "Mapping[str, Any] | None"]
 
 
 class Retention(NamedTuple):
-    """The rules by which checkpoints stay, from arguments of `AsyncCheckpointer`."""
+    """The rules that decide which checkpoints stay; for the fields, see `AsyncCheckpointer`."""
 
     keep: int | None = 3
     keep_every: int | None = None
@@ -438,7 +438,7 @@ class Retention(NamedTuple):
     keep_marked: str | None = None
 
     def check_rules(self) -> None:
-        """Raise for rules that contradict each other."""
+        """Raise ValueError or TypeError for rules that are invalid, or contradict each other."""
         for name in ("keep_every", "keep_best", "keep_marked"):
             if self.keep is None and getattr(self, name) is not None:
                 raise ValueError(f"keep=None keeps all checkpoints: leave {name} out, or set keep")
@@ -451,7 +451,7 @@ class Retention(NamedTuple):
                 raise TypeError(f"{name} must be the name of an entry, not {entry!r}")
 
     def check(self, entries: Mapping[str, Any]) -> None:
-        """Raise a TypeError if the metric is not a number."""
+        """Raise a TypeError if these entries have the metric, but it is not a number."""
         if self.metric is None or self.metric not in entries:
             return
         value = entries[self.metric]
@@ -462,9 +462,9 @@ class Retention(NamedTuple):
     def spare(self, steps: Iterable[int], written: int, read: ReadEntries) -> list[int]:
         """Return the steps whose checkpoints need not stay after the step `written` was saved.
 
-        The written step and the highest step stay.  If training went back to an earlier step, each
-        is the newest step of its run.  A checkpoint also stays if the rules need its entries but
-        cannot read them.
+        The written step and the highest step stay.  They differ if training went back to an earlier
+        step; then each is the newest of its run.  A checkpoint also stays if the rules need its
+        entries, but the entries cannot be read.
         """
         if self.keep is None:
             return []
@@ -488,7 +488,7 @@ class Retention(NamedTuple):
         ]
 
     def _best(self, entries: Mapping[int, Mapping[str, Any] | None]) -> set[int]:
-        """Return the steps with the best metrics; among equal metrics, the newest steps."""
+        """Return the `keep_best` steps with the best metrics; of equal ones, the higher steps."""
         if self.metric is None:
             return set()
         sign = 1 if self.mode == "min" else -1
@@ -502,14 +502,14 @@ class Retention(NamedTuple):
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, or a tensor or array of one number, as a float; otherwise None.
+    """Return a number, or the one number in a tensor or array, as a float; otherwise None.
 
-    Accepts only types that load from a checkpoint without running its code.
+    Accepts only types that can be loaded from a checkpoint without running code from it.
     """
     try:
         value = value.item() if hasattr(value, "item") else value
         return float(value) if type(value) in (bool, int, float) else None
-    except OverflowError:  # of a large int
+    except OverflowError:  # the int is too large for a float
         return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError, RuntimeError):
         return None

@@ -19,10 +19,10 @@ from ptsave.tree.extents import span_of
 
 @dataclass(frozen=True)
 class _Copy:
-    """A planned copy into an existing tensor.
+    """A copy into an existing tensor, to be made later.
 
-    The values are at `view` in `record`.  Without a view they are in `source`, which gets its
-    values when the whole record is filled.
+    If `view` is set, the values are at this offset, with this shape and these strides, in record
+    number `record`.  Otherwise the values are in `source`, once its record has been read.
     """
 
     target: Tensor
@@ -32,14 +32,14 @@ class _Copy:
 
     @property
     def key(self) -> Any:
-        """A key that is equal for equal copies, as of tied parameters; None without a view."""
+        """A key that equal copies (because of tied parameters) share; None without a view."""
         where = (self.target.device, self.target.data_ptr(), self.target.dtype)
         shape = (tuple(self.target.shape), self.target.stride())
         return None if self.view is None else (where, shape, self.record, self.view)
 
 
 class GroupFiller:
-    """Does the work of `EngineFiller` with the bytes that the reading rank of the group sends."""
+    """Does the same as `EngineFiller`, but with bytes that another rank reads and sends."""
 
     def __init__(self, archive: GroupArchive, *, verify: bool) -> None:
         self._archive = archive
@@ -61,8 +61,8 @@ class GroupFiller:
 
     def fill(self, records: Iterable[int], progress: ProgressCallback | None) -> None:
         copies, self._copies = _distinct(self._copies), []
-        # Copies without a view, and copies into overlapping targets, are made in order from filled
-        # storages.
+        # Copies without a view, and copies into overlapping targets, are made at the end, in order,
+        # from storages that are filled by then.
         mixed = overlapping((*_span_of(copy.target), i) for i, copy in enumerate(copies))
         late = [c for i, c in enumerate(copies) if c.view is None or i in mixed]
         direct = [c for i, c in enumerate(copies) if c.view is not None and i not in mixed]
@@ -85,7 +85,7 @@ class GroupFiller:
         return self._changed
 
     def _receive(self, records: Collection[int], copies: Sequence[_Copy]) -> None:
-        """Fill storages, and make copies of views, in the file's order; targets do not overlap."""
+        """Fill the storages of `records`, and make `copies`; their targets must not overlap."""
         by_record: defaultdict[int, list[tuple[Tensor, StorageView]]] = defaultdict(list)
         for copy in copies:
             if copy.view is not None and copy.record is not None:
@@ -105,7 +105,7 @@ class GroupFiller:
 
 
 def _distinct(copies: Iterable[_Copy]) -> list[_Copy]:
-    """Return the copies that change something, without the repetitions of tied parameters."""
+    """Leave out copies of empty tensors, and duplicates, which tied parameters cause."""
     found: dict[Any, _Copy] = {}
     for copy in copies:
         if copy.target.numel():

@@ -1,4 +1,4 @@
-"""The options of restores, and the check of named objects in calls that also have options.
+"""The options of restores, and a check for calls that take both options and named objects.
 
 The name of an option always means the option, so an object with this name is refused.  An option
 of another function is refused, too: otherwise it would become an entry of the file, or a target.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ptsave.writing.planning import SaveOptions
 
 Match: TypeAlias = 'Literal["order", "name"] | None'
-# One renaming for all modules and optimizers, or a mapping of targets' names to renamings.
+# A function or mapping for all modules and optimizers, or one for each name of a target.
 KeyMapping: TypeAlias = "Rename | Mapping[str, Rename]"
 Location: TypeAlias = Any
 ProcessGroup: TypeAlias = Any
@@ -28,7 +28,7 @@ ProcessGroup: TypeAlias = Any
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RestoreOptions:
-    """The arguments of :func:`ptsave.load_checkpoint`, without the file and the targets."""
+    """The options of :func:`ptsave.load_checkpoint`: all arguments except file and targets."""
 
     strict: bool = True
     assign: bool = False
@@ -44,7 +44,7 @@ class RestoreOptions:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> RestoreOptions:
-        """Return the options among a call's arguments, given as ``locals()``."""
+        """Return the options among `arguments`, which are the ``locals()`` of a public call."""
         found = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
         key_mapping, rename = arguments["key_mapping"], arguments["rename"]
         found["map_location"] = location_of(arguments["map_location"], arguments["device"])
@@ -54,7 +54,7 @@ class RestoreOptions:
 
 _NONE = type(None)
 _GROUPS = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
-# The types of an option's values, by its annotation.  A value of another type is a user's object.
+# Annotation -> types of an option's values.  A value of another type is an object to save.
 _KINDS: dict[Any, tuple[type, ...]] = {
     "bool": (bool,),
     "bool | None": (bool, _NONE),
@@ -68,7 +68,7 @@ _KINDS: dict[Any, tuple[type, ...]] = {
     "Location": (str, torch.device),
     "KeyMapping | None": (FunctionType,),
 }
-# Options that neither `save_checkpoint` nor `load_checkpoint` has, and the functions with them.
+# Options that neither `save_checkpoint` nor `load_checkpoint` has, and their functions.
 _OWNERS = {
     "pickle_module": "ptsave.save",
     "pickle_protocol": "ptsave.save",
@@ -78,14 +78,14 @@ _OWNERS = {
     "max_staged_bytes": "ptsave.AsyncCheckpointer",
     "when_full": "ptsave.AsyncCheckpointer",
 }
-_SAVING_ADVICE = "save that under another name, or in a dict under another name"
-_RESTORING_ADVICE = "the call returns the entry of that name, for you to load_state_dict() it"
+_SAVING_ADVICE = "save the object under another name, or in a dict under another name"
+_RESTORING_ADVICE = "leave it out and load it yourself, because the call returns the entry"
 
 
 def check_named(
     function: str, options: SaveOptions | RestoreOptions, objects: Mapping[str, Any]
 ) -> None:
-    """Refuse objects that are named like an option, and options of other functions."""
+    """Raise TypeError for objects with an option's name, and for options of other functions."""
     for option in fields(options):
         value = getattr(options, option.name)
         is_own = option.name not in _OWNERS
@@ -93,19 +93,19 @@ def check_named(
             restores = isinstance(options, RestoreOptions)
             raise TypeError(
                 f"{option.name!r} is an option of {function}, which cannot be of type "
-                f"{type(value).__name__}: if it is an object of yours, "
+                f"{type(value).__name__}: if you mean an object of your own, "
                 f"{_RESTORING_ADVICE if restores else _SAVING_ADVICE}"
             )
     for owner, name, kinds in _all_options():
         if name in objects and isinstance(objects[name], kinds):
             raise TypeError(
                 f"{name}={objects[name]!r} is an option of {owner}, which {function} does "
-                "not have: leave it out, or give what it stands for another name"
+                "not have: leave it out, or give your object another name if you mean an object"
             )
 
 
 def _is_value(name: str, value: Any, kinds: tuple[type, ...]) -> bool:
-    """Return whether a value is meant for the option, and is not an object to save or restore."""
+    """Return whether a value is probably meant as the option `name`, not as an object."""
     if name not in ("map_location", "key_mapping"):
         return isinstance(value, kinds)
     if hasattr(value, "load_state_dict"):
@@ -115,7 +115,7 @@ def _is_value(name: str, value: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def _all_options() -> Iterator[tuple[str, str, tuple[type, ...]]]:
-    """Yield the owner, the name and the types of each option that is refused as an object."""
+    """Yield each option whose name no object may have: its function, its name and its types."""
     from ptsave.writing.planning import SaveOptions
 
     for owner, options in (

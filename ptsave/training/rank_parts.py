@@ -1,4 +1,4 @@
-"""Coordinates the checkpoints of several ranks: names, the step to restore, failed saves.
+"""Coordinates checkpoints that several ranks save and restore together, each rank its own part.
 
 Ranks do not communicate when they save a step.  A step is complete once the parts of all ranks
 exist.  So if a rank dies, the previous step stays the latest step.
@@ -27,13 +27,13 @@ _REMOVAL_S, _PAUSE_S = 1.0, 0.02
 
 
 def check_ranks(directory: str, rank: int | None, world_size: int | None, group: Any) -> None:
-    """Raise if the ranks are named incompletely, twice or not at all."""
+    """Raise an error if the arguments contradict each other, or do not tell this process's rank."""
     if group is not None and (rank is not None or world_size is not None):
-        raise TypeError("a process group says what rank and world_size are: leave them out")
+        raise TypeError("process_group already sets rank and world_size: leave them out")
     if world_size is not None and rank is None:
-        raise TypeError(f"world_size={world_size} needs a rank: which of them is this process?")
+        raise TypeError(f"world_size={world_size} needs a rank: the number of this process")
     if world_size is not None and rank is not None and rank >= world_size:
-        raise ValueError(f"rank must be below world_size, {world_size}, not {rank}")
+        raise ValueError(f"rank must be less than world_size ({world_size}), not {rank}")
     if group is None and world_size is None and group_of_job() is None:
         check_rank_is_named(directory, rank)
 
@@ -43,7 +43,8 @@ def rank_parts(
 ) -> RankParts | None:
     """Return the `RankParts` of a directory, or None if each checkpoint is one file.
 
-    Collective: waits for the other ranks.  Ranks without a process group cannot meet at a URL.
+    All ranks must call this, because it waits for them.  Without a process group, the ranks
+    communicate through files in the directory, so a URL raises a ValueError.
     """
     if rank is not None and world_size is None:
         return None
@@ -59,7 +60,7 @@ def rank_parts(
         return RankParts(GroupRanks(group, str(place)), place)
     if isinstance(place, str):
         raise ValueError(
-            f"{place}: ranks that have no process group meet in a directory, not at a URL: call "
+            f"{place}: without a process group, ranks cannot save to a URL: call "
             "torch.distributed.init_process_group() first, and leave rank and world_size out"
         )
     assert rank is not None
@@ -74,9 +75,9 @@ class RankParts:
 
         self._ranks = ranks
         self._place = place
-        # `FileRanks` find each other by this lock, so they hold it from the beginning.
+        # Without a process group, ranks find each other by their locks, so the lock exists already.
         self._lock = ranks.lock if isinstance(ranks, FileRanks) else None
-        # Saves and failures since the ranks last waited for each other:
+        # Saves and failures since the last `settle`:
         self._saved: list[str] = []
         self._failures: list[tuple[str, str, bool]] = []
         self.naming = Parts(ranks.rank, ranks.size, ranks.session)
@@ -87,7 +88,7 @@ class RankParts:
         return self._ranks.rank == 0
 
     def begin(self) -> None:
-        """Lock the directory; raise a RuntimeError if another job saves there."""
+        """Lock the directory for this rank; raise RuntimeError if another job has locked it."""
         if self._lock is None and isinstance(self._place, Path):
             from ptsave.support.rank_groups import RankLock
 
@@ -95,23 +96,23 @@ class RankParts:
 
     @property
     def tidies(self) -> bool:
-        """Whether this rank removes old checkpoints; only rank 0 does at a URL, without locks."""
+        """Whether this rank removes old checkpoints: at a URL, which has no locks, only rank 0."""
         return self.is_first or isinstance(self._place, Path)
 
     def note(self, path: str) -> None:
-        """Remember the part that a save begins to write."""
+        """Remember the path of a part that this rank begins to write."""
         self._saved.append(posixpath.basename(path))
 
     def fail(self, path: str, error: BaseException, *, is_there: bool) -> None:
-        """Remember a failed save, and whether its complete part exists; from any thread."""
+        """Remember a failed save, and whether its file exists; any thread may call this."""
         message = str(error) or type(error).__name__
         self._failures.append((posixpath.basename(path), message, is_there))
 
     def agreed(self, choose: Callable[[], str]) -> str:
-        """Return this rank's part of the save that rank 0 chooses.
+        """Return the name of this rank's part of the save that rank 0 chooses.
 
-        `choose` runs on rank 0 and returns the name of any part of the save.  All ranks raise its
-        OSError.
+        `choose` is called on rank 0 only, and returns the name of any part of the save.  If it
+        raises an OSError, all ranks raise the error.
         """
         try:
             choice: list[Any] = [choose() if self.is_first else None]
@@ -123,18 +124,18 @@ class RankParts:
         return self.naming.own(choice[0])
 
     def settle(self) -> tuple[list[str], SaveError | None]:
-        """Wait for all ranks; return this rank's parts of incomplete saves, and an error.
+        """Wait for all ranks; return this rank's parts of incomplete saves, and an error or None.
 
-        The error reports a failure that this rank does not know yet.  If only some ranks began a
-        save, that is a failure, too.  Raises a RuntimeError if a rank has ended.
+        The error is a failure on another rank that this rank has not noted itself.  A save that
+        only some ranks began is a failure, too.  Raises RuntimeError if a rank has ended.
         """
         saved, failures = self._saved, self._failures
         self._saved, self._failures = [], []
         everyone = self._ranks.gather({"saved": saved, "failures": failures})
         begun = [{self.naming.save_of(name) for name in theirs["saved"]} for theirs in everyone]
         messages = self._messages(everyone, begun)
-        # A save with all parts is complete, even if a rank reports a failure: an older checkpoint
-        # may have been removed because this save exists.
+        # If all parts exist, the save counts as complete even if a rank reports a failure: because
+        # of this save, an older checkpoint may have been removed already.
         missing = {
             self.naming.save_of(name)
             for theirs in everyone
@@ -154,23 +155,23 @@ class RankParts:
         return lost, SaveError(errno.EIO, message, str(self._place))
 
     def _part_not_seen(self, name: str) -> str:
-        """Return a message if another rank's part of a complete save is not in the directory."""
+        """Return an error message if this rank does not see another's part of a complete save."""
         if not isinstance(self._place, Path):
             return ""
         other = self._ranks.size - 1 if self.is_first else 0
         theirs = self._place / self.naming.of_rank(other, name)
         deadline = time.monotonic() + _REMOVAL_S
         while not theirs.exists() and (self._place / name).exists():
-            if time.monotonic() > deadline:  # the checkpoint is not being removed
+            if time.monotonic() > deadline:  # so it is not just being removed
                 return (
                     f"the part of rank {other}, {theirs.name}, is not in this directory of rank "
-                    f"{self._ranks.rank}: all ranks have to save to one that they share"
+                    f"{self._ranks.rank}: all ranks have to save to one shared directory"
                 )
             time.sleep(_PAUSE_S)
         return ""
 
     def _messages(self, everyone: list[Any], begun: list[set[str]]) -> dict[str, str]:
-        """Return a message for each save that is not complete."""
+        """Return the reason why each failed save failed, by the common beginning of its names."""
         messages = {
             self.naming.save_of(name): f"the part of rank {rank}, {name}, was not saved: {message}"
             for rank, theirs in enumerate(everyone)
@@ -181,7 +182,7 @@ class RankParts:
                 there, absent = (0, rank) if save in begun[0] else (rank, 0)
                 messages.setdefault(
                     save,
-                    f"{save} was saved on rank {there} and not on rank {absent}: all ranks have to "
+                    f"{save} was saved on rank {there} and not on rank {absent}: all ranks must "
                     "call save() for the same steps",
                 )
         return messages
@@ -196,10 +197,10 @@ class RankParts:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Run the block on all ranks; if it raises on one rank, raise on all.
+        """Wait until all ranks have left their `with` blocks; if one block raises, all ranks raise.
 
-        The other ranks raise an error of the same type.  `what` is the action that failed: "restore
-        its part".
+        The other ranks raise an error of the same type.  Its message describes the block with
+        `what`, for example "restore its part".
         """
         from ptsave.support.group_call import together
 

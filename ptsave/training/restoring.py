@@ -1,9 +1,9 @@
-"""Restores the tensors of a file straight into existing tensors.
+"""Restores the tensors of a file directly into existing tensors.
 
-The file is unpickled with storages whose bytes are not read yet.  The code that loads state dicts
-then notes sources and targets in a copier.  The bytes are read last.  A copy that only moves bytes
-reads straight into its target; other copies use temporary memory.  Storages that the program still
-refers to are filled.
+The file is unpickled with storages whose bytes are not read yet.  Then the code that loads state
+dicts tells a copier which tensors to copy where.  The bytes are read last: directly into the target
+if the dtype and the device stay the same, or else into temporary memory first.  If the program
+still uses a storage at the end, the storage itself is filled, too.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _MAX_NAMED = 8
 
 @contextmanager
 def restoring(f: Any, options: RestoreOptions) -> Iterator[tuple[Any, RestoringCopier, Set[str]]]:
-    """Yield the object of a file, a copier for its tensors, and the locations to move them to.
+    """Yield the object in a file, a copier for its tensors, and the locations to move them to.
 
-    When the block ends without an exception, all copies are made, and every tensor of the object
-    that is still referred to has its values.  The tensors are in CPU memory; the locations are the
-    other devices where torch would have put them.  If an exception leaves the block, its message
-    and its attribute `overwritten` name the entries that hold new values.
+    When the `with` block ends without an exception, the copies are made, and each tensor of the
+    object that is still in use gets its values.  The tensors are in CPU memory; the locations are
+    the other devices on which torch would put them.  If the block ends with an exception, a note
+    and the attribute `overwritten` of the exception name the entries that have new values.
 
-    The file is read only when all copies are known.  In some cases it is read first: tensors are
-    assigned, only torch reads the file, unpickling may look at values, or `map_location` is a
-    callable or a dict.
+    The tensors' bytes are read at the end of the block, when all copies are known.  The
+    bytes are read before the block if tensors are assigned, only torch can read the file,
+    unpickling may look at values, or `map_location` is a callable or a dict.
     """
     map_location, verify = options.map_location, options.verify
-    restricted = resolve_weights_only(options.weights_only, None)  # which may warn, once
+    restricted = resolve_weights_only(options.weights_only, None)  # may warn, so it is called once
     module = restricted_unpickler if restricted else pickle
     loading = LoadOptions(
         map_location,
@@ -94,7 +94,7 @@ def restoring(f: Any, options: RestoreOptions) -> Iterator[tuple[Any, RestoringC
 def _restoring_in_memory(
     obj: Any, path: str, archive: GroupArchive | None
 ) -> Iterator[tuple[Any, MemoryCopier, Set[str]]]:
-    """Yield as `restoring` does, for an object whose tensors have their values already."""
+    """Yield what `restoring` yields, for an object whose tensors already have their values."""
     copier = MemoryCopier(archive)
     try:
         yield obj, copier, frozenset()
@@ -111,7 +111,7 @@ def _restoring_in_memory(
 def _restoring_from(
     reader: RecordReader, options: LoadOptions, pickle_module: Any, archive: GroupArchive | None
 ) -> Iterator[tuple[Any, FileCopier, Set[str]]]:
-    """Yield as `restoring` does, for an archive whose bytes are read or received last."""
+    """Yield what `restoring` yields, for an archive whose bytes are read at the block's end."""
     with progress_bar(options.progress, "restoring", reader.engine.nbytes) as callback:
         reader.check_records()
         reader.allows_values = True
@@ -135,7 +135,7 @@ def _restoring_from(
             if changed := {record.name for record in copier.changed()}:
                 from ptsave.archive.damage import entries_using
 
-                # If no entry's name is known, name the records: no names would mean no change.
+                # If no entry is known, name records, because an empty list would mean no changes.
                 note_overwritten(
                     error, entries_using(reader, changed) or sorted(changed), reader.path
                 )
@@ -144,7 +144,7 @@ def _restoring_from(
 
 
 def check_locations(locations: Set[str]) -> None:
-    """Raise torch's error for a location that is unknown or missing."""
+    """Raise torch's error for a device that is unknown or does not exist here."""
     for location in locations:
         torch.serialization.default_restore_location(torch.UntypedStorage(0), location)
 
@@ -152,7 +152,7 @@ def check_locations(locations: Set[str]) -> None:
 def _reader_to_defer(
     f: Any, map_location: Any, pickle_module: Any, verify: bool
 ) -> RecordReader | None:
-    """Return the open archive if its bytes can be read after its object is unpickled."""
+    """Return the open archive if its bytes can be read after it is unpickled; if not, None."""
     if torch_config.load.mmap and not isinstance(f, (str, os.PathLike)):
         return None
     try:
@@ -177,13 +177,13 @@ def _can_defer(reader: RecordReader, map_location: Any, pickle_module: Any) -> b
 
 
 class RestoringCopier(Copier):
-    """A copier for a restore; `_archive` is the source of tensors if a group of ranks restores."""
+    """A copier for a restore; `_archive` is None unless a group of ranks restores together."""
 
     _archive: GroupArchive | None
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks take part."""
+        """Whether other ranks restore from the same file together with this rank."""
         return self._archive is not None
 
     def agree(self) -> None:
@@ -194,7 +194,7 @@ class RestoringCopier(Copier):
             self._archive.wait(CHECKED)
 
     def begin(self) -> None:
-        """Wait until all ranks have planned their copies."""
+        """Wait until all ranks have noted which tensors to copy."""
         if self._archive is not None:
             from ptsave.archive.group_archive import PLANNED
 
@@ -202,9 +202,10 @@ class RestoringCopier(Copier):
 
 
 class MemoryCopier(RestoringCopier):
-    """A `Copier` for tensors in memory that notes which storages it has copied from.
+    """A `Copier` for tensors in memory.
 
-    `changed` holds the `storage_id_of` each storage whose values are, or may be, in a target.
+    `changed` has the ids (from `storage_id_of`) of all storages whose values have been copied to a
+    target, or may have been.
     """
 
     def __init__(self, archive: GroupArchive | None) -> None:
@@ -227,7 +228,7 @@ class MemoryCopier(RestoringCopier):
         self.changed.update(map(storage_id_of, tensors_in(state_dict)))
 
     def finish(self) -> None:
-        """Make all copies."""
+        """Make all copies that were noted."""
         self.changed.update(storage_id_of(source) for _, source in self._copies)
         super().copy(self._copies)
         self._copies.clear()
@@ -246,24 +247,24 @@ class EngineFiller:
         self._reader, self._verify = reader, verify
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Plan ``target.copy_(source)``."""
+        """Note the copy ``target.copy_(source)``, which `fill` will make."""
         self._reader.engine.plan_copy(target, source)
 
     def is_filled(self, record: int) -> bool:
-        """Return whether a storage has its bytes."""
+        """Return whether the bytes of a record have been read into its storage."""
         return self._reader.engine.is_filled(record)
 
     def changed(self) -> Collection[int]:
-        """Return the records from which targets were changed, or may have been changed."""
+        """Return the numbers of the records whose bytes have reached a target, or may have."""
         return self._reader.engine.changed()
 
     def fill(self, records: Iterable[int], progress: ProgressCallback | None) -> None:
-        """Make the copies that were planned, and fill the storages of these records."""
+        """Make all copies that were noted, and fill the storages of these records."""
         fill(self._reader, records, verify=self._verify, progress=progress)
 
 
 class FileCopier(RestoringCopier):
-    """A `Copier` for tensors in reserved storages, whose bytes are still in a file."""
+    """A `Copier` for tensors whose bytes are still in a file; their storages are not filled yet."""
 
     def __init__(
         self,
@@ -287,10 +288,10 @@ class FileCopier(RestoringCopier):
         self._replacements: deque[tuple[Replacement, int | None]] = deque()  # with their records
 
     def changed(self) -> list[_C.Record]:
-        """Return the records whose values are in targets, or were shown to other code."""
+        """Return the records whose values were copied to a target, or that other code has seen."""
         numbers = self._shown.union(self._filler.changed())
-        # The tensors of pending replacements are in no target yet, unless another entry has the
-        # same record.
+        # While a replacement is pending, its record has changed no target.  But another entry may
+        # use the same record, and may have changed one.
         unused = {record for _, record in self._replacements if record not in self._shown}
         changed = []
         for number in sorted(numbers):
@@ -312,7 +313,7 @@ class FileCopier(RestoringCopier):
         if replacement.new is not None and replacement.source is not None:
             record = self.reader.engine.record_of(replacement.source)
             self.copy([(replacement.new, replacement.source)])
-        # Drop the source: storages that are still referred to are read at the end.
+        # Drop the source: at the end, all storages that are still in use are read.
         self._replacements.append((replacement._replace(source=None), record))
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
@@ -322,7 +323,7 @@ class FileCopier(RestoringCopier):
         dtype = source.dtype if dtype is None else dtype
         if (dtype, device) == (source.dtype, source.device) or not self._is_unread(source):
             return source.to(dtype=dtype, device=device)
-        # torch warns when it drops imaginary parts, and autograd records the conversion.
+        # Use torch's conversion where it warns (imaginary parts are lost) or autograd records it.
         if (source.is_complex() and not dtype.is_complex) or source.requires_grad:
             self.show({"": source})
             return source.to(dtype=dtype, device=device)
@@ -343,7 +344,7 @@ class FileCopier(RestoringCopier):
         return {record for record in found if record is not None}
 
     def finish(self) -> None:
-        """Make all copies, and read the storages that are still referred to."""
+        """Make all noted copies, and fill all storages that are still in use."""
         self._fill(self.reader.engine.referenced())
 
     def _is_unread(self, source: Tensor) -> bool:
@@ -366,11 +367,11 @@ class FileCopier(RestoringCopier):
 
 
 def note_overwritten(error: BaseException, names: list[str], path: str) -> None:
-    """Add to an exception the names of the entries that are in targets already."""
+    """Add the `names` of overwritten entries to `error`: in a note, and as an attribute."""
     error.overwritten = names  # type: ignore[attr-defined]
     named = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
     message = (
-        f"{path}: the restore has stopped halfway: {len(names)} entries hold the file's values, or "
-        f"may, at least in part, and the others hold the old ones: {named}"
+        f"{path}: the restore has stopped halfway: {len(names)} entries hold values from the file, "
+        f"at least in part ({named}). All other entries hold their old values"
     )
     add_note(error, message)

@@ -1,8 +1,8 @@
 """Walks the containers of a saved object, and gives names and paths to its entries.
 
-A pickle can set attributes of an ``OrderedDict`` or a ``Counter``, as it does for ``_metadata``. An
-attribute called ``items`` would replace the method in ``value.items()``. So this module calls the
-method of the class.
+A pickle can set attributes of an ``OrderedDict`` or a ``Counter``, for example ``_metadata``. An
+attribute with the name ``items`` would replace the method in ``value.items()``. So this module
+calls ``type(value).items(value)``.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from ptsave._core import OutlinedTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-Path: TypeAlias = tuple[Any, ...]  # keys of an entry, from the outermost container inwards
+Path: TypeAlias = tuple[Any, ...]  # keys that lead to an entry, the outermost container's first
 
-# The limit for all code that names entries.  A file decides how deep its object is, and each level
-# makes the names below it longer.  torch.save reaches 970 levels before a RecursionError.
+# Code that names entries goes down at most this many levels of containers, because a file may have
+# any number of levels, and each level makes the names in it longer.  torch.save raises a
+# RecursionError at about 970 levels.
 MAX_DEPTH = 1000
 
 # The types whose instances hold the entries of a saved object.
 CONTAINERS = (Mapping, list, tuple)
 
 # Path and prefix ("a.b.") of a container, key and value of a part in it, whether the part is a
-# container, and the part's earlier name if there is one.
+# container, and the name under which the walk has met the part before, or None.
 Visit: TypeAlias = tuple[Path, str, Any, Any, bool, str | None]
 
 
 def tensor_types() -> tuple[Any, ...]:
-    """Return the types that a tensor may have; torch's own type only if torch is imported."""
+    """Return the types of tensors: `OutlinedTensor`, and torch.Tensor if torch is imported."""
     torch = sys.modules.get("torch")
     return (OutlinedTensor,) if torch is None else (torch.Tensor, OutlinedTensor)
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a tensor, or the outline of a tensor."""
+    """Return whether a value is a tensor or an `OutlinedTensor`, a tensor without values."""
     return isinstance(value, tensor_types())
 
 
@@ -48,7 +49,7 @@ def is_container(value: Any) -> bool:
 
 
 def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the keys and values of a mapping, or the numbers and values of a list or a tuple.
+    """Return the keys and values of a mapping, or the indexes and values of a list or a tuple.
 
     >>> from collections import OrderedDict
     >>> entries = OrderedDict(a=1)
@@ -72,13 +73,13 @@ def values_of(value: Any) -> Iterable[Any]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return an instance's attributes, such as ``_metadata`` of state dicts; a class has none."""
+    """Return a copy of an instance's ``__dict__``; return an empty dict for a class."""
     found = {} if isinstance(value, type) else getattr(value, "__dict__", {})
     return dict(found)
 
 
 def set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
-    """Write attributes into an instance's ``__dict__``; assigning could replace ``__class__``."""
+    """Add attributes to an instance's ``__dict__``; `setattr` could replace its ``__class__``."""
     if attributes:
         value.__dict__.update(attributes)
 
@@ -91,7 +92,7 @@ def walk(
     keys: bool = False,
     attributes: bool = True,
 ) -> list[Any]:
-    """Return an object and everything in it, in order: each container once, before its parts.
+    """Return an object and everything in it; each container comes once, before its parts.
 
     The walk enters containers of `kinds`, and also of their subclasses unless `exactly`. With
     `keys`, a mapping's keys are parts, too. With `attributes`, the values of a container's
@@ -122,9 +123,9 @@ def walk_entries(
 ) -> Iterator[Visit]:
     """Yield every part of a container and of the containers in it, each before its own parts.
 
-    The walk enters a container once, down to `MAX_DEPTH` levels. It yields a deeper container with
-    a path of that length, but does not enter it. `is_container` does not get tensors. `whole` is
-    the name of `obj` for the case that it contains itself.
+    The walk enters a container once, down to `MAX_DEPTH` levels. It yields the containers at this
+    depth, but does not enter them. `is_container` chooses the values to enter, and is not called
+    with tensors. `whole` is the name of `obj` itself, in case `obj` contains itself.
 
     >>> [f"{prefix}{key}" for _, prefix, key, _, _, _ in walk_entries({"a": [1, 2]})]
     ['a', 'a.0', 'a.1']
@@ -155,7 +156,7 @@ def nested_too_deep(file: str = "") -> ValueError:
 
 
 def dotted(path: Path) -> str:
-    """Return a path as text with dots."""
+    """Return the keys of a path as text, joined by dots."""
     return ".".join(map(str, path))
 
 

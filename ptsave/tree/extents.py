@@ -1,8 +1,8 @@
-"""How many bytes tensors take: in full, in their storages, and as blocks of a storage.
+"""Computes how many bytes tensors take: in full, in their storages, and as byte ranges.
 
 A tensor can be far larger than its storage: one number, expanded to 2**36 elements, takes 1 KiB in
-a .pt file, and 256 GiB in a safetensors file. In the same way, 1,000 views of one storage become
-1,000 copies of it.
+a .pt file, and 256 GiB in a safetensors file. In the same way, 1,000 views of one storage can
+become 1,000 copies of it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Index: TypeAlias = int | slice | EllipsisType | None
 _MIN_LIMIT_NBYTES = 1 << 30
 _MAX_FACTOR = 8
 
-# Advice of operations without `max_size`: the user can write their input in full first.
-ADVICE = "if that is meant, write it in full first: ptsave convert --max-size"
+# Advice in errors of operations that have no `max_size`.
+ADVICE = "to do it anyway, first write the file in full with `ptsave convert --max-size`"
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Return the bytes that a tensor's elements take when each is written."""
+    """Return how many bytes a tensor's elements take when every element is written."""
     return math.prod(tensor.shape) * tensor.itemsize
 
 
 def stored_nbytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages of tensors, each counted once."""
+    """Return the bytes of the tensors' storages; each storage counts once."""
     storages = {}
     for tensor in tensors:
         if tensor.layout == torch.strided:
@@ -53,7 +53,7 @@ def check_expansion(
     path: str,
     *,
     max_size: int | str | None = None,
-    advice: str = "if that is meant, pass --max-size (max_size=)",
+    advice: str = "if you want this, pass --max-size (max_size=)",
 ) -> None:
     """Raise ValueError if tensors, each written in full, take much more than their storages.
 
@@ -74,7 +74,7 @@ def check_expansion(
 
 
 class Blocks(NamedTuple):
-    """Blocks of equal size in a storage, in bytes, and a view's stride when they are packed."""
+    """Byte ranges of equal size in a storage, and a tensor's stride after the ranges are joined."""
 
     begins: list[int]
     nbytes: int
@@ -82,13 +82,13 @@ class Blocks(NamedTuple):
 
 
 def check_index(index: Any) -> None:
-    """Raise TypeError for an index that does not make a view."""
+    """Raise TypeError if indexing a tensor with `index` would not return a view."""
     for part in index if isinstance(index, tuple) else (index,):
         is_number = isinstance(part, int) and not isinstance(part, bool)
         if not (part is None or part is ... or is_number or isinstance(part, slice)):
             raise TypeError(
-                "a slice is made of numbers, slices, ... and None, not "
-                f"{type(part).__name__}: read the tensor and index that"
+                "an index may contain only integers, slices, ... and None, not "
+                f"{type(part).__name__}: read the whole tensor, and index the result"
             )
 
 
@@ -102,7 +102,7 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def blocks_of(tensor: Tensor, max_gap: int) -> Blocks:
-    """Return the blocks that a view needs; a block may span gaps of up to `max_gap` bytes."""
+    """Return the byte ranges that a tensor needs; a range may bridge gaps up to `max_gap` bytes."""
     itemsize = tensor.itemsize
     if tensor.numel() == 0:
         return Blocks([], 0, tensor.stride())
@@ -123,7 +123,7 @@ def blocks_of(tensor: Tensor, max_gap: int) -> Blocks:
 def _apart(tensor: Tensor, strides: Sequence[int], apart: list[int], nbytes: int) -> Blocks:
     begin, end = span_of(tensor)
     if nbytes * math.prod(tensor.shape[dim] for dim in apart) >= end - begin:
-        return Blocks([begin], end - begin, tensor.stride())  # they overlap
+        return Blocks([begin], end - begin, tensor.stride())  # the blocks overlap
     apart = apart[::-1]  # the largest stride first
     steps = [range(0, tensor.shape[dim] * strides[dim], strides[dim]) for dim in apart]
     begins = [begin + sum(step) for step in itertools.product(*steps)]

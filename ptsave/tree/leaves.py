@@ -1,4 +1,4 @@
-"""Copies entries with the values of their tensors, and flattens objects to dicts of tensors."""
+"""Copies entries after reading their tensors' values, and flattens objects to dicts of tensors."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _CONTAINERS = (dict, OrderedDict, list, tuple)
 
 
 def read_entry(entry: Any, read: Callable[[Sequence[Tensor]], list[Tensor]], name: str) -> Any:
-    """Return a copy of an entry of an archive, with values.
+    """Return a copy of an entry of an archive, with the values of its tensors.
 
-    `read` gets the entry's tensors and storages, which may have no values, and returns tensors with
-    values. Objects that the entry holds twice stay shared in the copy. If the entry holds an
-    `Opaque`, UnpicklingError is raised, with `name` in its message.
+    `read` gets the entry's tensors, which may have no values, and a tensor of bytes for each
+    storage; it returns them with values. An object that occurs twice is shared in the copy,
+    too. Raises UnpicklingError about `name` for an `Opaque`, an object that was not built.
     """
     refuse_opaque(entry, name)
     leaves = {id(leaf): leaf for leaf in leaves_of(entry)}
@@ -57,7 +57,7 @@ def tensors_over(entry: Any) -> list[Tensor]:
 
 
 def require_picklable(entry: Any, path: str) -> None:
-    """Raise ValueError for containers whose attributes replace methods that pickling calls.
+    """Raise ValueError if a container in an entry has an attribute with the name of a method.
 
     Pickling an ``OrderedDict`` calls its ``items``. An attribute of that name would be called
     instead, and the entries would be lost.
@@ -68,7 +68,7 @@ def require_picklable(entry: Any, path: str) -> None:
                 raise ValueError(
                     f"{path}: a {type(container).__name__} has an attribute {name!r} in place of a "
                     "method, and would lose its entries when it is written: load the file, "
-                    "and save a dict of what is in it"
+                    "and save its entries in a plain dict"
                 )
 
 
@@ -89,7 +89,7 @@ def _back(leaf: Any, values: Tensor) -> Any:
 
 
 def _copy(entry: Any, made: dict[int, Any]) -> Any:
-    """Return a copy of the containers with `made` leaves in them, without recursion."""
+    """Return a copy of an entry; `made` has new tensors and storages, by the ``id`` of the old."""
     containers = _containers_in(entry)
     for container in containers:
         if type(container) is not tuple:
@@ -114,7 +114,7 @@ def _made(part: Any, made: dict[int, Any]) -> Any:
 
 
 def _make_tuple(value: tuple[Any, ...], made: dict[int, Any]) -> None:
-    """Make the copy of a tuple after the copies of the tuples in it."""
+    """Add copies of a tuple and of the tuples in it to `made`, the inner ones first."""
     pending = [value]
     while pending:
         last = pending[-1]
@@ -139,8 +139,8 @@ _N_NAMED = 5
 class Flattened:
     """The tensors of an object by dotted name, in the order of the object.
 
-    `losses` names the entries that the format cannot hold, each with the reason. `remarks` tells
-    how other entries change.
+    `losses` names the entries that the file format cannot store, each with the reason. `remarks`
+    says how the stored entries change.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -153,9 +153,9 @@ def flatten(
 ) -> Flattened:
     """Return the tensors of an object by dotted name.
 
-    `dtypes` are the dtypes that the format can hold; None allows all. With `keeps_ties`, contiguous
-    tensors with the same memory and shape stay tied. Raises ValueError if two entries have the same
-    dotted name, or if containers are nested too deep.
+    `dtypes` are the dtypes that the file format can store; None allows all. `keeps_ties` says that
+    contiguous tensors with equal memory, shape and dtype are stored once. Raises ValueError if two
+    entries have the same dotted name, or if containers are nested too deep.
     """
     result = Flattened()
     paths: dict[str, Path] = {}
@@ -166,12 +166,12 @@ def flatten(
     for path, name, value in _leaves(obj, result):
         reason = _reason_against(value, dtypes)
         if reason is None and not path:
-            reason = "it has no name: save a dict of it"
+            reason = "it has no name: save it in a dict"
         if reason is not None:
             result.losses.append(f"{name or 'the object itself'} ({reason})")
             continue
         if name in result.tensors:
-            raise ValueError(f"{paths[name]!r} and {path!r} are both called {name!r} when flat")
+            raise ValueError(f"{paths[name]!r} and {path!r} would both get the name {name!r}")
         paths[name] = path
         result.tensors[name] = value
         n_nested += len(path) > 1 or not isinstance(path[0], str)
@@ -203,18 +203,18 @@ def _remark(result: Flattened, n: int, what: str) -> None:
 
 
 def _leaves(obj: Any, result: Flattened) -> Iterator[tuple[Path, str, Any]]:
-    """Yield leaves with their paths and dotted names, looking into each container once."""
+    """Yield the path, dotted name and value of each leaf; add losses and remarks to `result`."""
     if not is_container(obj):
         yield (), "", obj
         return
     _remark_on_metadata(obj, "the state dict", result)
-    for path, prefix, key, value, is_inner, again in walk_entries(obj, whole="the whole"):
+    for path, prefix, key, value, is_inner, again in walk_entries(obj, whole="the whole object"):
         name = f"{prefix}{key}"
         if not is_inner:
             yield (*path, key), name, value
             continue
         if again is not None:
-            result.losses.append(f"{name} (it is {again} again)")
+            result.losses.append(f"{name} (the same as {again})")
             continue
         if len(path) >= MAX_DEPTH:
             raise nested_too_deep()

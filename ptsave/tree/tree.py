@@ -34,29 +34,29 @@ _PLAIN_TYPES = {int, float, complex, bool, str, bytes, type(None)}
 class Node(NamedTuple):
     """One entry: a container, a tensor or another value.
 
-    `key` is ``""`` if the saved object itself is no container.
+    If the saved object is not a container, it is the only entry, and its `key` is ``""``.
     """
 
-    depth: int  # the number of containers around it, without the object itself
-    parent: int  # the number of its container's node; -1 in the saved object itself
+    depth: int  # the number of containers around it, not counting the saved object itself
+    parent: int  # the number of its container's node; -1 if it is in the saved object itself
     prefix: str  # the container's dotted path, with a dot at the end
     key: Any
     value: Any
-    tensor: int  # its number among the tensors, or -1
-    again: str | None  # the earlier name of a container that has been met before
+    tensor: int  # its number among the tensors; -1 if it is not a tensor
+    again: str | None  # the first name of a container that has several; else None
 
     @property
     def name(self) -> str:
-        """Its path, with dots."""
+        """The entry's path, with dots."""
         return f"{self.prefix}{self.key}"
 
 
 class EntryTree:
-    """All entries of an object: `nodes`, with containers before their contents, and `tensors`.
+    """All entries of an object as `nodes`, each container before its contents; and all `tensors`.
 
     Each dict, list and tuple is entered once, down to `MAX_DEPTH` levels; `is_whole` is False if
-    there are deeper containers. A list or tuple of only numbers and text is a value, not a
-    container.
+    there are deeper containers. A list or tuple of plain values (see `is_plain`) counts as a
+    value, not as a container.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -99,7 +99,7 @@ class EntryTree:
 
     @cached_property
     def tensor_nodes(self) -> list[int]:
-        """The number of each tensor's node."""
+        """For each tensor, the number of its node in `nodes`."""
         return [number for number, node in enumerate(self.nodes) if node.tensor >= 0]
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
@@ -114,7 +114,7 @@ class EntryTree:
         return found
 
     def end_of(self, number: int) -> int:
-        """Return the number of the first node behind a container and its contents."""
+        """Return the number of the first node after a container and its contents."""
         return self._ends.get(number, number + 1)
 
     def is_container(self, number: int) -> bool:
@@ -122,7 +122,7 @@ class EntryTree:
         return number in self._ends
 
     def path_of(self, number: int) -> Path:
-        """Return the keys that lead to a node."""
+        """Return the keys that lead from the saved object to a node."""
         keys: list[Any] = []
         while number >= 0 and not self._is_alone:
             keys.append(self.nodes[number].key)
@@ -130,10 +130,10 @@ class EntryTree:
         return tuple(reversed(keys))
 
     def select(self, patterns: Sequence[str]) -> list[int]:
-        """Return the numbers of the nodes that patterns name, with the containers around them.
+        """Return the numbers of nodes that match any of `patterns`, and of containers around them.
 
-        A pattern is a name, a shell pattern, or a path of keys such as ``"('a.b', 0)"``. If it
-        names a container, the container's contents are included.
+        A pattern is a name, a shell pattern, or a path of keys such as ``"('a.b', 0)"``. If a
+        container matches, its contents are included.
         """
         paths = [path for path in map(path_in, patterns) if path is not None]
         chosen: set[int] = set()
@@ -157,7 +157,7 @@ class EntryTree:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a number or text, or a list or tuple of these."""
+    """Return whether a value is a number, text, bytes or None, or a list or tuple of these."""
     if isinstance(value, (list, tuple)):
         return _PLAIN_TYPES.issuperset(map(type, value))
     return type(value) in _PLAIN_TYPES
@@ -176,8 +176,8 @@ _MAX_SUGGESTED = 3
 class EntryNames:
     """The names of the tensors of an object, and the look-up of entries by name.
 
-    `tensors` and `names` are in the order of the file. A name is dotted, or a tuple of keys if
-    another tensor has the same dotted name.
+    `tensors` and `names` are in the order of the file. A name has the keys, joined by dots;
+    it is a tuple of keys if another tensor has the same dotted name.
     """
 
     def __init__(self, obj: Any, path: str) -> None:
@@ -185,7 +185,7 @@ class EntryNames:
         self._path = path
         self.tensors: list[Tensor] = []
         self.names: list[str | Path] = []
-        self._numbers: dict[str | Path, int] = {}  # by dotted name, and by name
+        self._numbers: dict[str | Path, int] = {}  # in `tensors`, by dotted name and by name
         self._ambiguous: dict[str, list[Path]] = {}
         for number, (dotted_name, entry, tensor) in enumerate(_tensors_of(obj, path)):
             self.tensors.append(tensor)
@@ -197,7 +197,7 @@ class EntryNames:
             self._tell_apart()
 
     def _tell_apart(self) -> None:
-        """Give tensors that share a dotted name their tuples of keys as names."""
+        """Rename each tensor whose dotted name is not unique: its new name is its tuple of keys."""
         for number, (name, entry, _) in enumerate(_tensors_of(self._obj, self._path)):
             if name in self._ambiguous:
                 if self._numbers[name] == number:
@@ -206,7 +206,7 @@ class EntryNames:
                 self._numbers[entry] = number
 
     def find(self, name: str | Path) -> Any:
-        """Return the entry with a name; raise EntryNotFoundError if none or several have it."""
+        """Return the entry with this name; raise EntryNotFoundError if there is not exactly one."""
         if isinstance(name, tuple):
             return self._follow(name)
         if not isinstance(name, str):
@@ -218,19 +218,19 @@ class EntryNames:
         if len(paths) > 1:
             choices = " or ".join(map(repr, paths))
             raise EntryNotFoundError(
-                f"{self._path}: {name!r} may be any of several entries: ask for {choices}"
+                f"{self._path}: several entries have the name {name!r}: ask for {choices}"
             )
         if not paths:
             raise self._missing(name)
         return self._follow(paths[0])
 
     def number_of(self, name: str | Path, tensor: Tensor) -> int:
-        """Return the number of a tensor that `find` has returned for this name."""
+        """Return the index in `tensors` of a tensor that `find` has returned for this name."""
         for each in (name, dotted(name) if isinstance(name, tuple) else name):
             number = self._numbers.get(each)
             if number is not None and self.tensors[number] is tensor:
                 return number
-        # The name leads to the tensor's container by a second path.
+        # The name is another path to the tensor, through a container that occurs twice.
         return next(i for i, other in enumerate(self.tensors) if other is tensor)
 
     def _follow(self, path: Path) -> Any:
@@ -239,7 +239,7 @@ class EntryNames:
             if not is_container(value):
                 raise self._missing(path)
             try:
-                if isinstance(value, Mapping) and key not in value:  # a Counter has all keys
+                if isinstance(value, Mapping) and key not in value:  # a Counter accepts any key
                     raise KeyError(key)
                 value = value[key]
             except (KeyError, IndexError, TypeError):
@@ -251,7 +251,7 @@ class EntryNames:
 
 
 def entry_not_found(file: str, name: str | Path, names: Iterable[str]) -> EntryNotFoundError:
-    """Return the error for a name that is not in `names`; it suggests similar ones."""
+    """Return the error for a name that is not in `names`; the error suggests similar names."""
     import difflib
 
     text = dotted(name) if isinstance(name, tuple) else name
@@ -276,7 +276,7 @@ def _tensors_of(obj: Any, file: str) -> Iterator[tuple[str, Path, Tensor]]:
 
 
 def _paths_to(obj: Any, name: str) -> Iterator[Path]:
-    """Yield every path that is written as `name`; keys may hold dots themselves."""
+    """Yield every path whose keys, joined by dots, are `name`; a key itself may contain dots."""
     if not name:
         yield ()
         return
@@ -293,7 +293,7 @@ def _paths_to(obj: Any, name: str) -> Iterator[Path]:
 
 
 def _keys_called(value: Any, text: str) -> list[Any]:
-    """Return the keys of a container that are written as `text`: text, or a whole number."""
+    """Return the keys of a container that are `text`, as a string or as an integer."""
     is_number = text.isdecimal() and text.isascii() and len(text) < 19 and str(int(text)) == text
     if isinstance(value, Mapping):
         return [key for key in ([text, int(text)] if is_number else [text]) if key in value]
@@ -308,10 +308,11 @@ OPAQUE_HOLDERS = (Mapping, list, tuple, set, frozenset, deque)
 
 
 class Opaque:
-    """Stands in for a class, a function or an object of a pickle that is not built.
+    """Stands for a class, function or object in a pickle that was not imported or built.
 
-    `type_name` is the full name of the class or function; for an object, of the one that would make
-    it. `parts` lists the steps with which the pickle changes the object, and their operands.
+    `type_name` is the full name of the class or function; for an object, it names the class or
+    function that would make the object. `parts` lists the steps by which the pickle would make
+    and change the object, each with its operands.
     """
 
     __slots__ = ("parts", "type_name")
@@ -324,11 +325,11 @@ class Opaque:
         return f"<{self.type_name}>"
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Note an item, because the engine's unpickler sets items as in a dict."""
+        """Add an item to `parts`; the engine's unpickler calls this method as if for a dict."""
         self.parts += ["item", key, value]
 
     def made_with(self, arguments: Any) -> Opaque:
-        """Return what a call of this class or function would make."""
+        """Return an `Opaque` for the object that this class or function would make."""
         name = self.type_name
         if name in _BY_CLASS and type(arguments) is tuple and arguments:
             name = getattr(arguments[0], "type_name", name)
@@ -336,7 +337,7 @@ class Opaque:
 
 
 def type_name_of(value: Any) -> str:
-    """Return the name of the class of a value, also for an `Opaque`.
+    """Return the name of a value's class; for an `Opaque`, return its `type_name`.
 
     >>> type_name_of([]), type_name_of(Opaque("argparse.Namespace", []))
     ('list', 'argparse.Namespace')
@@ -345,7 +346,7 @@ def type_name_of(value: Any) -> str:
 
 
 def holds_opaque(value: Any) -> Opaque | None:
-    """Return the first `Opaque` in a value, its keys and attributes; None if there is none."""
+    """Return the first `Opaque` in a value or in its attributes; None if there is none."""
     seen: set[int] = set()
     pending = [value]
     while pending:
@@ -367,7 +368,7 @@ def holds_opaque(value: Any) -> Opaque | None:
 
 
 def drop_opaque_attributes(obj: Any) -> None:
-    """Remove attributes and hooks that hold an `Opaque` from an object's tensors."""
+    """Remove from an object's tensors all attributes and hooks that hold an `Opaque`."""
     tensors: dict[int, Any] = {}
     pending = [obj]
     while pending:
@@ -375,10 +376,10 @@ def drop_opaque_attributes(obj: Any) -> None:
             if id(leaf) not in tensors:
                 tensors[id(leaf)] = leaf
                 pending += attributes_of(leaf).values()
-    for leaf in reversed(tensors.values()):  # those in attributes first
+    for leaf in reversed(tensors.values()):  # tensors in attributes first
         attributes = attributes_of(leaf)
         lost = {name for name, value in attributes.items() if holds_opaque(value)}
-        if lost:  # torch.compile's marks, as on jagged tensors, are incomplete without it
+        if lost:  # torch.compile's marks are attributes that are useful only together
             lost |= {name for name in attributes if name.startswith("_dynamo_")}
         for name in lost:
             del leaf.__dict__[name]
@@ -387,13 +388,13 @@ def drop_opaque_attributes(obj: Any) -> None:
 
 
 def refuse_opaque(value: Any, name: str) -> None:
-    """Raise UnpicklingError, which names the class, if a value holds an `Opaque`."""
+    """Raise UnpicklingError about `name` if a value, or a part of it, is an `Opaque`."""
     found = holds_opaque(value)
     if found is None:
         return
     raise pickle.UnpicklingError(
-        f"{name} needs {found.type_name}, which is not built, as that runs code: if you trust "
-        f"the file, allow it with torch.serialization.add_safe_globals([{found.type_name}]), with "
-        f"--trust {found.type_name} of the command, or all of it with ptsave.load(..., "
-        "weights_only=False)"
+        f"{name} needs {found.type_name}, which is not allowed, because building it runs code. If "
+        "you trust the file, call torch.serialization.add_safe_globals("
+        f"[{found.type_name}]), pass --trust {found.type_name} to the ptsave command, or allow all "
+        "names with ptsave.load(..., weights_only=False)"
     )

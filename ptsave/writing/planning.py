@@ -30,22 +30,23 @@ from ptsave.writing.targets import is_url_file, name_of, root_for_path
 _Records: TypeAlias = "_C.PlannedRecord | _C.StorageList"
 
 _SERIALIZATION_ID_NBYTES = 40
-# The padding for a larger alignment may not fit into a zip header, and torch writes a broken file.
+# With a larger alignment, the padding may not fit into a zip header, so torch writes a bad file.
 _MAX_ALIGNMENT = 32768
 
 
 def engine_can_save(new_format: bool) -> bool:
-    """Return whether the engine can save: it writes only zip, with alignments that zip allows."""
+    """Return whether the engine can write the zip format with torch's current storage alignment."""
     return new_format and storage_alignment() <= _MAX_ALIGNMENT
 
 
 def plan_archive(
     target: object, data: bytes, storages: _C.StorageList, no_byte_order: bool
 ) -> _C.WritePlan:
-    """Plan the archive of a pickle and its storages; both must stay alive until it is written.
+    """Plan the archive of a pickle and its storages; keep the storages alive until the write ends.
 
-    The archive's root folder is named after a path or URL.  With `no_byte_order`, the byte order
-    follows the version, as in torch: torch's Python code leaves it out, and its C++ code adds it.
+    The archive's root folder has the stem of a path or URL as its name; otherwise it is "archive".
+    With `no_byte_order`, the record ``byteorder`` comes after ``version``, because torch's Python
+    code then leaves the record out, and torch's C++ code adds it at the end.
     """
     alignment = str(storage_alignment()).encode()
     byte_order = [("byteorder", sys.byteorder.encode(), len(sys.byteorder))]
@@ -84,7 +85,7 @@ def _storage_records(storages: _C.StorageList) -> list[_Records]:
 
 
 def _stage(storage: torch.UntypedStorage, staged: list[torch.UntypedStorage]) -> int:
-    """Copy a storage to CPU memory, drop the previous copy, and return the address."""
+    """Drop the previous copy, copy a storage to CPU memory, and return the copy's address."""
     from torch.utils.serialization import config
 
     staged.clear()
@@ -103,7 +104,7 @@ def _stage(storage: torch.UntypedStorage, staged: list[torch.UntypedStorage]) ->
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SaveOptions:
-    """The arguments of `ptsave.async_save` except object and file; `ptsave.save` takes some."""
+    """The arguments of `ptsave.async_save` except `obj` and `f`; `ptsave.save` has some of them."""
 
     pickle_module: ModuleType = pickle
     pickle_protocol: int = DEFAULT_PROTOCOL
@@ -146,7 +147,7 @@ class StorageTable:
         self._dtypes: dict[int, torch.dtype] = {}
 
     def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
-        """Return torch's reference to a storage, or None for any other object."""
+        """Return the tuple by which torch's pickles name a storage; None for any other object."""
         if isinstance(obj, torch.storage.TypedStorage):
             storage: Any = untyped_of(obj)
             dtype = obj.dtype
@@ -174,7 +175,7 @@ class StorageTable:
         return len(self._keys)
 
     def _check_dtype(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-        # A file records one dtype for each storage, so views of other dtypes cannot be saved.
+        # A file records one dtype for each storage, so views with different dtypes cannot be saved.
         if storage.device.type == "meta" or storage.data_ptr() == 0:
             return
         if self._dtypes.setdefault(storage.data_ptr(), dtype) != dtype:
@@ -203,7 +204,7 @@ def pickle_object(
     pickle_protocol: int,
     locations: Mapping[int, str] | None = None,
 ) -> tuple[bytes, _C.StorageList]:
-    """Pickle `obj` as torch.save does; `locations` has other locations of storages, by id."""
+    """Pickle `obj` as torch.save does; `locations` maps a `storage_id` to the device to record."""
     is_standard = pickle_module is pickle and pickle.Pickler is _pickle.Pickler
     if is_standard and type(pickle_protocol) is int and pickle_protocol == 2 and not locations:
         pickled = _C.pickle_object(obj)
@@ -215,7 +216,7 @@ def pickle_object(
 
 
 def dump(obj: object, table: StorageTable, pickle_module: Any, pickle_protocol: int) -> bytes:
-    """Pickle an object with a module's pickler; `table` makes the references to storages."""
+    """Pickle an object with the pickler of `pickle_module`; `table` numbers the storages."""
     stream = io.BytesIO()
     pickler = _pickler_class(pickle_module.Pickler)(stream, protocol=pickle_protocol)
     pickler.table = table

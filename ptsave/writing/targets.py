@@ -1,15 +1,15 @@
 """Writes a planned file to its target: a path, a URL, a real file, memory, or a `write` method.
 
-* A rename replaces a regular file.  In three cases the file is overwritten in place instead.  (1)
-  Its directory does not allow replacing it (no permission, sticky, a mount point).  (2) The path
+* A regular file is replaced by a rename.  In three cases, it is overwritten in place instead.  (1)
+  The directory does not allow a replacement (no permission, sticky, a mount point).  (2) The path
   is a link of ``/proc`` to an open file (``/dev/stdout``).  (3) The save has ``atomic=False``, and
-  this process has not mapped the file.  The choice depends only on links, directories, owners and
-  mounts, which other savers do not change.
+  this process has not mapped it.  The choice depends only on links, directories, owners and
+  mounts, which other saves do not change.
 * From 16 MiB on, a save with ``fsync`` bypasses the page cache.  Without ``fsync``, only bytes for
-  which the kernel would make writers wait bypass it (`direct_nbytes`).  A large background save
-  bypasses it as a whole.  Other bytes go through the cache until the cache turns out to be
-  expensive (`MemoryGauge` in csrc/core/memory/pages.h); then the rest bypasses it.
-* A URL is written as a stream: `UrlLocation` says when the file becomes visible.
+  which the kernel would make writers wait bypass the cache (`direct_nbytes`).  A large background
+  save bypasses the cache completely.  Other bytes go through the cache until the cache turns out to
+  be slow (`MemoryGauge` in csrc/core/memory/pages.h); from then on, all bytes bypass the cache.
+* A URL is written as a stream.  The docstring of `UrlLocation` says when the file appears.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 FileTarget: TypeAlias = "str | UrlLocation"
 
-# Errors of a rename that mean that this file cannot be replaced, not that the disk failed.
+# If a rename raises one of these errors, this file can still be overwritten in place.
 _RENAME_REFUSED = {errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES}
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP}
-# Below this size, direct writes gain nothing: a durable save is one write and one sync anyway.
+# Smaller files gain nothing from direct writes: with fsync, they take one write and one sync.
 _MIN_DIRECT_NBYTES = 16 << 20
-# A staged chunk needs a few bytes more than its contents, and page-locked memory, through which
-# payloads of accelerators go, comes in powers of two.  So the contents leave this many bytes free,
-# a multiple of any disk's block.
+# Payloads of accelerators go through page-locked memory, whose sizes are powers of two, and a
+# staged chunk needs a few bytes more than its contents.  So the contents leave this many bytes
+# free.  The number is a multiple of any disk's block size.
 _STAGING_SLACK = 64 << 10
 
 
 def resolve(f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> FileTarget:
-    """Return the file or directory that a path or URL names; a ``file://`` URL is a local path."""
+    """Return the file or directory that a path or URL names; a ``file://`` URL gives a path."""
     if is_url_target(f):
         from ptsave.sources.url_locations import resolve_url
 
@@ -68,7 +68,7 @@ def resolve(f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 def resolve_folder(
     directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Location:
-    """Return the directory that a path or a URL to write to names."""
+    """Return the directory that a path or URL names, as a `Location`."""
     target = resolve(directory, storage_options)
     return LocalFolder(target) if isinstance(target, str) else target
 
@@ -84,12 +84,12 @@ def name_of(target: FileTarget) -> str:
 
 
 def exists(target: FileTarget) -> bool:
-    """Return whether the target exists; a broken link counts."""
+    """Return whether the target exists; a broken symbolic link counts as existing."""
     return target.is_there() if is_url_file(target) else os.path.lexists(str(target))
 
 
 def scratch_folder(target: FileTarget) -> str:
-    """Return the directory for a save's temporary files: the target's own if it is local."""
+    """Return a directory for temporary files: the directory of a local target, or the system's."""
     if isinstance(target, str):
         return os.path.dirname(target) or "."
     import tempfile
@@ -98,28 +98,28 @@ def scratch_folder(target: FileTarget) -> str:
 
 
 def root_for_path(path: str) -> str:
-    """Return the root folder of an archive at `path`: the file's stem, as in torch."""
+    """Return the name of the root folder that torch gives an archive at `path`: the file's stem."""
     if not path.isascii():
-        return "archive"  # torch opens such files in Python, and so does not see the name
+        return "archive"  # torch opens such files in Python, and its zip writer gets no name
     name = path.replace("\\", "/").rpartition("/")[2]
     stem, dot, _ = name.rpartition(".")
     return stem if dot else name
 
 
 def refuse_safetensors_name(f: object) -> None:
-    """Raise a ValueError for torch's format under a name that ends with ``.safetensors``."""
+    """Raise ValueError if a file to write in torch's format is named ``*.safetensors``."""
     f = f.path if is_url_file(f) else f
     name = os.fsdecode(f) if isinstance(f, (str, os.PathLike)) else ""
     if name.endswith(".safetensors"):
         raise ValueError(
-            f"{name}: torch.load expects a safetensors file under this name, and this function "
-            "writes torch's format: choose a name as model.pt, or write a dict of tensors by "
+            f"{name}: torch.load expects a safetensors file under this name, but this function "
+            "writes torch's format: choose a name like model.pt, or write a dict of tensors with "
             "ptsave.save_model(tensors, path)"
         )
 
 
 def check_path(path: str) -> None:
-    """Raise now the errors that writing to `path` would raise after pickling."""
+    """Raise, before time is spent on pickling, the errors of a `path` that cannot be written to."""
     if "\0" in path:
         raise ValueError("embedded null byte")
     _require_root(path)
@@ -140,7 +140,7 @@ def _require_root(path: str) -> None:
 def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> Any:
     """Return a path as a str, a URL as a `UrlLocation`, and any other object as it is.
 
-    Raises errors now that writing to the target would raise later.
+    This function raises, before pickling, the errors of a target that cannot be written to.
     """
     if is_url_file(f):
         return f
@@ -160,7 +160,7 @@ def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> 
 def resolve_file(
     f: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> FileTarget:
-    """Return the file that a path or URL names; raise a SaveError for a directory's URL."""
+    """Return the file that a path or URL names; raise SaveError for a URL without a file name."""
     target = resolve(f, storage_options)
     if not isinstance(target, str):
         target.require_file_name()
@@ -169,7 +169,7 @@ def resolve_file(
 
 
 def check_stream(stream: object) -> None:
-    """Raise torch's error for an object that cannot be written to."""
+    """Raise torch's error for an object that has no callable attribute ``write``."""
     if callable(getattr(stream, "write", None)):
         return
     message = f"Buffer of {str(type(stream)).strip('<>')} has no callable attribute 'write'"
@@ -179,12 +179,12 @@ def check_stream(stream: object) -> None:
 
 
 def direct_nbytes(nbytes: int, *, fsync: bool, in_background: bool = False) -> int:
-    """Return how many of `nbytes` to write past the page cache.
+    """Return how many of `nbytes` to write directly, without the page cache.
 
-    The cache is faster while it only stores the bytes.  Half-way between its two limits for dirty
-    pages, the kernel may begin to make writers wait for the disk, often twice as long as direct
-    writes take.  So only the bytes above that point are written directly.  In the background no
-    caller waits, and direct writes leave more processor time and memory to the program.
+    With `fsync`, all.  Otherwise, the cache is faster while it only stores bytes.  The kernel has
+    two limits for dirty pages.  From half-way between them, writers may have to wait twice as long
+    as direct writes take, so only the bytes above that point are written directly.  In the
+    background, no caller waits, and direct writes leave more cores and memory to the program.
     """
     if nbytes < _MIN_DIRECT_NBYTES:
         return 0
@@ -199,21 +199,21 @@ def direct_nbytes(nbytes: int, *, fsync: bool, in_background: bool = False) -> i
 
 
 def replaceable_file(path: str) -> str:
-    """Return the absolute name of the file that a save to `path` replaces, or raise."""
+    """Return the absolute path of the file that a save to `path` replaces, or raise SaveError."""
     is_special, target, can_replace = _behind(path)
     if is_special:
         raise SaveError(errno.EINVAL, "not a regular file", path)
     if target is None or not can_replace:
-        message = "the file cannot be replaced, and this one cannot be written in place"
+        message = "the file cannot be replaced, and this kind of save cannot write in place"
         raise SaveError(errno.EACCES, message, path)
     return target
 
 
 def _behind(path: str) -> tuple[bool, str | None, bool]:
-    """Return whether a path is no regular file, the file behind links, and if that is replaceable.
+    """Return (is it a special file, the file behind its links or None, can a rename replace that).
 
-    Other savers may replace or remove the file at any moment.  So the choice depends only on facts
-    that no saver changes: links, the directory and its owner.
+    Other saves may replace or remove the file at any moment.  So the result depends only on things
+    that no save changes: links, the directory and its owner.
     """
     with _translated_errors(path):
         status = _status(path)
@@ -229,11 +229,11 @@ def _behind(path: str) -> tuple[bool, str | None, bool]:
 
 
 class FileWriter:
-    """Writes one planned file to one path or URL.
+    """Writes the file that `plan` describes to a path or a URL.
 
-    `scratch_for` gets the status of the file to overwrite.  If the plan reads from that file,
-    `scratch_for` returns the descriptor of an empty file.  `payloads_are_still` promises that no
-    code changes the payloads during the write, so the disk may read them from their memory.
+    `scratch_for` gets the status of a file to overwrite in place.  If the plan reads that file, it
+    returns the descriptor of an empty file; else, None.  With `payloads_are_still`, no code may
+    change the tensors during the write, so the disk may read their memory directly.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class FileWriter:
         self._is_following = False
 
     def write_file(self, target: FileTarget) -> None:
-        """Write to a URL, or to a path: the module's docstring says how."""
+        """Write to a URL or a path, as the docstring of this module describes."""
         if not isinstance(target, str):
             with target.opened(self._plan.nbytes) as sink:
                 self._write_stream(sink.write, _zero_writer(sink.write))
@@ -320,7 +320,7 @@ class FileWriter:
         )
 
     def _direct_nbytes(self) -> int | None:
-        """Return how many bytes certainly bypass the page cache; None if no byte may."""
+        """Return how many bytes always bypass the page cache; None if no byte may bypass it."""
         if not self._config.direct_io or self._plan.has_holes:
             return None
         if self._plan.nbytes < _MIN_DIRECT_NBYTES:
@@ -343,20 +343,20 @@ class FileWriter:
 
 
 class TargetWriter(FileWriter):
-    """Writes one planned archive to one target: a path, a URL or a file-like object."""
+    """Writes the archive that `plan` describes to a path, a URL or a file-like object."""
 
     _plan: _C.WritePlan
 
     def begin_staging(self) -> None:
-        """Fix the values of accelerators' tensors at the current point of the caller's streams."""
+        """Save accelerators' tensors as they are at this point of the caller's streams."""
         self._plan.begin_staging(options=self._options())
 
     def follow(self, copies: _C.Snapshot, target: Any) -> bool:
-        """Let `write` begin while storages are still being copied; return whether it can.
+        """Let `write` begin while storages are still being copied; return whether this is possible.
 
-        The target has to be a large file that is replaced as a whole: then a failed copy loses
-        nothing.  The write has to bypass the page cache, because new memory for the cache costs as
-        much time as new memory for the copies.
+        The target has to be a large file that is replaced as a whole, so that a failed copy leaves
+        the old file.  The write has to bypass the page cache, because new memory for the cache
+        takes as much time as new memory for the copies.
         """
         is_direct = self._config.direct_io and self._plan.nbytes >= _MIN_DIRECT_NBYTES
         if not isinstance(target, str) or not self._atomic or not is_direct:
@@ -440,7 +440,7 @@ def _status(path: str) -> os.stat_result | None:
 
 
 def _writable_status(path: str) -> os.stat_result | None:
-    """Return the status of a file that may be written; None if it was removed meanwhile."""
+    """Return the status of a file, or None if it was removed; raise if it is not writable."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -467,9 +467,9 @@ def absolute(path: str) -> str:
 
 
 def _can_replace(target: str, status: os.stat_result | None) -> bool:
-    """Return whether the directory of `target` allows a new file in its place."""
+    """Return whether the directory of `target` allows a new file to replace `target`."""
     if status is None:
-        return True  # otherwise creating it raises the reason
+        return True  # if the directory does not allow it, creating the file raises an error
     parent = os.path.dirname(target)
     if not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
         return False
@@ -507,7 +507,7 @@ def _is_mapped(target: str) -> bool:
         return False
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-        # btrfs and overlayfs list files under another device than the file's own.
+        # On btrfs and overlayfs, this list has another device number than the file's status.
         return any(
             fields[4] == str(status.st_ino) and (fields[3] == device or fields[-1] == name)
             for fields in (line.rstrip("\n").split(maxsplit=5) for line in maps)
@@ -516,7 +516,7 @@ def _is_mapped(target: str) -> bool:
 
 @contextmanager
 def _located(path: str) -> Iterator[int]:
-    """Open a file or directory only to ask where it is."""
+    """Open a file or directory to find out where it is, but not to read or write it."""
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         yield descriptor
@@ -537,27 +537,27 @@ def _is_plain(stream: Any) -> bool:
 
 
 def _complete_writer(write: Callable[[memoryview], object]) -> Callable[[memoryview], None]:
-    """Return a function that writes all bytes, even if `write` takes few at a time."""
+    """Return a function that writes all bytes, even if `write` takes only some at a time."""
 
     def write_all(view: memoryview) -> None:
         rest = view
         while rest.nbytes:
             n = write(rest)
             if not isinstance(n, int) or n >= rest.nbytes or n < 0:
-                break  # many file-like objects return None, or something else than a number
+                break  # many file-like objects return None, or something that is not a number
             if n == 0:
                 raise OSError(errno.EIO, "write() took none of the bytes")
             rest = rest[n:]
-        # The memory behind the views is about to be reused: code that kept a view gets an error.
+        # The memory of the views will be reused: code that has kept a view gets an error.
         for each in (rest, view):
-            with suppress(BufferError):  # it is still in use, as with torch's own writer
+            with suppress(BufferError):  # other code still uses the view
                 each.release()
 
     return write_all
 
 
 def _zero_writer(write: Callable[[memoryview], object]) -> Callable[[int], None]:
-    """Return a function that writes zeros, for targets that cannot seek."""
+    """Return a function that writes a number of zero bytes, for targets that cannot seek."""
     write_all = _complete_writer(write)
     zeros = bytes(1 << 20)
 
@@ -571,7 +571,7 @@ def _zero_writer(write: Callable[[memoryview], object]) -> Callable[[int], None]
 
 
 def _dirty_limits() -> tuple[int, int]:
-    """Return how many dirty bytes make the kernel begin to write, and make writers wait."""
+    """Return the numbers of dirty bytes that make the kernel write, and that make writers wait."""
     limit = _dirty_limit("dirty", 1 << 30)
     begin = _dirty_limit("dirty_background", 1 << 29)
     return (begin if begin < limit else limit // 2), limit

@@ -1,7 +1,7 @@
 """Warns at save time of objects that ``weights_only=True`` will refuse to load.
 
 The unpickler that would load the file runs the pickle, with storages that have no bytes.  If the
-unpickler refuses the pickle, this module searches the object's parts for the names to report.
+unpickler refuses the pickle, this module finds the parts of the object that the warning names.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ptsave.tree.containers import is_container, walk_entries
 from ptsave.writing.planning import pickle_object
 
 _MAX_NAMED = 8
-_SMALLEST_ODD_INT = 1 << (8 * 255 - 1)  # torch's unpickler does not know its opcode
+_SMALLEST_ODD_INT = 1 << (8 * 255 - 1)  # torch's unpickler lacks the opcode of such large ints
 _ACCEPTED = (type(None), bool, float, str, torch.dtype, torch.device, torch.Size)
 _PLAIN_CONTAINERS = (dict, list, tuple, OrderedDict, Counter)
 
 
 class _Refused(NamedTuple):
-    """A part of an object that torch will refuse; `restores` says if a restore accepts it."""
+    """A part of an object that torch will refuse; if `restores`, ptsave.load_into accepts it."""
 
     name: str
     kind: str
@@ -40,7 +40,7 @@ class _Refused(NamedTuple):
 def warn_of_refusals(
     obj: object, pickle_module: Any, pickle_protocol: int, data: bytes | None = None
 ) -> None:
-    """Warn of parts for which ``weights_only=True`` will refuse the file of an object."""
+    """Warn of the parts of an object that ``weights_only=True`` will refuse to load."""
     if data is None:
         data, _ = pickle_object(obj, pickle_module, pickle_protocol)
     reason = refusal_of(data)
@@ -60,12 +60,12 @@ def warn_of_refusals(
     if restored:
         which = "these" if len(restored) == len(found) else ", ".join(map(str, restored))
         message += f"; ptsave.load_checkpoint() and ptsave.load_into() accept {which}"
-    advice = "Save numbers, text and plain containers in its place, or load with weights_only=False"
+    advice = "Save numbers, text and plain containers instead, or load with weights_only=False"
     warn_user(f"{message}. {advice}", CheckpointWarning)
 
 
 def _refused_parts(obj: object, pickle_module: Any, pickle_protocol: int) -> Iterator[_Refused]:
-    """Yield the refused parts in order, but not the parts of a refused container."""
+    """Yield the parts that torch refuses, but not the parts inside a refused container."""
     inside: str | None = None
     for name, value in _odd_parts(obj):
         if inside is not None and name.startswith(inside):
@@ -82,7 +82,7 @@ def _refused_parts(obj: object, pickle_module: Any, pickle_protocol: int) -> Ite
 
 
 def _odd_parts(obj: object) -> Iterator[tuple[str, Any]]:
-    """Yield the parts that have unusual types, with their names."""
+    """Yield (name, value) of an object and its parts, where `_is_odd` holds for the value."""
     if _is_odd(obj):
         yield "", obj
     if is_container(obj):

@@ -214,14 +214,14 @@ def test_a_set_that_holds_itself_cannot_be_written_again() -> None:
     made = b"cos\nsystem\n(\x8f\x94tR\x94"  # a call with a set, to which its result is added
     pickle = b"\x80\x04}(X\1\0\0\0k" + made + b"0h\0(h\1\x90X\1\0\0\0l(X\7\0\0\0storage"
     pickle += b"X\1\0\0\0cX\1\0\0\0000X\3\0\0\0cpuK\1tQu."
-    with pytest.raises(ValueError, match="a set in it holds itself"):
+    with pytest.raises(ValueError, match="a set in the object contains itself"):
         SavedEntries(pickle).without({"0"})
 
 
 def test_a_damaged_journal_is_named(path: Path) -> None:
     leftover = unfinished(path, ENTRIES)
     damage(leftover, ".journal/1")
-    with pytest.warns(ptsave.CheckpointWarning, match=r"added with \.journal/1 is not known"):
+    with pytest.warns(ptsave.CheckpointWarning, match=r"added with \.journal/1 are unknown"):
         found = recovered(leftover)
     del found  # of the others
     damage(leftover, ".journal/4")  # the last one, which may as well have never been written

@@ -188,7 +188,7 @@ def test_a_limit_of_memory(tmp_path: Path, call: str) -> None:
     path = tmp_path / "file.pt"
     torch.save({"weight": torch.ones(16 << 20)}, path)
     nbytes = path.stat().st_size
-    refusal = f"{path}: the system has no memory for its 64.0 MiB"
+    refusal = f"{path}: too little memory for the file's 64.0 MiB"
 
     thrice = [nbytes + (extra << 20) for extra in (8, 24, 60, 140) for _ in range(3)]
     found = run_python(_LIMITED, path, call, nbytes // 2, *thrice).stdout.splitlines()

@@ -39,7 +39,7 @@ def _with(name: str, content: bytes, method: int) -> bytes:
 def test_huge_small_records(tmp_path: Path, name: str, method: int) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(_with(name, b"\x00" * _NBYTES, method))
-    words = f"record {name}: it has {_NBYTES} bytes, and such a record at most 65536"
+    words = f"record {name}: the record has {_NBYTES} bytes, more than the 65536 "
     tracemalloc.start()
     with pytest.raises(ptsave.CorruptCheckpointError, match=words) as caught:
         ptsave.load(path)

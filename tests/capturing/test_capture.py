@@ -573,7 +573,7 @@ def test_threads(path: Path) -> None:
 
 
 def test_parameters_that_make_no_sense(path: Path) -> None:
-    with pytest.raises(ValueError, match="what holds"):
+    with pytest.raises(ValueError, match="what must be one or more of"):
         ptsave.capture(network(), path, what=["weights"])  # type: ignore[list-item]
     with pytest.raises(RuntimeError, match="not running"):
         ptsave.capture(network(), path).step()
@@ -689,7 +689,7 @@ def test_tensors_that_are_freed_or_of_a_type_of_somebody(path: Path, tensors: bo
     with ptsave.open(path) as run:
         values = {value.name: value for value in run.captured_values()}
         notes = [value.note for value in values.values()]
-        assert notes[0] == "its memory was freed: no values"
+        assert notes[0] == "memory was freed: no values"
         assert notes[1] == "subclass Subclass: as a plain tensor"
         assert "no values" in (notes[2] or "")
         if tensors:

@@ -165,7 +165,7 @@ def test_reordered_and_missing_calls(tmp_path: Path) -> None:
     d = run(tmp_path / "d.pt", Branches(["right"]), what=["outputs"], include=["right"])
     found = compare_captures(a, d)
     assert found.equal
-    assert "asked for different values" in found.remarks[0]
+    assert "have different options" in found.remarks[0]
 
 
 def test_not_a_number(runs: Runs) -> None:
@@ -226,8 +226,8 @@ def test_captures_that_were_asked_for_other_steps(tmp_path: Path) -> None:
     a, b, c = paths
     found = compare_captures(a, b)
     assert found.equal
-    reason = "the captures were asked for different values"
-    assert found.remarks == [f"only in {a}, as {reason}: step 1"]
+    reason = "the captures have different options"
+    assert found.remarks == [f"only in {a}, because {reason}: step 1"]
     assert not compare_captures(a, c).equal
 
 
@@ -278,8 +278,9 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     found = compare_captures(str(tmp_path / "other.pt"), path, step=1)
     assert [each.name for each in found.differences] == ["1/params/2#0/weight"]
     assert found.only_in_b == ["1/params/2#0/bias"]
-    assert found.remarks == [f"not compared, as no parameters: 1 tensor of {tmp_path}/other.pt"]
-    with pytest.raises(ValueError, match="no parameters of step 7: it has parameters of 0, 1"):
+    remark = f"not compared: 1 tensor of {tmp_path}/other.pt, because not parameters"
+    assert found.remarks == [remark]
+    with pytest.raises(ValueError, match="no parameters of step 7; steps with parameters: 0, 1"):
         compare_captures(path, file, step=7)
     with pytest.raises(ValueError, match=r"neither .* nor .* is a capture"):
         compare_captures(file, file)
@@ -384,7 +385,7 @@ def test_what_no_measure_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "? 0/forward/#0/outputs/0: values of Tensor of torch.int16" in result.stdout
     result = command_line.run("diff", *paths[:1] * 2, "--capture")
     assert result.exit_code == 2
-    assert "1 of which cannot be compared" in result.stdout
+    assert "but 1 cannot be compared" in result.stdout
 
 
 def test_hostile_captures(tmp_path: Path) -> None:
@@ -422,7 +423,7 @@ def test_tolerances() -> None:
                 actual = expected.clone()
                 actual[place] += factor * (found.atol + found.rtol * float(expected[place]))
                 assert _is_near_for_torch(actual, expected, dtype) is is_near
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="cannot be combined"):
         Tolerances(1e-3, None, exact=True)
     with pytest.raises(ValueError, match="rtol must be 0 or more"):
         Tolerances(-1.0, None)
@@ -463,7 +464,7 @@ def test_kinds_of_sources(runs: Runs, tmp_path: Path) -> None:
         for source, error, words in refused:
             with pytest.raises(error, match=words):
                 compare_captures(source, b)
-        with pytest.raises(TypeError, match="storage_options are for URLs"):
+        with pytest.raises(TypeError, match="storage_options are only for URLs"):
             compare_captures(a, b, a_storage_options={"anon": True})
     finally:
         memory.rm("/captures", recursive=True)

@@ -260,7 +260,7 @@ def test_compilation_inside_a_capture(path: Path) -> None:
 
 def test_why_no_call_was_captured(path: Path) -> None:
     model = Model()
-    with pytest.warns(ptsave.CheckpointWarning, match="not called in its steps"):
+    with pytest.warns(ptsave.CheckpointWarning, match="not called in the recorded steps"):
         captured(model, lambda: None, path)
     with pytest.warns(ptsave.CheckpointWarning, match="includes none of the 1 step"):
         captured(model, lambda: model(torch.ones(2, 4)), path, steps=[])

@@ -355,7 +355,7 @@ def test_parts_of_several_sizes() -> None:
         (torch.ones(2), 3, "expected a tensor"),
         (torch.ones(2, 2).t(), torch.ones(2, 2), "contiguous"),
         (torch.ones(2, device="meta"), torch.ones(2), "CPU memory"),
-        (torch.ones(2), torch.ones(3), "two shapes"),
+        (torch.ones(2), torch.ones(3), "different shapes"),
         (torch.ones(2).to_sparse(), torch.ones(2), "contiguous"),
     ],
 )

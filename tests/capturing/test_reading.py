@@ -124,7 +124,7 @@ def test_a_checkpoint_is_no_capture(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
     with ptsave.open(tmp_path / "model.pt") as archive:
         for ask in (archive.calls, archive.captured_values, archive.summary):
-            with pytest.raises(ValueError, match=r"model\.pt is no capture"):
+            with pytest.raises(ValueError, match=r"model\.pt is not a capture"):
                 ask()
         with pytest.raises(ValueError, match="get_tensor"):
             archive.tensor("weight")

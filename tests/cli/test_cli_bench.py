@@ -64,7 +64,7 @@ def test_table(tasks: list[Task], folder: Path) -> None:
     titles = [workload.title for workload in rounds.WORKLOADS.values()]
     if filesystem_of(folder).startswith("tmpfs"):
         titles = ["save", "load, warm"]
-        assert "nothing there is durable, or cold" in result.stderr
+        assert "nothing there is durable or cold" in result.stderr
     assert len(lines) == 4 * len(titles)
     for title in titles:
         mine = [line for line in lines if line.startswith(f"{title}  ")]
@@ -137,8 +137,8 @@ def test_what_cannot_be_measured(tasks: list[Task], tmp_path: Path) -> None:
         (str(tmp_path / "file"),): "file: Not a directory",
         (str(tmp_path), "--size", "1000T"): "choose a smaller size",
         (str(tmp_path), "--size", "1M"): "at least 32 MiB",
-        (str(tmp_path), "--size", "much"): "is no size, such as 512MiB",
-        (str(tmp_path), "--plot", "x.doc"): "matplotlib writes",
+        (str(tmp_path), "--size", "much"): "is not a size, such as 512MiB",
+        (str(tmp_path), "--plot", "x.doc"): "matplotlib cannot write .doc",
         (str(tmp_path), "--plot", "/nowhere/x.png"): "/nowhere/x.png: No such file",
         (str(tmp_path), "--plot", "/nowhere/x"): "/nowhere/x.png: No such file",
     }

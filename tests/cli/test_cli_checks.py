@@ -124,7 +124,7 @@ def test_truncated_at_any_byte(path: Path) -> None:
         path.write_bytes(data[:end])
         result = verify(path)
         assert result.exit_code == 1, end
-        assert "it is cut short" in result.stdout
+        assert "is cut short" in result.stdout
         whole = verify_file(path).whole or []
         # A payload is known to be whole by the descriptor behind it.
         assert {n for n, e in ends.items() if e + 16 <= end} >= set(whole)
@@ -244,11 +244,11 @@ def test_directory_without_a_shard(model: Path, is_url: bool, name: str) -> None
     result = verify(source)
     assert result.exit_code == 1
     assert f"{source}: DAMAGED: {folder}/" in result.stdout
-    assert f"a shard is missing that {folder}/{index} names, with " in result.stdout
+    assert f"a shard is missing: {folder}/{index} says that it holds " in result.stdout
     found = verify_file(source).problems + verify_directory(source).problems
     assert len(found) == 2
     assert all("a shard is missing" in problem.reason for problem in found)
-    with pytest.raises(FileNotFoundError, match=r"a shard is missing that .* names, with "):
+    with pytest.raises(FileNotFoundError, match=r"a shard is missing: .* says that it holds "):
         ptsave.load(source)
     fsspec.filesystem("memory").rm("/verify", recursive=True)
 
@@ -338,7 +338,7 @@ def test_what_came_instead_of_a_checkpoint(trainer: Path, name: str, content: by
     (trainer / name).write_bytes(content)
     result = verify(trainer)
     assert result.exit_code == 1
-    assert f"{trainer}: DAMAGED: {trainer / name} is no checkpoint: " in result.stdout
+    assert f"{trainer}: DAMAGED: {trainer / name} is not a checkpoint: " in result.stdout
 
 
 def test_first_byte_of_a_file_in_a_directory(trainer: Path) -> None:
@@ -370,7 +370,7 @@ def test_directories_without_checkpoints(tmp_path: Path) -> None:
     assert result.stderr == f"ptsave: {tmp_path}: no checkpoint in this directory\n"
     (tmp_path / "unet").mkdir()
     (tmp_path / "model_index.json").write_text("{}")
-    assert "subdirectories are not looked into: name one (unet)" in fail("verify", tmp_path)
+    assert "to search a subdirectory, pass its path (unet)" in fail("verify", tmp_path)
     (tmp_path / ".metadata").write_bytes(b"x")
     assert "torch.distributed.checkpoint" in verify(tmp_path).stderr
 
@@ -387,7 +387,7 @@ def test_sets_that_lack_something(trainer: Path) -> None:
     (trainer / "scheduler.pt").unlink()
     (trainer / "scheduler.pt").symlink_to(trainer / "nowhere")
     result = verify(trainer)
-    assert "scheduler.pt is no checkpoint: it is a link that leads nowhere" in result.stdout
+    assert "scheduler.pt is not a checkpoint: it is a link that leads nowhere" in result.stdout
     assert result.stdout.count("whole (") == len(TORCH_FILES) - 1
 
 

@@ -153,7 +153,7 @@ def test_is_never_replaced_by_something_larger(tmp_path: Path) -> None:
     longer = path.rename(tmp_path / f"{'a' * 200}.pt")
     data = longer.read_bytes()
     result = run_compact(longer, "--in-place")
-    assert "nothing to save" in result.stdout
+    assert "nothing to gain" in result.stdout
     assert longer.read_bytes() == data
 
 
@@ -201,10 +201,10 @@ def test_nothing_to_save(tmp_path: Path) -> None:
     obj = {"a": torch.ones(3), "b": torch.ones(2, 3).t(), "n": 1}
     path = saved(tmp_path / "a.pt", obj)
     before = path.stat()
-    assert "nothing to save" in run_compact(path, "--in-place").stdout
+    assert "nothing to gain" in run_compact(path, "--in-place").stdout
     assert path.stat().st_mtime_ns == before.st_mtime_ns
     (tmp_path / "copy").mkdir()
-    assert "nothing to save" in run_compact(path, "-o", tmp_path / "copy" / "a.pt").stdout
+    assert "nothing to gain" in run_compact(path, "-o", tmp_path / "copy" / "a.pt").stdout
     assert (tmp_path / "copy" / "a.pt").read_bytes() == path.read_bytes()
 
 

@@ -253,7 +253,7 @@ def test_tied_weights_that_only_metadata_names(tmp_path: Path, target: str) -> N
     weight = torch.randn(3, 4)
     ptsave.save_model({"embedding": weight, "head": weight}, tmp_path / "model")
     result = succeed(tmp_path / "model", tmp_path / target, "--format", "pt")
-    assert "head is embedding, by the metadata" in result.stderr
+    assert "head is embedding according to the metadata" in result.stderr
     assert "2 tensors" in result.stdout
     path = tmp_path / target
     found = torch.load(path / "pytorch_model.bin" if path.is_dir() else path)
@@ -278,7 +278,7 @@ def test_losses_are_named(tmp_path: Path) -> None:
     message = fail(tmp_path / "a.pt", tmp_path / "a.safetensors")
     for words in ("step (int)", "nothing (NoneType)", "sparse (a sparse_coo tensor)", "--drop"):
         assert words in message
-    for words in ("c128 (dtype complex128)", "no items (an empty dict)", "it is twice again"):
+    for words in ("c128 (dtype complex128)", "no items (an empty dict)", "the same as twice"):
         assert words in message
     assert nothing_but(tmp_path, "a.pt")
     result = succeed(tmp_path / "a.pt", tmp_path / "a.safetensors", "--drop")
@@ -313,7 +313,7 @@ def test_quantized_and_meta(tmp_path: Path) -> None:
         ({"\udcff": torch.ones(1)}, "rename it"),
         (torch.ones(3), "has no name"),
         (7, "the object itself (int)"),
-        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, "both called 'a.b'"),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, "both get the name 'a.b'"),
     ],
     ids=str,
 )
@@ -402,7 +402,7 @@ def test_an_index_that_promises_too_much(tmp_path: Path) -> None:
     index = json.loads(path.read_text())
     index["weight_map"]["more"] = index["weight_map"]["0"]
     path.write_text(json.dumps(index))
-    assert "there is no tensor more" in fail(tmp_path, tmp_path / "out.pt")
+    assert "tensor more is not in this shard" in fail(tmp_path, tmp_path / "out.pt")
 
 
 # --------------------------------------------------------------------------- what only loads whole
@@ -431,14 +431,14 @@ def test_urls(tmp_path: Path) -> None:
     succeed(tmp_path / "a.pt", "memory://convert/new/a.pt")
     assert memory.cat("/convert/new/a.pt") == (tmp_path / "a.pt").read_bytes()
     assert "exists already" in fail(tmp_path / "a.pt", "memory://convert/new/a.pt")
-    assert "web servers are only read from" in fail(tmp_path / "a.pt", "http://localhost:1/c.pt")
+    assert "cannot write to web servers" in fail(tmp_path / "a.pt", "http://localhost:1/c.pt")
     flip(tmp_path / "a.pt", bytes(bits_of(tensors["a"]).tolist()))
     memory.pipe("/convert/damaged.pt", (tmp_path / "a.pt").read_bytes())
     assert "memory://convert/damaged.pt: record data/0" in fail(
         "memory://convert/damaged.pt", tmp_path / "c.safetensors"
     )
     message = fail(tmp_path / "a.pt", tmp_path / "c.safetensors")
-    assert "Restore the file from a copy. (`ptsave verify FILE` says" in message
+    assert "Restore the file from a copy. (`ptsave verify FILE` lists" in message
     assert "verify=False" not in message  # convert has no such option
     assert not (tmp_path / "c.safetensors").exists()
 
@@ -515,7 +515,7 @@ def test_sources_that_are_refused(tmp_path: Path) -> None:
         "evil.pt": "cannot hold a (posix.getcwd)",
         "script.pt": "TorchScript",
         "folder": "no *.safetensors",
-        "pipe.pt": "it is a pipe",
+        "pipe.pt": "this is a pipe",
         "missing.pt": "No such file",
     }
     for name, words in cases.items():
@@ -532,8 +532,8 @@ def test_targets_that_are_refused(tmp_path: Path) -> None:
     ptsave.save_model({"a": torch.ones(1)}, tmp_path / "model")
     ptsave.save_model({"a": torch.ones(1)}, tmp_path / "pickled", format="pt")
     cases: list[tuple[list[object], str]] = [
-        ([path, path, "--force"], "it is the source itself"),
-        ([path, tmp_path / "link.pt", "--force"], "it is the source itself"),
+        ([path, path, "--force"], "the target is the source itself"),
+        ([path, tmp_path / "link.pt", "--force"], "the target is the source itself"),
         ([path, tmp_path / "b.pt"], "--force"),
         ([path, tmp_path / "model"], "--force"),
         ([tmp_path / "model" / "model.safetensors", tmp_path / "model", "--force"], "the source"),
@@ -542,8 +542,8 @@ def test_targets_that_are_refused(tmp_path: Path) -> None:
         ([path, tmp_path / "c.pt", "--max-shard-size", "5GB"], "for directories"),
         ([path, tmp_path / "dir", "--max-shard-size", "much"], "max_shard_size must be"),
         ([path, tmp_path / "no" / "c.pt"], "no such directory"),
-        ([path, "/dev/null", "--force"], "no directory"),
-        ([path, f"{path}/"], "a.pt: exists and is no directory"),
+        ([path, "/dev/null", "--force"], "not a directory"),
+        ([path, f"{path}/"], "a.pt: exists and is not a directory"),
     ]
     for arguments, words in cases:
         assert words in fail(*arguments)

@@ -197,7 +197,7 @@ def test_nan_and_statistics(diff_runs: Run) -> None:
     assert "    NaN 0 / 4, Inf 0 / 0" in lines
     assert all(len(line) <= 80 for line in lines)
     lines = diff_runs("a.pt", "statistics.pt").stdout.splitlines()
-    assert lines[2] == "    float32 [4]: other statistics, as one run has no tensors"
+    assert lines[2] == "    float32 [4]: the statistics differ (one run has no tensors)"
     assert lines[3].startswith("    mean ")
 
 
@@ -238,10 +238,10 @@ def test_plot_without_matplotlib(diff_runs: Run, monkeypatch: pytest.MonkeyPatch
         (("model.pt", "model.pt"), "neither model.pt nor model.pt is a capture"),
         (("a.pt", "b.pt", "--step", "3"), "no step 3 in common"),
         (("a.pt", "b.pt", "--rtol", "-1"), "must be 0 or more"),
-        (("a.pt", "b.pt", "--exact", "--rtol", "1"), "exclude each other"),
-        (("a.pt", "b.pt", "--only", "x"), "not for --capture"),
+        (("a.pt", "b.pt", "--exact", "--rtol", "1"), "cannot be combined"),
+        (("a.pt", "b.pt", "--only", "x"), "cannot be used with --capture"),
         (("missing.pt", "b.pt", "--plot", "no/folder.png"), "no/folder.png: No such file"),
-        (("missing.pt", "b.pt", "--plot", "x.xyz"), "matplotlib writes no .xyz"),
+        (("missing.pt", "b.pt", "--plot", "x.xyz"), "matplotlib cannot write .xyz"),
     ],
 )
 def test_errors(diff_runs: Run, arguments: tuple[str, ...], words: str) -> None:
@@ -317,4 +317,4 @@ def test_a_header_that_is_none(diff_runs: Run) -> None:
     torch.save({"capture": {"format": "ptsave.capture", "version": 1}}, "bare.pt")
     result = diff_runs("bare.pt", "bare.pt")
     assert result.exit_code == 2
-    assert "it has no records, and its header no modules" in result.stderr
+    assert "there are no records, and the header lists no modules" in result.stderr

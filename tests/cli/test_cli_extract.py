@@ -224,7 +224,7 @@ def test_everything_that_is_whole(path: Path) -> None:
     result = extract(path, "--whole", "-o", "rest.pt")
     assert (result.exit_code, result.stderr) == (
         0,
-        "ptsave: left out, as damaged or not built: model.a.bias\n",
+        "ptsave: left out, because damaged or not built: model.a.bias\n",
     )
     del expected["model"]["a.bias"]
     rest = stock_load("rest.pt")

@@ -91,7 +91,7 @@ def test_totals(path: Path) -> None:
     assert summary[0].startswith(f"6 tensors, {nbytes / 1024:.1f} KiB; 4 storages, 39.1 KiB; file:")
     assert len(summary) == 1  # every storage is used
     torch.save({"a": BIG[:1], "b": BIG[0], "c": BIG[1:3]}, path)
-    assert "37.9 KiB of the storages are in no tensor" in ls(path).stdout
+    assert "37.9 KiB of the storages belong to no tensor" in ls(path).stdout
 
 
 def test_json_says_what_torch_loads(path: Path) -> None:
@@ -169,7 +169,7 @@ def test_several_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert result.exit_code == 2
     assert [line.split(": ")[1] for line in result.stderr.splitlines()] == [
         "missing.pt",
-        "broken.pt is no checkpoint",
+        "broken.pt is not a checkpoint",
         str(tmp_path / "none.ckpt"),
     ]
     assert result.stdout.lstrip() == both.stdout

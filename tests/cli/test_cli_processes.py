@@ -161,7 +161,7 @@ def test_another_torch_is_refused(tmp_path: Path, first: str) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(home)])},
     )
     assert result.returncode == 1
-    assert "and torch 0.4.1 is installed" in result.stderr.splitlines()[-1]
+    assert "but torch 0.4.1 is installed" in result.stderr.splitlines()[-1]
 
 
 # ---------------------------------------------------------------------------------------------- run
@@ -239,7 +239,7 @@ def test_nothing_to_run() -> None:
 
 
 def test_options_of_the_program_go_behind_it() -> None:
-    assert "--epochs. Options of the program go behind its name" in fail(
+    assert "--epochs. Options of the program go after its name" in fail(
         "run", "--epochs", "3", "train.py"
     )
 

@@ -105,14 +105,14 @@ def test_verify(leftover: str) -> None:
     result = run("verify", leftover)
     assert result.exit_code == 1  # it is no checkpoint that torch.load opens
     assert f"{leftover}: DAMAGED {facts}" in result.stdout
-    assert "what was finished is whole (--recover reads it)" in result.stdout
+    assert "the finished part is undamaged (--recover reads it)" in result.stdout
     assert "2 of 2 tensors can be read" in result.stdout
     content = bytearray(Path(leftover).read_bytes())
     content[content.index(ENTRIES["b"].numpy().tobytes())] ^= 1
     Path(leftover).write_bytes(content)
     result = run("verify", leftover)
     assert result.exit_code == 1
-    assert "not all of what was finished is whole (--recover reads it)" in result.stdout
+    assert "not all of the finished part is undamaged (--recover reads it)" in result.stdout
     assert "1 of 2 tensors can be read" in result.stdout
     result = run("verify", leftover, "--recover")
     assert result.exit_code == 1
@@ -122,10 +122,10 @@ def test_verify(leftover: str) -> None:
     listed = run("ls", leftover, "--recover")
     assert "damaged or missing: data/1; without the entries b" in listed.stderr
     Path(leftover).write_bytes(content[:100])
-    assert "nothing of it can be recovered" in fail("ls", leftover, "--recover")
+    assert "nothing can be recovered" in fail("ls", leftover, "--recover")
     result = run("verify", leftover)
     assert result.exit_code == 1
-    assert "0 records can still be found whole" in result.stdout
+    assert "0 records are undamaged" in result.stdout
 
 
-NO_END = "it has no end: only its finished part was checked"
+NO_END = "the file has no end: only its finished part was checked"

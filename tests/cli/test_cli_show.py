@@ -109,7 +109,7 @@ def test_objects_that_are_not_built(path: Path) -> None:
     for name in ("args", ""):
         result = show(path, name)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert "argparse.Namespace, which is not built" in result.stderr
+        assert "argparse.Namespace, which is not allowed" in result.stderr
         assert "--trust argparse.Namespace" in result.stderr
     trusted = lines_of(path, "args", "--trust", "argparse.Namespace")
     assert trusted == ["Namespace(a=1, t=tensor([1., 1.]))"]

@@ -100,10 +100,10 @@ def test_other_commands() -> None:
     [
         ("ptsave ls - <&-", "Standard input is closed"),
         ("ptsave ls - < /dev/null", "it is empty"),
-        ("ptsave diff - - < a.pt", "one argument only"),
+        ("ptsave diff - - < a.pt", "Only one argument"),
         ("ptsave compact --in-place - < a.pt", "cannot be replaced"),
-        ("ptsave convert a.pt -", "./- if it is called -"),
-        ("ptsave compact a.pt -o -", "./- if it is called -"),
+        ("ptsave convert a.pt -", "for a file called -, pass ./-"),
+        ("ptsave compact a.pt -o -", "for a file called -, pass ./-"),
     ],
 )
 def test_refusals(line: str, message: str) -> None:

@@ -158,14 +158,14 @@ def test_captures_without_tensors_or_statistics(model: nn.Module, tmp_path: Path
 def test_what_makes_no_sense(captured: Path, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, plain := tmp_path / "plain.pt")
     for arguments, message in (
-        ((captured, "--step", 7), "no records of step 7: there are 0, 1"),
+        ((captured, "--step", 7), "no records of step 7: its steps are 0, 1"),
         ((captured, "nothing"), "no entry 'nothing'"),
         ((captured, "--sort", "size"), "leave --sort, --long and"),
-        ((plain, "--step", 1), "is no capture, and has no steps"),
+        ((plain, "--step", 1), "is not a capture, and has no steps"),
         ((plain, "nothing"), "no entry 'nothing'"),
     ):
         assert message in fail("ls", "--stats", *arguments)
-    assert "--step is for --stats" in fail("ls", "--no-stats", "--step", "1", captured)
+    assert "--step needs --stats" in fail("ls", "--no-stats", "--step", "1", captured)
 
 
 def test_names_that_are_not_printable(tmp_path: Path) -> None:
@@ -207,6 +207,6 @@ def test_records_that_are_damaged_are_listed_whole(tmp_path: Path) -> None:
     torch.save({"capture": header, "0/records/0": {"calls": [torch.ones(2)]}}, tmp_path / "x.pt")
     listed = json_of("ls", "--no-stats", tmp_path / "x.pt")
     assert [each["name"] for each in listed["tensors"]] == ["0/records/0.calls.0"]
-    assert "a damaged capture: '0/records/0' has no list of calls" in fail(
+    assert "the capture is damaged: '0/records/0' has no list of calls" in fail(
         "ls", "--stats", tmp_path / "x.pt"
     )

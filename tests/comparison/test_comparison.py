@@ -280,7 +280,7 @@ def test_sharing_is_a_remark(diff: Diff) -> None:
     w = torch.ones(3)
     found = diff({"a": w, "b": w}, {"a": w, "b": w.clone()})
     assert found.equal
-    assert "a.pt these share memory: a, b" in found.remarks[0]
+    assert "a.pt, these tensors share memory: a, b" in found.remarks[0]
 
 
 # ------------------------------------------------------------------------------------------- kinds

@@ -184,7 +184,7 @@ def test_a_directory_and_a_file(tmp_path: Path) -> None:
 def test_ls_names_what_it_does_not_list(tmp_path: Path) -> None:
     folder = make_trainer(tmp_path / "a")
     others = "optimizer.pt, scheduler.pt, training_args.bin"
-    assert f"not listed: 3 other checkpoints there, {others}" in run("ls", folder).stderr
+    assert f"not listed: 3 other checkpoints here ({others})" in run("ls", folder).stderr
     only = tmp_path / "only"
     ptsave.save_model(weights(), only, max_shard_size="4KB")
     assert not run("ls", only).stderr

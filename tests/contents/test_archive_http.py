@@ -171,7 +171,7 @@ def readers(archive: ptsave.Archive) -> list[Callable[[], Any]]:
 
 def test_server_that_tells_no_size(server: Server) -> None:
     server.behaviour = "no size"
-    with pytest.raises(OSError, match="does not say how large"):
+    with pytest.raises(OSError, match="does not tell the file's size"):
         ptsave.open(server.url("/model.pt"))
 
 

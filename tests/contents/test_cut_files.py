@@ -95,7 +95,7 @@ def test_every_cut(order: Any) -> None:
                 warnings.simplefilter("ignore", CheckpointWarning)
                 archive = cut(content[:nbytes])
         except ptsave.CorruptCheckpointError as error:
-            assert "nothing of it can be recovered" in str(error)  # noqa: PT017 - of short ones
+            assert "nothing can be recovered" in str(error)  # noqa: PT017 - of short ones
             assert n_before == 0
             continue
         with archive:
@@ -147,14 +147,14 @@ def test_what_is_lost_is_named(tmp_path: Path) -> None:
     with pytest.warns(CheckpointWarning), ptsave.open(path, recover=True) as archive:
         assert archive["d"] == 1
     path.write_bytes(content[:200])
-    with pytest.raises(ptsave.CorruptCheckpointError, match="nor a journal is whole"):
+    with pytest.raises(ptsave.CorruptCheckpointError, match="nor a journal is undamaged"):
         ptsave.open(path, recover=True)
 
 
 @pytest.mark.parametrize("obj", [[torch.ones(99)], torch.ones(99), {"a": torch.ones(99)}])
 def test_nothing_is_left(obj: Any) -> None:
     content = saved_bytes(torch.save, obj)
-    with pytest.raises(ptsave.CorruptCheckpointError, match=r"no dict, but|nothing of it can be"):
+    with pytest.raises(ptsave.CorruptCheckpointError, match=r"not a dict|nothing can be recovered"):
         cut(content[: content.index(b"data/0") + 100])
     with cut(content[:-30]) as archive:  # all is there
         assert_same_object(archive.load() if hasattr(archive, "load") else obj, obj)
@@ -276,7 +276,7 @@ def test_a_set_of_shards(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(ptsave.CorruptCheckpointError):
         ptsave.open(folder)
     converted = run("convert", folder, new, "--recover")
-    assert (converted.exit_code, "not in the shards: d" in converted.stderr) == (0, True)
+    assert (converted.exit_code, "the shards have lost d" in converted.stderr) == (0, True)
     assert_same_object(torch.load(new), kept)
     rest = run("extract", folder, "--whole", "-o", new, "--force", "--json")
     assert json.loads(rest.stdout)["left_out"] == ["d"]
@@ -348,7 +348,7 @@ def test_every_cut_of_safetensors() -> None:
 def test_safetensors_that_are_damaged_otherwise() -> None:
     content = save({"a": torch.ones(9), "b": torch.ones(9)})
     for bad in (content + b"more", content.replace(b"[0,36]", b"[4,36]")):
-        with pytest.raises(ptsave.CorruptCheckpointError, match="not a whole safetensors file"):
+        with pytest.raises(ptsave.CorruptCheckpointError, match="is damaged or incomplete"):
             cut(bad)
 
 
@@ -388,7 +388,7 @@ def test_keys_that_take_for_ever_to_hash() -> None:
     body = b"K\1\x85q\0"
     for i in range(60):
         body += bytes([0x68, i, 0x68, i, 0x86, 0x71, i + 1])
-    with pytest.raises(ValueError, match="keys that take too long to hash"):
+    with pytest.raises(ValueError, match="keys take too long to hash"):
         SavedEntries(b"\x80\x02}" + body + b"K\1s.")
 
 
@@ -402,4 +402,4 @@ def test_error_of_the_engine_is_pickled_with_its_attributes(tmp_path: Path) -> N
     assert (str(again), vars(again)) == (str(raised.value), vars(raised.value))
     assert (again.path, again.lacks_end) == (str(path), True)
     assert "miniz" not in again.brief
-    assert "--recover of the commands" in again.brief
+    assert "a command with --recover" in again.brief

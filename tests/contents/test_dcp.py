@@ -129,7 +129,7 @@ def test_the_metadata_names_the_checkpoint(folder: Path) -> None:
         assert archive.get_tensor("model.small").tolist() == [0, 1, 2, 3, 4]
     with (
         (folder / ".metadata").open("rb") as stream,
-        pytest.raises(ptsave.UnsupportedSourceError, match="pass its path"),
+        pytest.raises(ptsave.UnsupportedSourceError, match="pass the path"),
     ):
         ptsave.open(stream)
 
@@ -311,7 +311,7 @@ def test_a_missing_file_is_named(folder: Path) -> None:
     assert run("verify", folder).exit_code == 1
     os.rename(folder / "elsewhere", file)
     os.remove(folder / ".metadata")
-    with pytest.raises(FileNotFoundError, match="its save has not ended"):
+    with pytest.raises(FileNotFoundError, match="the save has not ended"):
         ptsave.open(folder)
 
 
@@ -374,12 +374,12 @@ HOSTILE: list[tuple[Callable[[Metadata], None], str]] = [
     (partial(put, length="x"), "does not say where"),
     (partial(put, length=1 << 62), "objects take|cut short"),
     (partial(resize, torch.Size([1 << 60])), "all files together"),
-    (partial(resize, (1 << 60, 1 << 60, 1 << 60)), "not in it"),
+    (partial(resize, (1 << 60, 1 << 60, 1 << 60)), "out of bounds"),
     (partial(resize, (-1,)), "shape"),
     (partial(resize, [5]), "shape"),
     (partial(resize, None), "shape"),
-    (partial(rechunk, [((0,), (6,))]), "not in it"),
-    (partial(rechunk, [((0, 0), (5, 1))]), "not in it"),
+    (partial(rechunk, [((0,), (6,))]), "out of bounds"),
+    (partial(rechunk, [((0, 0), (5, 1))]), "out of bounds"),
     (partial(rechunk, [((0,), (3,)), ((2,), (3,))]), "overlaps"),
     (partial(rechunk, [((0,), (3,))]), "3 elements"),
     (partial(rechunk, []), "0 elements"),
@@ -540,7 +540,7 @@ def test_numbers_as_large_as_the_metadata(size: int) -> None:
         data = data.ljust(size, b".")
         claim = unjustified_claim(data)
         assert (claim is not None) == is_too_large
-        assert claim is None or claim.startswith(f"it numbers a value {number}, and has ")
+        assert claim is None or claim.startswith(f"it gives a value the number {number}, and has ")
 
 
 def test_metadata_that_is_a_pipe(folder: Path) -> None:
@@ -548,7 +548,7 @@ def test_metadata_that_is_a_pipe(folder: Path) -> None:
     (folder / ".metadata").unlink(missing_ok=True)
     os.mkfifo(folder / ".metadata")
     for read in (ptsave.open, lambda path: StorageReader(path).read_metadata()):
-        with pytest.raises(OSError, match="it is a pipe"):
+        with pytest.raises(OSError, match="this is a pipe"):
             read(folder)
 
 

@@ -85,5 +85,5 @@ def test_files_that_have_to_be_open_together(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = run_python(code, tmp_path, tmp_path / "all.safetensors", env=environment, status=1)
-    assert "the 50 of this set are read together: raise the limit (ulimit -n)" in done.stderr
+    assert "has to read 50 files at the same time. Raise the limit (ulimit -n)" in done.stderr
     assert not (tmp_path / "all.safetensors").exists()

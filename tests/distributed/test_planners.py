@@ -152,7 +152,7 @@ def test_parts_of_ranks_are_validated(items: list[WriteItem]) -> None:
         except ValueError as error:
             outcomes.append(str(error))
     expected, found = outcomes
-    logged = f"{expected}: chunks overlap or leave something out, as torch has logged"  # torch 2.9
+    logged = f"{expected}: chunks overlap or leave gaps, as torch has logged"  # torch 2.9
     assert found in (expected, logged)
 
 

@@ -296,7 +296,7 @@ def test_a_directory_that_another_rank_does_not_see(tmp_path: Path) -> None:
             self.reset(tmp_path / "of-0")
             super().finish(metadata, results)
 
-    with pytest.raises(CheckpointException, match="all ranks have to save to one that they share"):
+    with pytest.raises(CheckpointException, match="all ranks must save to one directory"):
         dcp.save(state(1.0), storage_writer=Elsewhere(tmp_path / "of-1"))
     assert not list((tmp_path / "of-0").iterdir())
 

@@ -318,7 +318,7 @@ def test_a_derived_writer_asks_for_extensions(tmp_path: Path) -> None:
             def __init__(self, path: Path) -> None:
                 super().__init__(path, _extensions=[Swapped()])
 
-        with pytest.raises(NotImplementedError, match="Encrypting: ptsave writes no extensions"):
+        with pytest.raises(NotImplementedError, match="Encrypting: ptsave has no extensions"):
             Encrypting(tmp_path)
 
 

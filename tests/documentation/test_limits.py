@@ -185,7 +185,7 @@ def _() -> None:
         archive.get_tensor("weight")
 
 
-@refuses("a checkpointer's `save` on a rank that is not its own")
+@refuses("`save` of `AsyncCheckpointer(rank=0)` on another rank")
 def _() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "1")
@@ -193,7 +193,7 @@ def _() -> None:
         ptsave.AsyncCheckpointer("run", rank=0).save(1, model=torch.nn.Linear(1, 1))
 
 
-@refuses("a `load_state_dict` by name of an optimizer without names")
+@refuses('`match="name"` with an optimizer without names')
 def _() -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
     ptsave.load_optimizer_state_dict(optimizer, optimizer.state_dict(), match="name")

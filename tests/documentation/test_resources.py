@@ -131,5 +131,5 @@ def test_memory(tmp_path: Path) -> None:
 
 
 def test_threads(tmp_path: Path) -> None:
-    assert "none exists at import or after it" in (CONCEPTS / "threads.md").read_text()
+    assert "no thread exists after the import" in (CONCEPTS / "threads.md").read_text()
     assert measured(THREADS, tmp_path) == {"import": 0, "save": 0, "load": 0, "background": 0}

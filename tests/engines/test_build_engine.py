@@ -63,7 +63,7 @@ def test_no_folder_can_be_written(run: Run, tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     done = run()
     assert done.exit_code != 0
-    assert "no folder for the engine" in str(done.exception)
+    assert "the engine cannot be written to any folder" in str(done.exception)
     assert str(tmp_path / "user") in str(done.exception)
 
 
@@ -97,7 +97,7 @@ def test_missing_tool(tool: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_sources_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(building, "_PACKAGE", tmp_path / "ptsave")
-    with pytest.raises(SystemExit, match=r"C\+\+ files are missing in .*: install it again"):
+    with pytest.raises(SystemExit, match=r"C\+\+ files are missing in .*: install ptsave again"):
         building.source_folder()
 
 
@@ -128,7 +128,7 @@ def test_compiler_that_fails(tmp_path: Path) -> None:
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ptsave: the build failed, for the reason above: it needs gcc 12")
-    assert "the variable CXX names another" in last
+    assert "set CXX to use another" in last
     assert "Traceback" not in done.stderr
     assert not [*tmp_path.glob("**/*.so")]
 
@@ -201,7 +201,7 @@ def test_unmatched_torch(own: Path) -> None:
     folder_of("torch_2_99", own)
     with pytest.raises(ImportError) as caught:
         choice.find("2.98.1+cu130")
-    known = re.search(r"engines for torch (.*), and torch 2.98.1\+cu130 is", str(caught.value))
+    known = re.search(r"engines for torch (.*), but torch 2.98.1\+cu130 is", str(caught.value))
     assert known is not None
     assert known[1].split(", ")[-1] == "2.99"
     assert series_of(torch.__version__) in known[1].split(", ")
@@ -212,7 +212,7 @@ def test_engine_that_does_not_fit(own: Path) -> None:
     """As after torch was replaced by one that was built differently."""
     folder_of(folder_name(torch.__version__), own)
     with pytest.raises(
-        ImportError, match=r"does not fit torch .*: compile one for it by `"
+        ImportError, match=r"does not fit torch .*: compile an engine with `"
     ) as caught:
         choice.load(torch.__version__)
     assert str(own) in str(caught.value)
@@ -221,7 +221,7 @@ def test_engine_that_does_not_fit(own: Path) -> None:
 def test_engine_of_another_release() -> None:
     code = "import ptsave._built; ptsave._built.VERSION = '9.9.9'; import ptsave._C"
     done = run_python(code, status=1)
-    assert f"is of ptsave {ptsave.__version__}, not 9.9.9: compile one" in done.stderr
+    assert f"belongs to ptsave {ptsave.__version__}, not 9.9.9: compile an engine" in done.stderr
 
 
 PROGRAM = """
@@ -238,7 +238,7 @@ def test_import_is_refused_at_once(tmp_path: Path) -> None:
     code = PROGRAM.format(version="2.98.0")
     home = str(Path(ptsave.__file__).parent.parent)
     done = run_python(code, cwd=home)
-    assert "torch 2.98.0 is installed: compile one for it by" in done.stdout
+    assert "torch 2.98.0 is installed: compile an engine with" in done.stdout
 
 
 def test_the_command_needs_no_engine(tmp_path: Path) -> None:
@@ -250,4 +250,4 @@ def test_the_command_needs_no_engine(tmp_path: Path) -> None:
     listed = run_python(code, "ls", "a.pt", cwd=tmp_path)
     assert "float32" in listed.stdout, listed.stderr
     refused = run_python("import ptsave; ptsave.save", cwd=tmp_path, status=1)
-    assert "has engines for torch none, and torch" in refused.stderr
+    assert "has engines for torch none, but torch" in refused.stderr

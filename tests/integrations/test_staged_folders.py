@@ -228,6 +228,6 @@ def test_child_of_a_rank_holds_nothing(folder: StagedFolder) -> None:
 
 def test_two_processes_of_one_rank(folder: StagedFolder) -> None:
     parts = FolderParts(folder, 1, 2)
-    with pytest.raises(RuntimeError, match="another process saves as rank 1 of 2"):
+    with pytest.raises(RuntimeError, match="saves as rank 1 of 2"):
         FolderParts(folder, 1, 2)
     parts.tell(None)

@@ -404,7 +404,7 @@ def test_damage_beside_the_parts_that_are_read(
                             reading.load(str(path), into={"model": target})
                         continue
                     reading.load(str(path), into={"model": target})
-                assert ("128 bytes, are unverified" in caplog.text) is not verify_parts
+                assert ("128 bytes, were not verified" in caplog.text) is not verify_parts
                 found = target["x"].to_local()
                 assert torch.equal(found, whole[4 * rank : 4 * rank + 4]) is (
                     rank == 0 or not is_damaged

@@ -697,7 +697,7 @@ def test_there_is_nothing(tmp_path: Path) -> None:
 
 def test_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
-    check_refused(nn.Linear(2, 2), tmp_path, "it is a pipe", "model.safetensors", error=OSError)
+    check_refused(nn.Linear(2, 2), tmp_path, "this is a pipe", "model.safetensors", error=OSError)
 
 
 def test_a_link_to_nothing(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_conversions_from_url_to_url(tmp_path: Path) -> None:
     convert(tmp_path / "model.pt", tmp_path / "model.safetensors")
     expected = (tmp_path / "model.safetensors").read_bytes()
     assert contents(MEMORY) == {"/b/model.safetensors": expected}
-    with pytest.raises(FileExistsError, match="it is the source itself"):
+    with pytest.raises(FileExistsError, match="the target is the source itself"):
         convert("plain://a/model.pt", "plain://a/model.pt", force=True)
 
 

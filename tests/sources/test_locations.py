@@ -205,7 +205,7 @@ def test_ranges_of_a_source(make: Callable[[bytes], Any]) -> None:
     assert source.read([]) == []
     with source.stream() as stream:
         assert stream.read() == DATA
-    with pytest.raises(OSError, match="got 10 bytes of"):
+    with pytest.raises(OSError, match="read 10 bytes of"):
         source.read([(len(DATA) - 10, len(DATA) + 1)])
     source.close()
     if hasattr(f, "tell"):

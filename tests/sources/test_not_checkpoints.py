@@ -66,7 +66,7 @@ FOREIGN: dict[str, tuple[Callable[[], bytes], str]] = {
     "zip of folders": (lambda: as_zip("a/b", "a/c"), "no data.pkl"),
     "pickle": (lambda: pickle.dumps([1, 2]), "pickle"),
     "zeros": (lambda: bytes(5000), "begins with zeros"),
-    "noise": (lambda: bytes(range(128, 256)), "as no checkpoint does"),
+    "noise": (lambda: bytes(range(128, 256)), "no checkpoint begins like that"),
 }
 
 

@@ -47,9 +47,9 @@ URLS = [
 UNWRITABLE_URLS = {
     "http://localhost:1/model.pt": "web servers",
     "https://localhost:1/model.pt": "web servers",
-    "zip://model.pt::s3://bucket/all.zip": "several file systems in one",
-    "simplecache::memory://bucket/model.pt": "several file systems",
-    "zip:///model.pt": "in an archive",
+    "zip://model.pt::s3://bucket/all.zip": "chains of URLs",
+    "simplecache::memory://bucket/model.pt": "chains of URLs",
+    "zip:///model.pt": "in archives",
     "hf://user/model/model.pt": "huggingface_hub",
     "S3://bucket/model.pt": "Protocol not known",
     "abfs+x.y-z://model.pt": "Protocol not known",
@@ -116,8 +116,8 @@ def check_refused(call: Callable[[Any], object], path: Any, named: str) -> None:
     assert error.filename == named
     assert isinstance(error, (OSError, RuntimeError))
     message = str(error.strerror)
-    assert message.startswith("URLs are not served here, only local files and directories")
-    assert "copy it to or from a local path" in message
+    assert message.startswith("URLs are not accepted here, only local files and directories")
+    assert "copy the file to or from a local path" in message
     assert os.listdir() == []
 
 
@@ -126,7 +126,7 @@ def test_urls_are_refused(url: str) -> None:
     check_refused(bench, url, url)
     found = run("bench", url)
     assert found.exit_code == 2
-    assert found.stderr.startswith(f"ptsave: {url}: URLs are not served here, only local files")
+    assert found.stderr.startswith(f"ptsave: {url}: URLs are not accepted here, only local files")
     assert os.listdir() == []
 
 
@@ -237,7 +237,7 @@ def test_commands_that_write_urls(command: list[str]) -> None:
     with fsspec.open("memory://new/x.pt") as stream:
         assert stock_load(stream) is not None
     found = run(*(word.replace("URL", "memory://new/x.pt") for word in command))
-    assert "exists already" in found.stderr or "there is such a file" in found.stderr
+    assert "exists already" in found.stderr or "the file exists" in found.stderr
     fsspec.filesystem("memory").rm("/new", recursive=True)
     assert os.listdir() == []
 
@@ -257,7 +257,7 @@ def test_commands_that_read_urls(command: str) -> None:
     for url in ("memory:/urls/a.pt", "MEMORY://urls/a.pt", "nothing://urls/a.pt"):
         found = run(command, url)
         assert found.exit_code == 2
-        assert found.stderr.startswith(f"ptsave: {url}: URLs are not served here, only local files")
+        assert found.stderr.startswith(f"ptsave: {url}: URLs are not accepted here, only local")
 
 
 def test_directories_at_urls_that_are_not_there() -> None:

@@ -604,7 +604,7 @@ def test_options() -> None:
     load: Any = ptsave.load_optimizer_state_dict
     with pytest.raises(ValueError, match='match must be "order" or "name", not \'id\''):
         load(make_sgd(1), state_dict_of([[0]]), match="id")
-    with pytest.raises(ValueError, match="only looked at with"):
+    with pytest.raises(ValueError, match="can only be used with"):
         load(make_sgd(1), state_dict_of([[0]]), names=["a"])
 
 

@@ -539,7 +539,7 @@ def test_an_error_in_the_block_is_not_masked(tmp_path: Path) -> None:
             train()
     assert caught.value is error
     notes = getattr(error, "__notes__", None) or [str(warning.message) for warning in seen]
-    assert notes == [f"a checkpoint was not saved either: {failure}" for failure in failures]
+    assert notes == [f"a checkpoint was also not saved: {failure}" for failure in failures]
     assert checkpointer.steps() == [1]
 
 
@@ -597,7 +597,7 @@ def test_directory_is_made_with_its_parents(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["file", "file/below"])
 def test_directory_that_is_a_file(tmp_path: Path, name: str) -> None:
     make_files(tmp_path, "file")
-    with pytest.raises(ptsave.SaveError, match="is a file: name another one") as caught:
+    with pytest.raises(ptsave.SaveError, match="is a file: use another directory") as caught:
         ptsave.AsyncCheckpointer(tmp_path / name)
     assert caught.value.errno == errno.ENOTDIR
     assert caught.value.filename == str(tmp_path / name)

@@ -76,7 +76,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     zero, one = ranks = Ranks(tmp_path, RANK_OF_SEVERAL, 2, in_group=False).found()
     for rank, found in enumerate(ranks):
         assert found["unnamed"] is None  # a part of each, see test_rank_parts.py
-        assert found["early"].startswith(f"RuntimeError: {tmp_path}/early-{rank}: of the 2 ranks")
+        early = f"RuntimeError: {tmp_path}/early-{rank}: this job has 2 ranks"
+        assert found["early"].startswith(early)
         assert found["early files"] == []
         assert found["own"] == [1]
         assert found["restore shared"] == [0, 0, 0]
@@ -84,7 +85,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert found["restore other"] == [1 - rank] * 3
         assert found["after"] == [1]
     assert zero["shared"] == [1]
-    refused = f"RuntimeError: {tmp_path}/shared: this process is rank 1, and the checkpoints are"
+    refused = f"RuntimeError: {tmp_path}/shared: this process is rank 1, and the checkpoints"
     assert one["shared"].startswith(refused)
 
 
@@ -92,12 +93,12 @@ def test_the_environment_says_how_many_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched(monkeypatch, 1, 4)
-    with pytest.raises(RuntimeError, match="of the 4 ranks of this job"):
+    with pytest.raises(RuntimeError, match="this job has 4 ranks, and each"):
         ptsave.AsyncCheckpointer(tmp_path / "new")
     assert os.listdir(tmp_path) == []
-    with pytest.raises(RuntimeError, match=f"{tmp_path}: of the 4 ranks"):
+    with pytest.raises(RuntimeError, match=f"{tmp_path}: this job has 4 ranks"):
         ptsave.AsyncCheckpointer(os.fsencode(tmp_path))  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=r"this process is rank 1, .* those of rank 0"):
+    with pytest.raises(RuntimeError, match=r"this process is rank 1, .* belong to rank 0"):
         ptsave.AsyncCheckpointer(tmp_path, rank=0).save(1, value=1)
     assert os.listdir(tmp_path) == []
     ptsave.AsyncCheckpointer(tmp_path, rank=1).save(1, value={"x": torch.ones(3)}).result()
@@ -111,7 +112,7 @@ def test_set_after_the_checkpointer_was_made(
     checkpointer = ptsave.AsyncCheckpointer(tmp_path)
     checkpointer.save(1, value={"x": torch.ones(3)}).result()
     launched(monkeypatch, 0, 2)
-    with pytest.raises(RuntimeError, match="of the 2 ranks"):
+    with pytest.raises(RuntimeError, match="this job has 2 ranks"):
         checkpointer.save(2, value=2)
     assert checkpointer.steps() == [1]
     target = {"x": torch.zeros(3)}
@@ -149,7 +150,7 @@ def test_malformed_environment(
     with pytest.raises(ValueError, match=message):
         ptsave.AsyncCheckpointer(tmp_path, rank=0).save(1, value=1)
     launched(monkeypatch, "first", 2)
-    with pytest.raises(ValueError, match="RANK must be an integer from 0 on, not 'first'"):
+    with pytest.raises(ValueError, match="RANK must be an integer of at least 0, not 'first'"):
         ptsave.AsyncCheckpointer(tmp_path, rank=0).save(1, value=1)
     assert os.listdir(tmp_path) == []
 
@@ -175,7 +176,7 @@ def test_a_group_of_one(
     )
     try:
         if world_size == "2":
-            with pytest.raises(RuntimeError, match="of the 2 ranks"):
+            with pytest.raises(RuntimeError, match="this job has 2 ranks"):
                 ptsave.AsyncCheckpointer(tmp_path / "new")
         elif world_size == "many":
             with pytest.raises(ValueError, match="WORLD_SIZE must be a positive integer"):

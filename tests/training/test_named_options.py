@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ from test_names import LOADERS, Loader
 from torch import nn
 
 import ptsave
+from ptsave.training.options import _all_options
 
 OPTIONS = ["fsync", "atomic", "progress", "weights_only_check"]
 DEFAULT_TO_THE_CHECKPOINTERS = ("fsync", "weights_only_check")
@@ -102,6 +104,11 @@ OWN_OF_LOADING |= {"ignore_mismatched_sizes", "match", "key_mapping"}
 def restores_of(folder: Path) -> list[Callable[..., Any]]:
     path = folder / "step-00000001.pt"
     return [partial(ptsave.load_checkpoint, path), ptsave.AsyncCheckpointer(folder).restore]
+
+
+def test_every_option_of_load_is_refused_as_an_object() -> None:
+    known = {name for _, name, _ in _all_options()} | {"device"}  # map_location's other name
+    assert {*inspect.signature(ptsave.load).parameters} - known == {"f", "pickle_load_args"}
 
 
 def test_loading_takes_no_options_of_others(tmp_path: Path) -> None:

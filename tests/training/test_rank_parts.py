@@ -269,7 +269,7 @@ def test_a_second_job_is_refused(tmp_path: Path) -> None:
     first.found()
     for rank, each in enumerate(found):
         assert each["restores"] == [[100 + rank], f"1 of {rank}"]
-        assert f"another process saves as rank {rank} of 2 here" in each["saves"]
+        assert f"saves as rank {rank} of 2 here" in each["saves"]
     without = f"""
     folder = Path({str(tmp_path)!r})
     attempt("first", make)
@@ -396,7 +396,7 @@ def test_at_a_url(tmp_path: Path) -> None:
         assert found["steps"] == [3]
         assert found["restored"] == [[300 + rank], f"3 of {rank}"]
         assert found["without a group"].startswith("ValueError")
-        assert "not at a URL" in found["without a group"]
+        assert "cannot save to a URL" in found["without a group"]
 
 
 def test_sharded_module(tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_sharded_module(tmp_path: Path) -> None:
 def test_arguments(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="world_size=2 needs a rank"):
         ptsave.AsyncCheckpointer(tmp_path / "new", world_size=2)
-    with pytest.raises(ValueError, match="rank must be below world_size, 2, not 2"):
+    with pytest.raises(ValueError, match=r"rank must be less than world_size \(2\), not 2"):
         ptsave.AsyncCheckpointer(tmp_path / "new", rank=2, world_size=2)
     with pytest.raises(ValueError, match="world_size must be at least 1"):
         ptsave.AsyncCheckpointer(tmp_path / "new", rank=0, world_size=0)

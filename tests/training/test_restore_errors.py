@@ -221,14 +221,14 @@ def test_an_optimizer(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     state = sgd().state_dict()
     words = failure_of(path, {"model": {}, "optim": state}, sgd())
-    assert "no state dict of an optimizer" in words
+    assert "does not hold an optimizer's state dict" in words
     assert "The file's entry 'optim' fits: ptsave.load_checkpoint(path, optim=optimizer)" in words
     words = failure_of(path, {"run": {"optim": state}}, sgd())
     assert "ptsave.load_optimizer_state_dict(optimizer, ptsave.load(path)['run']['optim'])" in words
     words = failure_of(path, {"small": sgd(1).state_dict(), "right": state}, sgd())
     assert "'right' fits" in words
     words = failure_of(path, {"small": sgd(1).state_dict()}, sgd())
-    assert "'small' is one of an optimizer" in words
+    assert "'small' is an optimizer's state" in words
     words = failure_of(path, {"opt 1": state}, sgd())
     assert "ptsave.load_checkpoint(path, **{'opt 1': optimizer})" in words
     assert "ptsave." not in failure_of(path, {"model": nn.Linear(1, 1).state_dict()}, sgd())

@@ -305,7 +305,7 @@ def test_handlers_come_back(tmp_path: Path, before: Any) -> None:
 
 
 def test_signals_that_cannot_be_taken(tmp_path: Path, before: Any) -> None:
-    with pytest.raises(ValueError, match=r"stop_signals=.* cannot be taken: "):
+    with pytest.raises(ValueError, match=r"stop_signals=.* cannot be handled: "):
         ptsave.AsyncCheckpointer(tmp_path, stop_signals=[signal.SIGUSR1, signal.SIGKILL])
     assert signal.getsignal(signal.SIGUSR1) == before
     with pytest.raises(ValueError, match="main thread"):
@@ -341,7 +341,7 @@ def test_signals_that_one_rank_cannot_take(tmp_path: Path) -> None:
         return str(caught.value)
 
     first, second = in_threads(make, [0, 1])
-    assert "rank 1 could not take signals" in first
+    assert "rank 1 could not handle signals" in first
     assert "main thread" in second
 
 

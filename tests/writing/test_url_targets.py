@@ -176,7 +176,7 @@ def test_interrupts(method: str) -> None:
 def test_bytes_that_get_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with unchanged():
         monkeypatch.setattr(PlainFileSystem, "lost_nbytes", 10**7)
-        with pytest.raises(ptsave.SaveError, match="were written, and 0 have arrived"):
+        with pytest.raises(ptsave.SaveError, match="were written, but 0 have arrived"):
             ptsave.save(OBJECT, "plain://model.pt")
 
 

@@ -12,9 +12,10 @@ from pairs import PLATFORM, Pair
 RECORDS = BUILD / "records.json"
 HEADER = f"""# Tested releases
 
-Made by `make wheels`: one wheel for each Python, `{PLATFORM}` according to auditwheel,
-with an engine for each torch. Each pair was installed into a fresh environment, which ran
-the tests that compare with this torch.
+`make wheels` made one wheel for each Python, with an engine (the compiled part of ptsave) for each
+torch. According to auditwheel, the platform of the wheels is `{PLATFORM}`. Each pair of
+Python and torch was installed into a fresh environment. Then the tests that compare ptsave with
+this torch ran there.
 
 | Python | torch | compiled and tested on | tests |
 |---|---|---|---|

@@ -16,7 +16,7 @@ std::uint32_t load_little_endian(const unsigned char* p) {
          static_cast<std::uint32_t>(p[2]) << 16 | static_cast<std::uint32_t>(p[3]) << 24;
 }
 
-// The change of the state by the four bytes of `word`, after Following further bytes.
+// Returns how the four bytes of `word` change the state, if `Following` more bytes come after them.
 template <std::size_t Following>
 std::uint32_t slice_word(std::uint32_t word) {
   return kSlices[Following + 3][word & 0xFF] ^ kSlices[Following + 2][(word >> 8) & 0xFF] ^

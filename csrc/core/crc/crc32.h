@@ -23,12 +23,12 @@ std::uint32_t crc32_copy(std::uint32_t crc, void* dst, const void* src, std::siz
 // The CRC of A followed by B, given crc(A), crc(B) and B's length in bytes.  O(log nbytes_b).
 std::uint32_t crc32_combine(std::uint32_t crc_a, std::uint32_t crc_b, std::uint64_t nbytes_b);
 
-// Bytes are checksummed, and read or written, in pieces of this size.  The second of both steps
-// then finds the piece in the cache.
+// Bytes are checksummed, and read or written, in pieces of this size.  The second of these two
+// steps then finds the piece in the cache.
 inline constexpr std::size_t kCachePieceNbytes = std::size_t{256} << 10;
 
-// The size of a block in a file of checked blocks.  A table of their checksums is behind the last
-// block (little-endian).  Every read takes at least one block; the table is 0.1 % of the file.
+// The size of a block in a file of checked blocks.  The table of the blocks' checksums follows the
+// last block (little-endian), and is 0.1 % of the file.  A read always takes whole blocks.
 inline constexpr std::size_t kCheckedBlockNbytes = 4096;
 
 // One implementation; tests and benchmarks run over all of them.

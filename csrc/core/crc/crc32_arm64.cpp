@@ -44,7 +44,7 @@ PTSAVE_TARGET_CRC PTSAVE_INLINE std::uint32_t update_8(std::uint32_t state,
   return __crc32d(state, word);
 }
 
-// Consumes as many groups of three streams of NBytes as there are.
+// Consumes all whole groups of three streams of NBytes each.
 template <std::size_t NBytes>
 PTSAVE_TARGET_CRC std::uint32_t update_streams(std::uint32_t state, const unsigned char*& p,
                                                std::size_t& nbytes) {

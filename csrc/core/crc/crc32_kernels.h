@@ -60,7 +60,7 @@ constexpr ByteTable make_product_table(std::uint32_t factor, int byte_index) {
   return table;
 }
 
-// kSlices[k][b]: the change of the state by byte b, after k further bytes.
+// kSlices[k][b]: how byte b changes the state, if k more bytes come after it.
 inline constexpr std::size_t kSliceCount = 16;
 inline constexpr std::array<ByteTable, kSliceCount> kSlices = [] {
   std::array<ByteTable, kSliceCount> slices{};
@@ -81,8 +81,8 @@ inline std::uint32_t update_bytewise(std::uint32_t state, const unsigned char* d
   return state;
 }
 
-// crc32_copy() by any kernel's update: the copy brings a piece into the first-level cache, and the
-// checksum finds it there.
+// Implements crc32_copy() with any kernel's update: the copy brings a piece into the first-level
+// cache, and the checksum finds it there.
 template <std::uint32_t (*Update)(std::uint32_t, const void*, std::size_t)>
 std::uint32_t copy_by_pieces(std::uint32_t crc, void* dst, const void* src, std::size_t nbytes) {
   constexpr std::size_t kPieceNbytes = 8192;
@@ -109,7 +109,7 @@ bool vpclmulqdq_avx2_supported();
 std::uint32_t update_vpclmulqdq_avx2(std::uint32_t crc, const void* data, std::size_t nbytes);
 bool vpclmulqdq_supported();
 std::uint32_t update_vpclmulqdq(std::uint32_t crc, const void* data, std::size_t nbytes);
-// Serves all three kernels: memory is the limit, and 128-bit registers reach it.
+// Used by all three kernels: memory limits the speed, and 128-bit registers reach that limit.
 std::uint32_t copy_pclmulqdq(std::uint32_t crc, void* dst, const void* src, std::size_t nbytes);
 #elif defined(__aarch64__)
 bool arm64_crc_supported();

@@ -51,7 +51,7 @@ constexpr LaneConstants<N> fold_lanes_by(std::uint64_t nbits) {
   return constants;
 }
 
-// The multipliers that move lane i of N under the last lane.  The last lane stays where it is: its
+// The multipliers that fold lane i of N onto the last lane.  The last lane stays where it is: its
 // entry is zero and the caller adds it unfolded.
 template <std::size_t N>
 constexpr LaneConstants<N> gather_lanes() {
@@ -215,8 +215,8 @@ PTSAVE_TARGET_128 std::uint32_t update_pclmulqdq(std::uint32_t crc, const void* 
 
 namespace {
 
-// Writes 64 bytes to an aligned `dst` past the caches: no line is read first, or displaces useful
-// ones.
+// Writes 64 bytes to an aligned `dst` past the caches: no cache line is read first, and none
+// displaces a useful one.
 PTSAVE_TARGET_128 PTSAVE_INLINE void stream_block(unsigned char* dst, Block block) {
   auto* const to = reinterpret_cast<__m128i*>(dst);
   _mm_stream_si128(to, block.a0);

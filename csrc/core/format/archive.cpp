@@ -278,8 +278,8 @@ ArchiveLayout plan_part(const std::string& root, std::span<const RecordSpec> rec
 
 std::uint64_t hash_names(std::span<const std::string_view> names) {
   // torch folds the names in the iteration order of its std::unordered_set<std::string>.  That
-  // order depends on the hashes and on the growth step by step.  Both are the same for a set of
-  // views, wherever its nodes are.
+  // order depends on the hashes and on how the table grows.  Both are the same for a set of
+  // string_views, wherever its nodes are in memory.
   Arena nodes;
   std::unordered_set<std::string_view, std::hash<std::string_view>, std::equal_to<>,
                      ArenaAllocator<std::string_view>>

@@ -44,7 +44,7 @@ class ArchiveLayout {
   std::string_view name(std::size_t i) const { return full_name(i).substr(root_.size() + 1); }
   std::uint64_t central_directory_offset() const { return central_directory_offset_; }
   std::uint64_t nbytes() const { return nbytes_; }  // of the whole file
-  // The first record that ends behind `offset`; size() if there is none.
+  // The first record that ends after `offset`; size() if there is none.
   std::size_t first_record_after(std::uint64_t offset) const;
 
   // Writes the local header of record i, extra fields and padding included:
@@ -80,8 +80,8 @@ class ArchiveLayout {
 // Throws std::invalid_argument for an alignment of 0, or if the padding exceeds the 65535 bytes of
 // the local header's extra block, because torch then writes an unreadable file.  Throws it also for
 // a duplicate name and for a bad name: over 65535 bytes with the root, empty, a leading or trailing
-// '/', a NUL, a ".." component.  Throws std::length_error if the archive would exceed the format: a
-// central directory of 4 GiB, sizes that overflow 63 bits.
+// '/', a NUL, a ".." component.  Throws std::length_error if the archive would exceed the format's
+// limits: a central directory of 4 GiB, sizes that overflow 63 bits.
 ArchiveLayout plan(const std::string& root, std::span<const RecordSpec> records,
                    std::uint64_t alignment);
 
@@ -107,7 +107,8 @@ std::uint64_t hash_names(std::span<const std::string_view> names);
 // see descriptor_lookalike().
 std::string serialization_id(std::uint64_t names_hash, std::span<const std::uint32_t> crcs);
 
-// The extra number, if any, of a payload that begins with `front` (8 bytes suffice).
+// The extra number that serialization_id() takes for a payload that begins with `front` (8 bytes
+// suffice), if any.
 std::optional<std::uint32_t> descriptor_lookalike(std::span<const std::byte> front);
 
 // ---------------------------------------------------------------------------------------- reading
@@ -192,7 +193,8 @@ std::uint64_t payload_offset(std::span<const std::byte> header, const IndexedRec
 // Returns the rule that forbids `name` (without the archive's root) for a record, or nullptr.
 const char* record_name_fault(std::string_view name);
 
-// Prepares `text` for a message: cuts long text and masks control characters.  Not always UTF-8.
+// Prepares `text` for a message: cuts long text and masks control characters.  The result is not
+// always UTF-8.
 std::string printable(std::string_view text);
 std::string quoted(std::string_view text);
 

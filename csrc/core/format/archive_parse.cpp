@@ -74,10 +74,10 @@ std::optional<Zip64End> find_zip64_end(std::span<const std::byte> tail, std::siz
 void check_zip64_limits(const Zip64End& wide) {
   const zip::Directory& directory = wide.end.directory;
   if (wide.end.record_nbytes < zip::kZip64EndNbytes) {
-    fail_archive(kCorrupt, "zip64 end record claims to be too small", {}, wide.offset);
+    fail_archive(kCorrupt, "zip64 end record gives itself too small a size", {}, wide.offset);
   }
   if (wide.n_disks != 1) {
-    fail_archive(kMultidisk, "zip64 locator counts other than one disk", {}, wide.locator_offset);
+    fail_archive(kMultidisk, "zip64 locator does not count one disk", {}, wide.locator_offset);
   }
   const std::uint64_t n_entries = std::max(directory.n_entries, wide.end.n_entries_on_disk);
   if (n_entries > zip::kMax32) {
@@ -174,16 +174,16 @@ std::string_view strip_root(std::string_view full_name, std::string_view root) {
       full_name[root.size()] != '/') {
     throw FormatError("file in archive is not in a subdirectory " + printable(root) +
                           "/: " + printable(full_name),
-                      "every record has to lie under the root of the first");
+                      "every record must be in the root folder of the first");
   }
   return full_name.substr(root.size() + 1);
 }
 
 bool is_folder(const zip::CentralHeader& header) { return header.name.ends_with('/'); }
 
-// Checks a header as miniz does, in its order.
+// Checks a header as miniz does, in the same order.
 void check_central_header(const zip::CentralHeader& header) {
-  const std::string_view name = header.name.substr(header.name.find('/') + 1);  // all without '/'
+  const std::string_view name = header.name.substr(header.name.find('/') + 1);  // all if no '/'
   const auto fail = [&](const char* miniz_error, const char* fault) {
     fail_archive(miniz_error, "record " + quoted(name) + " " + fault, std::string(name),
                  header.header_offset);
@@ -248,8 +248,9 @@ struct Extent {
   std::size_t record;       // index, or kNotFound for a folder
 };
 
-// Offset of the payload if it fills the extent; wrong but never out of bounds if a zip writer left
-// gaps.  `slack_nbytes` is the size of the extent without fixed header, name and payload.
+// Offset of the payload, if the record fills the extent.  If a zip writer left gaps, the offset is
+// wrong, but never out of bounds.  `slack_nbytes` is the size of the extent minus fixed header,
+// name and payload.
 std::uint64_t predict_payload_offset(const IndexedRecord& record, std::uint64_t limit,
                                      std::uint64_t slack_nbytes) {
   const bool descriptor = (record.flags & zip::kFlagDescriptor) != 0;
@@ -311,7 +312,8 @@ bool name_before(std::string_view a, std::string_view b) {
   return a.size() != b.size() ? a.size() < b.size() : a < b;
 }
 
-// Indices of `records` by name.  Sorted, not hashed: names are hostile and std::hash has no secret.
+// Indices of `records` by name.  Sorted, not hashed: std::hash has no secret, so hostile names
+// could all have one hash.
 std::vector<std::uint32_t> sort_by_name(const std::vector<IndexedRecord>& records) {
   std::vector<std::uint32_t> order(records.size());
   std::iota(order.begin(), order.end(), 0u);
@@ -359,7 +361,7 @@ ArchiveIndex parse_central_directory(std::span<const std::byte> bytes,
     if (!is_folder(header)) index.records_.push_back(indexed(header, name));
   }
   if (!rest.empty()) {
-    fail_archive(kCorrupt, "more bytes than records in the central directory", {},
+    fail_archive(kCorrupt, "central directory has bytes after its last record", {},
                  where.offset + (bytes.size() - rest.size()));
   }
   place_records(extents, where.offset, index.records_);
@@ -403,7 +405,7 @@ zip::LocalHeader parse_agreeing_header(std::span<const std::byte> header,
                                         zip::kFlagPatch | zip::kFlagStrongEncryption |
                                         zip::kFlagMasked;
   const auto local = zip::parse_local_header(header);
-  if (!local) fail_record(kCorrupt, "no local header where the central directory says", record);
+  if (!local) fail_record(kCorrupt, "no local header where its offset points", record);
   if (local->method != record.method || ((local->flags ^ record.flags) & kMeaningful) != 0) {
     fail_record(kCorrupt, "local header contradicts the central directory", record);
   }
@@ -431,9 +433,9 @@ std::uint64_t payload_offset(std::span<const std::byte> header, const IndexedRec
   }
   const std::uint64_t offset = record.header_offset + header_nbytes;
   // Only miniz writes version 0, and it leaves no gaps: a payload elsewhere means a damaged extra
-  // length.  In a file without CRCs no other check finds it.
+  // length.  In a file without CRCs no other check finds this damage.
   if (local.version_needed == 0 && offset != record.payload_offset) {
-    fail_record(kCorrupt, "local header's extra fields have another length than their place",
+    fail_record(kCorrupt, "local header's extra fields do not end at the payload's place",
                 record);
   }
   return offset;

@@ -64,12 +64,12 @@ struct Entry {
 std::size_t zip64_extra_nbytes(const Entry& entry);
 
 // Local header: fixed part, name and zip64 extra.  Its extra length includes `more_extra_nbytes`
-// bytes that the caller writes behind it.  Returns the address behind it.
+// bytes that the caller writes after the header.  Returns the address after the header.
 std::size_t local_header_nbytes(const Entry& entry);
 std::byte* write_local_header(const Entry& entry, std::size_t more_extra_nbytes, std::byte* out);
 
 // Data descriptor.  An empty entry has none.  Its sizes have 64 bits if the local header has a
-// zip64 extra, and else 32.
+// zip64 extra, and otherwise 32.
 std::uint32_t descriptor_nbytes(const Entry& entry);
 std::byte* write_descriptor(const Entry& entry, std::uint32_t crc, std::byte* out);
 
@@ -107,7 +107,7 @@ std::optional<End> parse_end(std::span<const std::byte> bytes);
 std::optional<End> parse_zip64_end(std::span<const std::byte> bytes);
 std::optional<Zip64Locator> parse_zip64_locator(std::span<const std::byte> bytes);
 
-// Index of the last EOCD signature of a complete record with at most 65535 bytes of comment.
+// Index of the last complete EOCD record whose comment has at most 65535 bytes.
 std::optional<std::size_t> find_end(std::span<const std::byte> tail);
 
 struct LocalHeader {

@@ -30,7 +30,7 @@
 namespace ptsave {
 namespace {
 
-// Linux transfers at most 2 GiB a call; smaller transfers keep results representable.
+// Linux transfers at most 2 GiB in one call.  This limit keeps the results within 32 bits.
 constexpr std::size_t kMaxTransferNbytes = std::size_t{1} << 30;
 
 template <typename Call>
@@ -62,7 +62,7 @@ int open_or_fail(int dir_fd, const char* path, int flags, const std::string& dis
   return fd;
 }
 
-// Whether the error means "this file system does not do that", as opposed to "it went wrong".
+// Whether the error means that the file system does not support the call, not that the call failed.
 bool unsupported(int errnum) {
   return errnum == EOPNOTSUPP || errnum == ENOSYS || errnum == ENOTTY;
 }
@@ -73,8 +73,8 @@ struct stat status_or_fail(int fd, const std::string& display) {
   return status;
 }
 
-// Opens the file behind `fd` again; empty without /proc, or if only the first opener had
-// permission.
+// Opens the file behind `fd` again.  Returns an empty Descriptor without /proc, or if only the
+// first opener had permission.
 Descriptor reopen_descriptor(int fd, int flags = O_RDONLY) {
   const std::string link = "/proc/self/fd/" + std::to_string(fd);
   return Descriptor(retry_interrupted([&] { return sys::reopen(link.c_str(), flags); }));
@@ -298,7 +298,8 @@ Descriptor open_directory(const std::string& path, const std::string& display) {
   return Descriptor(open_or_fail(AT_FDCWD, path.c_str(), O_PATH | O_DIRECTORY, display));
 }
 
-// Locks without waiting.  Leftovers stay where locks are unsupported: their writer may be alive.
+// The result of a lock without waiting.  If locks are unsupported, leftovers stay, because their
+// writer may be alive.
 enum class Lock { kTaken, kHeldElsewhere, kUnsupported };
 
 Lock try_lock(int fd) {
@@ -425,8 +426,8 @@ void AtomicFile::adopt_ownership(const struct stat& old) {
 
 void AtomicFile::adopt_owner(unsigned uid, unsigned gid) {
   // Only root may change the owner, but each user may choose among the user's own groups.  Without
-  // the group, a shared folder's other users would lose access.  A failure matters less than the
-  // data.
+  // the group, a shared folder's other users would lose access.  A failure is ignored, because the
+  // data matters more.
   constexpr auto kUnchanged = static_cast<uid_t>(-1);
   if (retry_interrupted([&] { return sys::fchown(file_.fd(), uid, gid); }) == 0) return;
   retry_interrupted([&] { return sys::fchown(file_.fd(), kUnchanged, gid); });

@@ -1,7 +1,7 @@
 // Files: owned descriptors, loops over short transfers, direct I/O, and atomic replacement.
 //
 // Every failure is an IoError that carries errno, the call and the file's name as the user gave it.
-// EINTR is retried here and nowhere else.
+// Interrupted calls (EINTR) are retried here and nowhere else.
 #pragma once
 
 #include <sys/stat.h>
@@ -78,7 +78,7 @@ class File {
   // Opens a file for writing without truncating it, and also for reading if permitted.  Creates a
   // missing file and then sets `created`.
   static File open_for_writing(const std::string& path, bool* created = nullptr);
-  // Duplicates `fd`; both share a position and flags.
+  // Duplicates `fd`; both descriptors share a position and flags.
   static File duplicate(int fd, std::string path);
 
   int fd() const { return fd_.get(); }
@@ -131,7 +131,7 @@ class File {
 // `path` must not be a symbolic link (resolve it first).  Not safe for concurrent use.
 class AtomicFile {
  public:
-  // kKeep keeps leftovers, because they may still hold something useful.
+  // kKeep keeps leftovers, because they may still hold useful data.
   enum class Leftovers : std::uint8_t { kRemove, kKeep };
 
   // `display` is the name used in errors.
@@ -163,8 +163,9 @@ class AtomicFile {
 };
 
 // Overwrites a file in place, for targets that cannot be replaced.  Other saves of the file, in any
-// process, wait until this object is gone.  They wait for kInPlaceSaveByte, not for users' flock or
-// lockf.  Without locks, saves do not wait.  Not safe for concurrent use.
+// process, wait until this object is gone.  They wait for a lock on kInPlaceSaveByte, not for
+// users' flock or lockf.  If the file system has no locks, saves do not wait.  Not safe for
+// concurrent use.
 class InPlaceFile {
  public:
   // Opens or creates the file; calls `poll`, which may throw, while it waits.
@@ -185,7 +186,7 @@ class InPlaceFile {
   std::string path_;
   File file_;
   bool locked_ = false;
-  bool created_ = false;  // and no other save has seen it
+  bool created_ = false;  // by this object, and no other save has seen it
 };
 
 // Follows symbolic links from `path` to the name that a save replaces.  Returns nothing if a link

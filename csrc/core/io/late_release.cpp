@@ -58,7 +58,8 @@ class Releases {
  private:
   Releases() {
     static_cast<void>(std::atexit([] { instance().finish(); }));
-    // A forked child would hold the files open as long as it lives.
+    // A fork waits until no file is pending, because the child would hold the files open while it
+    // lives.
     const auto prepare = [] { instance().lock_when_idle(); };
     const auto in_parent = [] { instance().mutex_.unlock(); };
     const auto in_child = [] { instance().begin_child(); };
@@ -112,7 +113,7 @@ class Releases {
   std::atomic<std::uint32_t> n_pending_{0};
 };
 
-// Created while the library is loaded.  If a thread created it later, a process forked meanwhile
+// Created while the library is loaded.  If a thread created it later, a child forked at that moment
 // would wait for ever: the child does not have that thread.
 [[gnu::constructor]] void make_at_load() noexcept {
   try {

@@ -32,9 +32,9 @@ inline std::uint64_t free_nbytes(int fd) {
 }
 
 // Holds the blocks of the file `name` in `directory`, which is about to be replaced or removed.
-// Empty if the blocks are better freed at once: for small files, files with other names, and disks
-// without room for the next save beside them.  Also empty on file systems that are not known to
-// free blocks at the last close (NFS renames an open file instead).
+// Returns an empty Descriptor if the blocks are better freed at once: for small files, files with
+// more hard links, and disks without room for the next save.  Also returns it on file systems that
+// are not known to free blocks at the last close (NFS renames an open file instead).
 Descriptor hold_blocks(int directory, const std::string& name);
 
 // Closes a held file in the background.  If several files are pending or no thread starts, closes

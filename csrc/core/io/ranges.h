@@ -44,7 +44,8 @@ class SmallPieces {
     end_ = offset + nbytes;
   }
   // Puts the pieces in their places, and forgets them. read(offset, data, nbytes) returns the
-  // number of bytes read.  Moves `at` behind the last byte read; returns whether all were read.
+  // number of bytes read.  Moves `at` to the end of the bytes read; returns whether all bytes were
+  // read.
   template <class Read>
   bool finish(const Read& read, std::uint64_t& at) {
     if (pieces_.empty()) return true;
@@ -103,7 +104,7 @@ class RangeList {
 
   // Throws std::invalid_argument for a range with a bad file number, and IoError for a range beyond
   // the end of its file.  `files` must outlive the list.  Ranges at most `max_gap` apart are read
-  // together; larger gaps are skipped, up to whole blocks.
+  // together.  Larger gaps are skipped, but direct reads take whole blocks.
   RangeList(std::span<const ByteSource> files, std::vector<FileRange> ranges,
             std::uint64_t max_gap = kMaxGapNbytes)
       : files_(files), ranges_(std::move(ranges)) {
@@ -159,7 +160,7 @@ class RangeList {
  private:
   void check() const {
     for (const FileRange& range : ranges_) {
-      if (range.file >= files_.size()) throw std::invalid_argument("a range of no file");
+      if (range.file >= files_.size()) throw std::invalid_argument("a range of an unknown file");
       const std::uint64_t file_nbytes = files_[range.file].nbytes();
       if (range.offset > file_nbytes || range.nbytes > file_nbytes - range.offset) {
         throw IoError(0, "read (beyond the end)", files_[range.file].name());
@@ -244,7 +245,7 @@ class RangeList {
   }
 
   // Calls take(range, from, to) for the parts of ranges that lie in the stretch from `begin` on,
-  // until it returns false.
+  // until `take` returns false.
   template <class Take>
   void for_each_part(const Stretch& stretch, std::uint64_t begin, const Take& take) const {
     for (std::size_t i = stretch.first_range; i < stretch.end_range; ++i) {
@@ -275,7 +276,8 @@ class RangeList {
 // memory costs more than copying out of a buffer.  Safe for concurrent use.
 class RangeFiles {
  public:
-  // Announces this reader.  At a time, direct reads fill at most half of the buffers.
+  // Announces this reader to other readers (CoReaders).  Direct reads fill at most half of the
+  // buffers at a time.
   explicit RangeFiles(std::vector<ByteSource> sources, std::size_t n_buffers = 1)
       : owned_(std::move(sources)),
         sources_(owned_),

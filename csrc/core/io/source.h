@@ -16,8 +16,9 @@
 
 namespace ptsave {
 
-// Tracks the beginning of a load.  It is read through the page cache, because other ranks may start
-// some milliseconds later.  The files of one checkpoint share it.  Safe for concurrent use.
+// Tracks the first bytes of a load, which are read through the page cache, because other ranks may
+// start some milliseconds later.  The files of one checkpoint share this object.  Safe for
+// concurrent use.
 class SharedStart {
  public:
   // Bytes read before the first direct read.
@@ -38,8 +39,8 @@ class SharedStart {
 // host load the same checkpoint that way, they fetch it eight times.  Through the page cache, each
 // byte is fetched once.
 //
-// An object stands for one reader of one file.  While it lives, all other readers on this host and
-// in this process can see it.  Safe for concurrent use.
+// An object of this class stands for one reader of one file.  While it lives, all other readers on
+// this host and in this process can see it.  Safe for concurrent use.
 //
 // A reader announces itself by a lock on a byte beyond the end of every file.  It is an
 // open-file-description lock: the kernel releases it when the holder dies.  No reader waits for it.
@@ -64,7 +65,7 @@ class CoReaders {
 // Fills the page cache with folios of 2 MiB.
 //
 // readahead() makes pages of 4 KiB, at 1 us each, and each page is a segment of the disk's request.
-// A fault in a mapping that is advised to use huge pages has the kernel fetch 2 MiB at once: 512
+// A fault in a mapping that is advised to use huge pages makes the kernel fetch 2 MiB at once: 512
 // MiB in 5 ms of system time instead of 130 (Linux 6.18, ext4).  Kernels and file systems without
 // large folios fetch the same 2 MiB in pages.
 //

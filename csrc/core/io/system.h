@@ -48,7 +48,7 @@ inline constexpr std::uint32_t device_alignment(std::uint32_t alignment) { retur
 inline int openat(int dir_fd, const char* path, int flags, mode_t mode = 0) {
   return fault("openat") ? -1 : ::openat(dir_fd, path, flags, mode);
 }
-// Opens an open file again by its name in /proc, which gives a second description.
+// Opens an open file again by its name in /proc, which creates a second open file description.
 inline int reopen(const char* link, int flags) {
   return fault("reopen") ? -1 : ::openat(AT_FDCWD, link, flags | O_CLOEXEC);
 }

@@ -22,7 +22,7 @@ namespace {
 
 std::chrono::nanoseconds now() { return std::chrono::steady_clock::now().time_since_epoch(); }
 
-// `page` is a page's address.
+// Whether the page at this address is in memory.
 bool is_present(std::byte* page) noexcept {
   unsigned char residency = 0;
   return ::mincore(page, 1, &residency) == 0 && (residency & 1) != 0;

@@ -38,7 +38,7 @@ class Mapping {
   std::size_t nbytes() const { return nbytes_; }
   // Makes the pages that hold [begin, end) present.  FreshPages chooses their kind.  A huge page
   // counts as present if its first and last small pages are.  Does nothing on kernels without
-  // MADV_POPULATE_WRITE: the pages then come when they are touched.
+  // MADV_POPULATE_WRITE: the pages then become present when they are first accessed.
   void populate(std::size_t begin, std::size_t end) const noexcept;
   // Returns the whole pages in [begin, end) to the system; they read as zero afterwards.
   void discard(std::size_t begin, std::size_t end) const noexcept;

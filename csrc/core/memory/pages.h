@@ -1,8 +1,8 @@
 // The system's pages: their size, the whole pages of a range, and the cost of fresh pages.
 //
 // Three different sizes are 4 KiB on most machines.  The system's page is 4 KiB on x86-64 and 4, 16
-// or 64 KiB on arm64.  The file system's block of direct I/O is in DirectIoAlignment.  Tuned sizes
-// are constants where they are used.
+// or 64 KiB on arm64.  DirectIoAlignment has the file system's block for direct I/O.  Sizes that
+// are tuned for speed are constants where they are used.
 #pragma once
 
 #include <unistd.h>
@@ -40,7 +40,8 @@ struct PageRange {
   bool operator==(const PageRange&) const = default;
 };
 
-// The whole pages inside [begin, end), which can be returned without touching a neighbour.
+// The whole pages inside [begin, end), which can be returned to the system without losing bytes
+// outside the range.
 constexpr PageRange pages_inside(std::uint64_t begin, std::uint64_t end, std::uint64_t page) {
   const std::uint64_t first = align_up(begin, page);
   const std::uint64_t last = align_down(end, page);
@@ -75,7 +76,7 @@ class FreshPages {
   // The time of a piece of small pages: the expected one before any measurement, and the minimum.
   static constexpr Time kExpectedSmall = std::chrono::microseconds{600};
   static constexpr Time kLeastSmall = std::chrono::microseconds{300};
-  // The more expensive kind is tried again after its last cost times this factor.
+  // The more expensive kind is tried again after this factor times its last cost.
   static constexpr int kRetryFactor = 16;
 
   static FreshPages& of_process() {
@@ -151,8 +152,8 @@ class MemoryGauge {
   bool is_cheap() const noexcept { return is_cheap_.load(std::memory_order_relaxed); }
 
  private:
-  // Twice the usual time, the largest loss that a MiB counts for (a host may stop its virtual
-  // machine), and the loss at which fresh memory is given up.
+  // Twice the usual time.  The largest loss that is counted for one MiB, because a host may stop
+  // its virtual machine.  The total loss at which fresh memory counts as expensive.
   static constexpr std::chrono::nanoseconds kCheapTimePerKib{700};
   static constexpr std::chrono::milliseconds kMaxLossPerMib{2};
   static constexpr std::chrono::nanoseconds kBearableLoss = std::chrono::milliseconds{8};

@@ -39,7 +39,7 @@ StagingPool& StagingPool::instance() {
 
 namespace {
 
-// Created while the library is loaded.  If a thread created it later, a process forked meanwhile
+// Created while the library is loaded.  If a thread created it later, a child forked at that moment
 // would wait for ever: the child does not have that thread.
 [[gnu::constructor]] void make_at_load() noexcept {
   try {

@@ -35,7 +35,7 @@ class StagingPool {
  public:
   struct Statistics {
     std::size_t mapped_nbytes = 0;  // address space
-    std::size_t used_nbytes = 0;    // of it, in blocks
+    std::size_t used_nbytes = 0;    // the part in use by blocks
     std::uint64_t n_mappings = 0;   // so far
   };
 

@@ -56,7 +56,7 @@ void ChunkPipeline::start_workers(std::size_t n_threads) noexcept {
     } catch (const std::system_error&) {
       break;  // out of threads: the existing ones (or finish() itself) do the work
     } catch (const std::bad_alloc&) {
-      break;  // ... or out of memory; not rethrown, as destroying a running thread terminates
+      break;  // or of memory; not rethrown: destroying a running thread ends the process
     }
   }
 }

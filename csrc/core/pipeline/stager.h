@@ -41,7 +41,7 @@ class Stager : public Interface {
 };
 
 // Payloads that are written while they are being copied: StagingCopy.  A payload is identified by
-// its copy's address; any other address is read as it is.  Safe for concurrent use.
+// its copy's address; bytes at any other address are read from there.  Safe for concurrent use.
 class ArrivingPayloads : public Interface {
  public:
   // Receives a part piece by piece; a piece is valid only during the call.

@@ -31,16 +31,16 @@ struct DamagedBlock {
   auto operator<=>(const DamagedBlock&) const = default;
 };
 
-// One read of many ranges without targets.  Ranges of a file may overlap; shared bytes may then be
+// One read of many ranges into host memory.  Ranges of a file may overlap; shared bytes may then be
 // read more than once.  Not safe for concurrent use, except nbytes_read().
 class CheckedRead {
  public:
   // The checksums of a file's blocks; empty for a file that is not checked.
   using Table = std::span<const std::uint32_t>;
 
-  // Ranges at most `max_gap` apart are read together; larger gaps are skipped, up to whole blocks.
-  // Places and tables must outlive this object.  Throws std::invalid_argument for a bad file
-  // number, and IoError for a range beyond the end of its file or table.
+  // Ranges at most `max_gap` apart are read together.  Larger gaps are skipped, but reads take
+  // whole blocks.  Places and tables must outlive this object.  Throws std::invalid_argument for a
+  // bad file number, and IoError for a range beyond the end of its file or table.
   CheckedRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges,
               std::vector<Table> tables, std::uint64_t max_gap)
       : files_(std::move(files)), ranges_(std::move(ranges)), tables_(std::move(tables)) {
@@ -80,9 +80,9 @@ class CheckedRead {
 
   void check() const {
     const auto files = files_->sources();
-    if (tables_.size() != files.size()) throw std::invalid_argument("one table for each file");
+    if (tables_.size() != files.size()) throw std::invalid_argument("not one table per file");
     for (const FileRange& range : ranges_) {
-      if (range.file >= files.size()) throw std::invalid_argument("a range of no file");
+      if (range.file >= files.size()) throw std::invalid_argument("a range of an unknown file");
       const ByteSource& file = files[range.file];
       std::uint64_t nbytes = file.nbytes();
       if (!tables_[range.file].empty()) {

@@ -153,7 +153,7 @@ class Placement : public Interface {
   virtual void prepare(const Chunk& chunk) = 0;
 
   // The memory for up to `nbytes` bytes from `at` on, if reading straight into it is worth a system
-  // call.  Otherwise empty: use a buffer.  `slot` is the first slot that ends behind `at`.
+  // call.  Otherwise empty: use a buffer.  `slot` is the first slot that ends after `at`.
   virtual std::span<std::byte> window(const Slot& slot, std::size_t at, std::size_t nbytes) = 0;
   // The number of bytes from `at` on, at most `nbytes`, to read into a buffer before asking again.
   virtual std::size_t detour(const Slot& slot, std::size_t at, std::size_t nbytes) const = 0;
@@ -171,8 +171,8 @@ class Placement : public Interface {
   virtual std::span<const std::byte> header(const Slot& slot) const = 0;
 };
 
-// A part of a mirrored region.  When the part's last owner goes, its pages return to the system.
-// Its addresses stay reserved until the whole region goes.
+// A part of a mirrored region.  When its last owner is destroyed, its pages return to the system.
+// Its addresses stay reserved until the whole region is destroyed.
 class Segment final : public Owner {
  public:
   Segment(std::shared_ptr<Mapping> memory, std::size_t begin, std::size_t end)
@@ -323,9 +323,9 @@ class Region final : public Placement {
 class Scatter final : public Placement {
  public:
   // Destinations are not empty and lie within their records' payloads.  Throws
-  // std::invalid_argument if destinations overlap in a record.  Their memory and `unstager`, which
-  // targets need, must outlive this object.  `fresh`, which may be null, is a region that may hold
-  // destinations whose pages are not present yet.
+  // std::invalid_argument if destinations overlap in a record.  Their memory, and `unstager` if
+  // there are targets on accelerators, must outlive this object.  `fresh`, which may be null, is a
+  // region that may hold destinations whose pages are not present yet.
   Scatter(std::shared_ptr<const TransferPlan> plan, const std::vector<Destination>& destinations,
           bool verify, std::shared_ptr<Region> fresh, Unstager* unstager)
       : plan_(std::move(plan)),
@@ -478,7 +478,7 @@ class Scatter final : public Placement {
   std::size_t slot_number(const Slot& slot) const {
     return static_cast<std::size_t>(&slot - plan_->slots.data());
   }
-  // The extents of a slot that end behind `at`.
+  // The extents of a slot that end after `at`.
   std::span<const Extent> extents_from(const Slot& slot, std::size_t at) const {
     const std::size_t number = slot_number(slot);
     const auto begin = extents_.begin() + first_extents_[number];

@@ -65,11 +65,11 @@ std::vector<Destination> whole_payloads(const ArchiveIndex& index,
                                         std::span<const std::size_t> records,
                                         std::span<const std::span<std::byte>> memory) {
   if (memory.empty()) return {};
-  if (memory.size() != records.size()) throw std::invalid_argument("a target for each record");
+  if (memory.size() != records.size()) throw std::invalid_argument("not one target per record");
   std::vector<Destination> destinations;
   for (std::size_t k = 0; k < records.size(); ++k) {
     if (memory[k].size() != index.records()[records[k]].nbytes) {
-      throw std::invalid_argument("a target has another size than its record");
+      throw std::invalid_argument("a target does not have its record's size");
     }
     if (memory[k].empty()) continue;
     destinations.push_back({records[k], 0, memory[k].size(), memory[k].data()});
@@ -209,7 +209,7 @@ std::vector<DamagedRecord> ArchiveReader::fill(const std::vector<Destination>& d
       return damaged;
     } catch (const LayoutMismatch&) {
       if (exact_offsets) throw;
-      // Wrong copies must not arrive after the right ones, and the leases are needed again.
+      // Wrong bytes must not arrive after the right bytes, and the leases are needed again.
       if (unstager != nullptr) unstager->drain();
       transfer_.reset();
     } catch (...) {

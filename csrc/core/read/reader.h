@@ -69,11 +69,11 @@ struct LoadedPayload {
   OwnerReference owner;
 };
 
-// The largest chunk is one huge page, so that no two threads fault in the same one.
+// The largest chunk is one huge page, so that no two threads fault in the same huge page.
 inline constexpr std::size_t kMaxChunkNbytes = kHugePageNbytes;
 
-// A part of a record's payload and the memory it belongs in.  With `target`, the number of an
-// Unstager's target, `place` only identifies the memory.
+// A part of a record's payload and the memory it belongs in.  `target` is the number of an
+// Unstager's target; with it, `place` is not accessed and only identifies the memory.
 struct Destination {
   std::size_t record = 0;
   std::uint64_t offset = 0;

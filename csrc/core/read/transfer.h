@@ -106,7 +106,8 @@ class Transfer {
     std::size_t at() const { return at_; }
     std::size_t nbytes_left() const { return chunk_.end - at_; }
     bool complete() const { return at_ == chunk_.end; }
-    // The slot that the next byte belongs to or comes before; the last slot if there is none.
+    // The slot that holds the next byte, or the next slot after that byte; the last slot if there
+    // is none.
     const Slot& slot() const { return slots()[std::min(slot_, slots().size() - 1)]; }
 
     // Tells the intake that the next bytes are read straight to a payload's place.
@@ -184,7 +185,7 @@ class Transfer {
       intake.add(memory + chunk.archive_offset, chunk.end - chunk.begin);
     } else {
       // Read from the page cache up to the first missing byte, and the rest from the disk.  Asking
-      // first keeps the kernel from reading ahead bytes that are about to be read directly.
+      // first prevents the kernel from reading ahead bytes that will be read past the cache.
       if (source_.may_be_cached(chunk.archive_offset, chunk.end - chunk.begin)) {
         read_cached(chunk, intake);
       }

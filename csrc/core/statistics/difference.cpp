@@ -183,9 +183,9 @@ void add_values(Difference& to, std::size_t begin, std::size_t n, const Differs&
 
 // ----------------------------------------------------------------------------------- real numbers
 
-// The scale for numbers with this unscaled sum of squares.  With it, the numbers that matter beside
-// the largest have squares that neither become infinite nor lose digits, even summed over many
-// blocks.
+// The scale for numbers with this unscaled sum of squares.  With this scale, the squares of all
+// numbers that matter beside the largest neither become infinite nor lose digits, even summed over
+// many blocks.
 int scale_of(double squares) {
   constexpr int kScale = 600;
   if (!(squares <= 0x1p960)) return kScale;
@@ -317,7 +317,7 @@ void count_special(Difference& to, Special a, Special b) {
   to.n_inf_b += b.is_inf ? 1 : 0;
 }
 
-// Adds a pair with a number that is not finite; `same`: two equal infinities.  The distance is
+// Adds a pair with a number that is not finite; `same` means two equal infinities.  The distance is
 // finite for complex numbers with the same infinite part.
 void add_special(Difference& to, Special a, Special b, bool same, double distance = kInfinity) {
   count_special(to, a, b);
@@ -701,7 +701,7 @@ Rows rows_of(Element element_a, const void* a, Element element_b, const void* b,
   const bool one_is_pair =
       element_a == Element::kFloat4E2M1Pair || element_b == Element::kFloat4E2M1Pair;
   if (one_is_pair && element_a != element_b) {
-    throw std::invalid_argument("float4, whose elements hold two numbers each, and another dtype");
+    throw std::invalid_argument("cannot compare float4 (two numbers per element) to another dtype");
   }
   return {element_a,
           element_b,

@@ -63,15 +63,15 @@ struct Difference {
   std::uint64_t n_nan_only_b = 0;
   // Unequal pairs with an infinity and without NaN.
   std::uint64_t n_inf_mismatch = 0;
-  // Maxima over pairs without NaN.  Both are infinite for an infinity beside another number;
-  // max_rel is infinite for a number beside zero.
+  // Maxima over pairs without NaN.  Both are infinite if an infinity is compared with another
+  // number; max_rel is infinite if a nonzero number is compared with zero.
   double max_abs = 0;
   double max_rel = 0;
   WholeDistance max_abs_integer;  // of whole numbers
   Products products;
-  // Counts of pairs by their distance in units of the coarser format, to which both numbers are
-  // rounded.  For whole numbers the unit is 1; for complex numbers the larger part's distance
-  // counts.
+  // Counts of pairs by their distance in units in the last place of the coarser format, to which
+  // both numbers are rounded.  For whole numbers the unit is 1; for complex numbers the larger
+  // part's distance counts.
   std::array<std::uint64_t, kNUlpBuckets> ulps{};
 };
 

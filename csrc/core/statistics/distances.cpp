@@ -198,7 +198,7 @@ PTSAVE_INLINE std::uint8_t smallest_of(const std::uint8_t* data, std::size_t n) 
 // less time.
 PTSAVE_INLINE void count_ulps(const std::uint8_t* ulps, std::size_t n, std::uint64_t* counts) {
   constexpr int kNTries = 20;
-  constexpr int kNFirst = 6;  // if these leave more than half, count_each() is faster
+  constexpr int kNFirst = 6;  // if more than half are in others, count_each() is faster
   std::uint32_t found[kNUlpBuckets] = {};
   found[kNoUlps] = count_equal(ulps, n, kNoUlps);
   std::size_t n_left = n - found[kNoUlps];

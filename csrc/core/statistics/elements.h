@@ -26,7 +26,7 @@ const Format& format_of(Element element);
 
 using ByteValues = std::array<double, 256>;
 
-// The bit patterns of a small float that are no numbers.
+// The bit patterns of a small float format that mean infinity or NaN.
 enum class Specials {
   kIeee,       // the largest exponent: infinity if the mantissa is 0, else NaN
   kLargest,    // the largest exponent and mantissa: NaN; no infinity

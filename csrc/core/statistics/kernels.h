@@ -101,7 +101,7 @@ inline constexpr std::size_t kPairsLength = 2048;
 // The numbers of a floating-point format, as if its exponent had no upper bound.  Each number has a
 // position, counted from 0, and a difference of positions is in units in the last place.  A normal
 // number's position is the bits of a float, shifted so that one step is one number of the grid.
-// Smaller numbers are equally far apart, and their position is their multiple of that distance.
+// Smaller numbers are equally far apart, and their position is the number divided by that distance.
 struct Grid {
   int mantissa_nbits = 0;
   int min_exponent = 0;  // of normal numbers

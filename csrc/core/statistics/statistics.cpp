@@ -185,7 +185,7 @@ int scale_of(double largest) {
   return largest < 0x1p-400 ? -kScale : 0;
 }
 
-// Clamps a mean of a and b to their range, which rounding may leave.
+// Clamps a mean of a and b to their range, because rounding may put the mean outside.
 double between(double a, double b, double mean) {
   return std::clamp(mean, std::min(a, b), std::max(a, b));
 }
@@ -526,7 +526,7 @@ ChunkedStatistics::ChunkedStatistics(Element element, const std::byte* data, std
       nbytes_(nbytes),
       copy_(copy),
       parts_((nbytes + kChunkNbytes - 1) / kChunkNbytes) {
-  if (nbytes % nbytes_of(element) != 0) throw std::invalid_argument("not a number of elements");
+  if (nbytes % nbytes_of(element) != 0) throw std::invalid_argument("an element is incomplete");
 }
 
 void ChunkedStatistics::take(std::size_t chunk) {

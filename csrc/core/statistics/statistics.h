@@ -52,7 +52,8 @@ struct Statistics {
   double imaginary_mean = 0;  // of complex elements
   double squares = 0;         // the sum of squared distances from the mean, divided by 4^scale,
   int scale = 0;              // which is 0 unless squares of doubles would be infinite or zero
-  // Without finite elements, infinity and minus infinity.  Absolute values for complex elements.
+  // The extremes of the elements, or of absolute values if the elements are complex.  Infinity and
+  // minus infinity if no element is finite.
   double min = 0;
   double max = 0;
   // The exact minimum and maximum of 64-bit integers, which a double cannot hold.  Unsigned ones

@@ -153,7 +153,7 @@ class AppendedArchive {
   }
 
   // Appends a batch; `direct` writes it past the page cache if the file system allows that.  Throws
-  // IoError and std::length_error, and leaves the archive as it was.
+  // IoError and std::length_error; the archive is then as it was before.
   void append(std::span<const RecordSpec> records, const Payloads& payloads, bool direct,
               WriteOptions options, const Poll& poll) {
     const ArchiveLayout layout = records_.place(records);
@@ -172,7 +172,7 @@ class AppendedArchive {
     file().file().read_at(payload_offset, payload.data(), payload.size());
     return payload;
   }
-  // The payload's offset of a record of the last batch.
+  // The payload offset of a record of the last batch.
   std::uint64_t payload_offset(std::size_t record) const { return last_batch_.at(record); }
   void sync() { file().file().sync(); }
   // Writes the rest of the file and publishes it.
@@ -200,7 +200,8 @@ class AppendedArchive {
     return file_ == nullptr ? std::string() : file_->temporary_name();
   }
 
-  // The end of the last complete batch, and the bytes of the current batch written so far.
+  // The end of the last complete batch, and the number of bytes of the current batch written so
+  // far.
   std::uint64_t nbytes() const { return records_.end(); }
   std::uint64_t nbytes_written() const { return progress_.load(std::memory_order_relaxed); }
 

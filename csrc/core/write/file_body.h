@@ -76,7 +76,8 @@ class FileBody : public Interface {
   // Hands the bytes of `chunk` to `sink`.  Call once for each chunk; safe for concurrent use on
   // different chunks of one pipeline.
   virtual void produce(ChunkPipeline& pipeline, std::size_t chunk, ChunkSink& sink) = 0;
-  // Optional: prepares the parts of the tail that need no chunk, on a thread that would only wait.
+  // Optional: prepares the parts of the tail that need no chunk, on a thread that would otherwise
+  // wait.
   virtual void prepare_tail() {}
   // The rest of the file; called when every chunk has been produced.
   virtual std::string tail() = 0;
@@ -138,7 +139,7 @@ class RecordCrcs {
     for (std::size_t c = first; c < last; ++c) wait_for(pipeline, c, kComplete);
     wait_for(pipeline, last, kEntering);
     const std::uint32_t crc = combine(record, first, last);
-    // A chunk boundary may cut the descriptor; only one of both chunks records the CRC.
+    // A chunk boundary may cut the descriptor; only one of the two chunks records the CRC.
     if (chunk_at(record.payload_end()) == chunk) whole_[i] = crc;
     return crc;
   }
@@ -239,7 +240,7 @@ class StagedCursor {
   const std::byte* at_ = nullptr;
 };
 
-// The first records of a layout, from a position in the file on.  That position is 0 in the body.
+// The first records of a layout.  Position 0 of the body is position `part.begin` of the file.
 class RecordsBody : public FileBody {
  public:
   // The part [begin, end) of the file, which holds the first `n_records` records.
@@ -404,8 +405,8 @@ class ArchiveBody final : public RecordsBody {
 // A header and payloads, one directly behind the other, like a safetensors file.
 class PackedBody final : public FileBody {
  public:
-  // `stager` brings all payloads, of these sizes.  Header, sizes and stager must outlive the
-  // body.
+  // `payload_nbytes` are the payloads' sizes; `stager` brings all of them.  Header, sizes and
+  // stager must outlive the body.
   PackedBody(const std::string& header, std::span<const std::uint64_t> payload_nbytes,
              Stager& stager, bool compute_crcs, std::size_t chunk_nbytes)
       : FileBody(std::accumulate(payload_nbytes.begin(), payload_nbytes.end(),

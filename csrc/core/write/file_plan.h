@@ -87,7 +87,7 @@ class FilePlan : public Interface {
     });
   }
 
-  // Passes the file to `sink` piece by piece, on this thread.
+  // Passes the file to `sink` piece by piece, on the calling thread.
   void write_stream(const StreamSink& sink, const WriteOptions& options) {
     run(options, [&](const WriteOptions& write) {
       const auto body = make_body(write, write.chunk_nbytes);
@@ -208,7 +208,7 @@ class ArchivePlan final : public FilePlan {
   // already staged, or for an unknown record.
   void read_from(SharedSources sources, std::span<const NamedSource> payloads) {
     if (staging_ != nullptr || staged_ahead_ != nullptr) {
-      throw std::invalid_argument("the payloads come from somewhere else");
+      throw std::invalid_argument("the payloads are already staged");
     }
     std::unordered_map<std::string_view, std::size_t> numbers;
     for (std::size_t i = 0; i < layout_.size(); ++i) numbers.emplace(layout_.name(i), i);
@@ -221,8 +221,8 @@ class ArchivePlan final : public FilePlan {
     staging_ = std::make_unique<SourcedPayloads>(std::move(sources), std::move(by_record));
   }
 
-  // Freezes the values of payloads on accelerators, as they are after the work now on this thread's
-  // current streams.  The payloads are staged in chunks of this size.
+  // Freezes the values of payloads on accelerators: writes use the values after the work that is
+  // now queued on this thread's current streams.  The payloads are staged in chunks of this size.
   void begin_staging(std::size_t chunk_nbytes) {
     if (staging_ == nullptr) return;
     std::unique_ptr<Stager> stager = staging_->hand_over();
@@ -244,15 +244,15 @@ class ArchivePlan final : public FilePlan {
     records_.owners_.clear();
     release_arriving();
   }
-  // Replaces release() in a forked child.  Leaks copies of accelerators' objects, because freeing
-  // page-locked memory would call the parent's driver.
+  // A forked child calls this instead of release().  Leaks copies of accelerators' objects, because
+  // freeing page-locked memory would call the parent's driver.
   void abandon() {
     if (staging_ != nullptr) staging_->abandon();
     keep_for_ever(std::move(staged_ahead_));
     release();
   }
 
-  // Writes into an open file, which stays the caller's, from `offset` on.
+  // Writes into an open file from `offset` on.  The caller keeps the descriptor.
   void write_descriptor(int fd, std::uint64_t offset, const std::string& name, bool durable,
                         const WriteOptions& options, const Poll& poll) {
     run(options, [&](const WriteOptions& write) {
@@ -268,7 +268,7 @@ class ArchivePlan final : public FilePlan {
   // Throws std::invalid_argument if the target's size is not nbytes().
   void write_memory(std::span<std::byte> target, const WriteOptions& options, const Poll& poll) {
     if (target.size() != nbytes()) {
-      throw std::invalid_argument("the buffer's size is not the archive's");
+      throw std::invalid_argument("the buffer does not have the archive's size");
     }
     run(options, [&](const WriteOptions& write) {
       const auto body = make_body(write, write.chunk_nbytes);
@@ -317,7 +317,7 @@ class ArchivePlan final : public FilePlan {
 
 class PackedPlan final : public FilePlan {
  public:
-  // `payloads` brings all payloads, of these sizes.
+  // `payload_nbytes` are the payloads' sizes; `payloads` brings all of them.
   PackedPlan(std::string header, std::vector<std::uint64_t> payload_nbytes,
              std::unique_ptr<PayloadStaging> payloads)
       : header_(std::move(header)),
@@ -358,7 +358,7 @@ class CheckedPlan final : public FilePlan {
       : pieces_(std::move(pieces)), staging_(std::move(staging)) {
     for (std::size_t i = 1; i < pieces_.size(); ++i) {
       if (pieces_[i].offset < pieces_[i - 1].end()) {
-        throw std::invalid_argument("pieces of a file overlap, or are not in its order");
+        throw std::invalid_argument("pieces of a file overlap, or are not in order");
       }
     }
   }

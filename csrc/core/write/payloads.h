@@ -39,8 +39,9 @@ struct SourcePayload {
   std::size_t source = kNoSource;
   std::uint64_t offset = 0;
   std::optional<std::uint32_t> crc = std::nullopt;  // the expected one
-  // The whole payload's parts in order, the first at 0, or none; `source` is then the source of one
-  // of them.  The initializer silences gcc's warning about a missing member in braces.
+  // The parts of the whole payload in order, the first at 0.  With parts, `source` is the source of
+  // one of them.  Empty if the payload is one range.  The initializer silences gcc's warning about
+  // a missing member in braces.
   std::vector<SourcePart> parts = {};  // NOLINT(readability-redundant-member-init)
 };
 
@@ -83,8 +84,8 @@ class SourceStager final : public Stager {
     std::size_t max_count = 0;
   };
 
-  // `sources` and `payloads`, one for each record, must outlive this object.  Payloads without a
-  // source come from elsewhere.
+  // `sources` and `payloads`, one for each record, must outlive this object.  This stager does not
+  // bring payloads without a source.
   SourceStager(std::span<const ByteSource> sources, std::span<const SourcePayload> payloads,
                Buffers buffers)
       : sources_(sources),
@@ -168,7 +169,7 @@ class PayloadStaging : public Interface {
   virtual std::unique_ptr<Stager> hand_over() { return nullptr; }
   // Whether the stager needs page-locked memory.
   virtual bool is_pinned() const = 0;
-  // The payloads of the last write with a wrong CRC.
+  // The payloads that had a wrong CRC in the last write.
   virtual std::vector<DamagedPayload> damaged() const { return {}; }
   // In a forked child, leaks objects that the parent's driver would have to free.
   virtual void abandon() {}
@@ -180,7 +181,7 @@ using SharedSources = std::shared_ptr<const std::vector<ByteSource>>;
 // Payloads that are parts of other files or of memory.
 class SourcedPayloads final : public PayloadStaging {
  public:
-  // One payload for each record; payloads without a source come from elsewhere.
+  // One payload for each record; this object does not bring payloads without a source.
   SourcedPayloads(SharedSources sources, std::vector<SourcePayload> payloads)
       : sources_(std::move(sources)), payloads_(std::move(payloads)) {}
 
@@ -190,7 +191,7 @@ class SourcedPayloads final : public PayloadStaging {
     const std::size_t nbytes = max_staged_nbytes(align_up(options.chunk_nbytes, kHugePageNbytes));
     // Each thread holds two buffers: 8 threads instead of 2 took a tenth less time and 40 MiB more.
     options.n_direct_threads = std::min(options.n_direct_threads, options.n_threads + 1);
-    // A buffer for each thread: one that waited for a buffer could block the threads that have one.
+    // A buffer for each thread: a thread without a buffer could block the threads that have one.
     const auto count = std::max<std::size_t>({options.n_threads, options.n_direct_threads, 1});
     auto stager =
         std::make_unique<SourceStager>(*sources_, payloads_, SourceStager::Buffers{nbytes, count});
@@ -201,8 +202,8 @@ class SourcedPayloads final : public PayloadStaging {
       damaged_ = damaged_payloads(payloads_, crcs);
       if (damaged_.empty()) return;
       const ByteSource& source = (*sources_)[payloads_[damaged_.front().record].source];
-      throw FormatError("a checksum does not match", "what was read", {}, FormatError::kNoOffset,
-                        source.name());
+      throw FormatError("a checksum does not match", "the bytes read are damaged", {},
+                        FormatError::kNoOffset, source.name());
     };
     return stager;
   }

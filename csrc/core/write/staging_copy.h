@@ -89,7 +89,8 @@ class StagingCopy final : public ArrivingPayloads {
       to += bytes.size();
     });
   }
-  // Ends the writer's reads, complete or not.  Afterwards the copies' memory is not used.
+  // Ends the writer's reads, even incomplete ones.  Afterwards the copies' memory is no longer
+  // used.
   void close() {
     std::unique_lock lock(mutex_);
     is_closed_ = true;
@@ -102,7 +103,7 @@ class StagingCopy final : public ArrivingPayloads {
   static constexpr std::uint64_t kUnitNbytes = kHugePageNbytes;
   static constexpr std::chrono::milliseconds kLookAround{100};
   static constexpr std::chrono::milliseconds kLookAgain{20};
-  // The writer's head start for allocating buffers: with 32 MiB the copy still delayed it.
+  // The writer's head start for allocating buffers: with 32 MiB the copy still delayed the writer.
   static constexpr std::uint64_t kHeadStartNbytes = std::uint64_t{128} << 20;
 
   using Clock = std::chrono::steady_clock;
@@ -146,7 +147,8 @@ class StagingCopy final : public ArrivingPayloads {
       const auto is_superfluous = [&] {
         return is_closed_ || state_ != State::kCopying || originals_end_ >= end;
       };
-      // Do not wait behind a claimed unit: the writer needs copies of all units from there on.
+      // Do not wait if the copy has claimed an earlier unit: the writer needs copies of all units
+      // from there on.
       while (!is_worthwhile() && !is_superfluous() && copies_begin_ >= end) {
         turn_.wait_for(lock, kLookAgain);
       }

@@ -53,7 +53,8 @@ class MemoryChunk final : public ChunkSink {
   bool compute_crcs_;
 };
 
-// Gathers a chunk in a mirroring buffer, except blocks that the device can take from a payload.
+// Gathers a chunk in a buffer that mirrors the file, except blocks that the device can read from a
+// payload's own memory.
 class BlockChunk final : public ChunkSink {
  public:
   // `offset`, the chunk's position in the file, begins a block.
@@ -127,8 +128,8 @@ class BlockChunk final : public ChunkSink {
 };
 
 // Whether payloads are gathered even without a checksum.  Threads that write to one file wait for
-// each other while the kernel copies, and it copies faster from the processor's cache than from
-// memory.  A single thread would only copy twice.
+// each other while the kernel copies, and the kernel copies faster from the processor's cache than
+// from memory.  A single thread would only copy the bytes twice.
 enum class Gather : std::uint8_t { kAll, kWhatNeedsIt };
 
 // Passes a chunk on in large pieces through a buffer.  The checksum is computed from the copy, so
@@ -357,7 +358,7 @@ void write_to_file(FileBody& body, File& file, std::uint64_t base_offset,
   const std::uint64_t n_first = options.direct_nbytes.value_or(0);
   const std::size_t n_cached_threads = n_first > 0 ? options.n_direct_threads : options.n_threads;
   const std::size_t n_direct_threads = std::max(options.n_direct_threads, n_cached_threads);
-  // A buffer for each worker: one that waited for a buffer could block the workers that have one.
+  // A buffer for each worker: a worker without a buffer could block the workers that have one.
   BufferPool gathered(std::min(std::max<std::size_t>(n_direct_threads, 1), body.n_chunks()),
                       gathered_nbytes(body), Count::kUpTo);
   const std::size_t n_threads = std::min(n_cached_threads, gathered.count());

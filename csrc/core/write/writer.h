@@ -46,8 +46,8 @@ struct WriteOptions {
   DirectBuffers* buffers = nullptr;  // optional
   // The number of threads while chunks go past the page cache.
   std::size_t n_direct_threads = 0;
-  // This many of the file's first bytes go past the page cache; the rest does so if the cache is
-  // expensive (MemoryGauge).  Empty: everything goes through the cache.
+  // This many of the file's first bytes go past the page cache; the rest goes past it only if the
+  // cache is expensive (MemoryGauge).  Empty: everything goes through the cache.
   std::optional<std::uint64_t> direct_nbytes = std::nullopt;
   // Page-locked host memory for payloads from accelerators.
   std::size_t max_pinned_nbytes = 0;
@@ -58,7 +58,7 @@ struct WriteOptions {
 using Progress = std::atomic<std::uint64_t>;
 
 // Writes any body into a file at `base_offset`, which is a multiple of the file's block if
-// direct_nbytes is set.  The options' chunk size and stager are the body's.  The file must be
+// direct_nbytes is set.  The options must have the body's chunk size and stager.  The file must be
 // truncated or new, so that holes read as zero.
 //
 // The options decide whether a chunk goes through the page cache or past it.  Past it, bytes go

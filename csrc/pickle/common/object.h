@@ -56,7 +56,7 @@ inline int checked(int result) {
   throw PythonError{};
 }
 
-// A str of UTF-8, without or with surrogates.
+// Make a str from UTF-8.  Only decoded_text() accepts surrogates.
 inline Object new_text(std::string_view utf8) {
   return Object::checked(
       PyUnicode_FromStringAndSize(utf8.data(), static_cast<Py_ssize_t>(utf8.size())));

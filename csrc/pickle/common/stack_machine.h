@@ -151,7 +151,7 @@ class StackMachine {
     }
   }
 
-  // The derived machine's `module` and `name` are neighbours in the pickle, with a newline between.
+  // Passes on `module` and `name`, which are neighbours in the pickle, with a newline between.
   void global() {
     std::string_view module = cursor_.line();
     std::string_view name = cursor_.line();

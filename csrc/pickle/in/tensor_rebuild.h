@@ -176,7 +176,7 @@ class StorageReferences {
     return states_[*number];
   }
 
-  // Null if the object is no storage type.
+  // Null if the object is not a storage type.
   const StorageType* known_type(PyObject* object) {
     for (const StorageType& type : types_) {
       if (type.object.get() == object) return &type;
@@ -255,7 +255,7 @@ struct Geometry {
   Dimensions strides;
 };
 
-// A tensor that consists only of storage, dtype, geometry, flag and hooks.
+// A tensor that consists only of storage, dtype, geometry, requires_grad and hooks.
 struct PlainTensor {
   const c10::Storage& storage;
   c10::ScalarType dtype;
@@ -304,7 +304,7 @@ inline bool fits(const Geometry& geometry, c10::ScalarType dtype, std::size_t nb
   return numel == 0 || static_cast<std::uint64_t>(end) < nbytes / c10::elementSize(dtype);
 }
 
-// Whether a tensor is made without side effects: no mode, no inference tensor.
+// Whether making a tensor has no side effects: no mode is active, not even inference mode.
 inline bool nothing_intervenes() {
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   return keys.included_ == c10::default_included_set &&
@@ -694,7 +694,7 @@ inline void check_quantized(const Globals& globals, Rebuild function, Object arg
   check_geometry(arguments.get(), type);
 }
 
-// Refuses another storage for a quantized tensor, for the same reason.
+// Refuses to set another storage in a quantized tensor, for the same reason.
 inline void check_set_state(PyObject* object) {
   if (THPVariable_Check(object) && THPVariable_Unpack(object).is_quantized()) refuse_quantized();
 }

@@ -19,8 +19,8 @@
 
 namespace ptsave {
 
-// Pauses Python's cyclic garbage collector, because all objects of a load stay, and the collector
-// would examine them again and again.
+// Pauses Python's cyclic garbage collector, because all objects of a load stay alive, and the
+// collector would examine them again and again.
 class CollectorPause {
  public:
   CollectorPause() { pause(); }
@@ -105,7 +105,7 @@ class TorchMachine {
   Object bytes_io_;
 };
 
-// The functions of torch that rebuild tensors and need attention.
+// The functions of torch that rebuild tensors and need special treatment.
 enum class Rebuild : std::uint8_t {
   kNone,
   kTensor,  // _rebuild_tensor, and so on

@@ -20,7 +20,8 @@
 namespace ptsave {
 namespace {
 
-// After these bytes of the pickle (milliseconds), signals are handled and other threads may run.
+// After this many bytes of the pickle (some milliseconds), signals are handled and other threads
+// may run.
 constexpr std::size_t kBytesInARow = std::size_t{128} << 10;
 
 // Does nothing for an exception that takes no attributes.
@@ -110,7 +111,8 @@ class RestrictedMachine {
 
   static const Steps kSteps;
 
-  // The cause of an exception; if it is the pickle, the exception gets the offset in the pickle.
+  // The cause of an exception.  If the pickle is the cause, the exception gets the offset in the
+  // pickle.
   enum class Blame : std::uint8_t { kPickle, kPickleUnlessRuntimeError, kNobody };
 
   void note_offset() const {
@@ -498,13 +500,13 @@ class RestrictedMachine {
     return result;
   }
 
-  // Refuses a bytearray larger than the pickle, which a few bytes (a number) could request.
+  // Refuses a bytearray larger than the pickle: a number of a few bytes could request gigabytes.
   void check_size(PyObject* arguments) const {
     if (PyTuple_GET_SIZE(arguments) != 1 || !PyLong_Check(PyTuple_GET_ITEM(arguments, 0))) return;
     int overflow = 0;
     const long long n = PyLong_AsLongLongAndOverflow(PyTuple_GET_ITEM(arguments, 0), &overflow);
     if (overflow > 0 || (n > 0 && static_cast<std::size_t>(n) > cursor_.size())) {
-      fail(PyExc_RuntimeError, "a bytearray larger than the pickle it comes from");
+      fail(PyExc_RuntimeError, "the pickle requests a bytearray larger than the pickle");
     }
   }
   void new_object() {

@@ -14,8 +14,8 @@ namespace ptsave {
 // Finds the storages behind tensors, for the machine.
 class StorageSource : public Interface {
  public:
-  // The storage of the record data/<key>, if the record has exactly `nbytes` bytes and the place of
-  // `location` is known.  Otherwise null: torch's own rule then finds the place, or raises the
+  // The storage of the record data/<key>, if the record has exactly `nbytes` bytes and the device
+  // for `location` is known.  Otherwise null: torch's own rule then finds the device, or raises the
   // error.  The same key always gives the same storage, which may still be filling.  The source
   // owns it until the pickle has been run.  A storage of 0 bytes is a new one each time, valid
   // until the next call.

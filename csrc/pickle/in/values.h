@@ -137,7 +137,7 @@ class Memo {
     return i < read_.size() ? static_cast<bool>(read_[i]) : i >= n_near_ && far_read_.contains(i);
   }
 
-  // Skips a PUT of an entry that is not read, if there is one; false for any other PUT.
+  // Skips a PUT of an entry that is not read, if that is the next opcode; false for any other PUT.
   bool skip_put(PickleCursor& cursor) const {
     if (cursor.at_end()) return true;
     const unsigned char op = cursor.peek();
@@ -228,14 +228,14 @@ class ValueStack {
 
  private:
   std::vector<Value> values_;
-  std::vector<std::size_t> marks_;  // base_ outside each mark
+  std::vector<std::size_t> marks_;  // the value of base_ outside each mark
   std::size_t base_ = 0;            // the number of values below the topmost mark
 };
 
 // A thread's C stack of 8 MiB overflows at 60,000 to 100,000 levels.
 inline constexpr std::uint32_t kMaxTupleDepth = 10'000;
 inline constexpr std::uint32_t kMaxTuples =
-    10'000'000;  // a second; a few shared tuples can make 2^100
+    10'000'000;  // hashed in a second; a few shared tuples can make 2^100
 
 // Tracks how deep tuples are nested.  Python hashes tuples recursively without checking the C
 // stack, and hashes a shared part as often as it occurs.  Needs the GIL.
@@ -262,7 +262,7 @@ class TupleNesting {
   // Fails if hashing this key would be dangerous.
   void check_key(PyObject* key) const {
     if (any_is_dangerous_ && PyTuple_CheckExact(key) && nesting_of(key).is_dangerous()) {
-      fail(PyExc_RecursionError, "a key is a tuple of too many levels");
+      fail(PyExc_RecursionError, "a key is a tuple with too many levels of tuples");
     }
   }
 
@@ -270,14 +270,14 @@ class TupleNesting {
   void check_call() const {
     if (any_is_dangerous_) {
       fail(PyExc_RecursionError,
-           "there are tuples of too many levels for a call that may hash them");
+           "there are tuples with too many levels for a call that may hash them");
     }
   }
 
  private:
   struct Nesting {
     std::uint32_t depth = 1;
-    std::uint32_t n_tuples = 1;  // hashed with it, itself included
+    std::uint32_t n_tuples = 1;  // that are hashed with it, itself included
     bool is_dangerous() const { return depth > kMaxTupleDepth || n_tuples > kMaxTuples; }
   };
 

@@ -69,9 +69,9 @@ class PickleEnvironment {
     return *environment;
   }
 
-  // Whether torch and Python have their default behaviour.  No active mode may see calls of a
-  // tensor's methods, and none of these methods may be replaced.  No reducer may be registered for
-  // a type that the pickler reduces itself.
+  // Whether torch and Python have their default behaviour.  Then no active mode sees calls of a
+  // tensor's methods, none of these methods is replaced, and no reducer is registered for a type
+  // that the pickler reduces itself.
   bool is_default() const {
     return has_default_modes() && has_default_reducers() && has_default_methods();
   }
@@ -107,7 +107,7 @@ class PickleEnvironment {
     throw HandOver{};
   }
 
-  // Look up the current attributes, because users replace them.
+  // Look up the current attributes, because users may replace them.
   Object rebuild_function(const char* name) const { return attribute(torch_utils_, name); }
   Object untyped_storage() const { return attribute(torch_, "UntypedStorage"); }
 

@@ -53,7 +53,7 @@ class AddressTable {
   static constexpr std::size_t kInitialSize = 256;  // a power of two, like all sizes
 
   static std::size_t slot_of(const std::vector<Slot>& slots, const void* address) {
-    // Addresses are multiples of 16, many of a page's size: all bits must count.
+    // Addresses are multiples of 16, and many of a page's size, so the hash must use all bits.
     constexpr std::uint64_t kGoldenRatio = 0x9e3779b97f4a7c15;
     const std::uint64_t hash = reinterpret_cast<std::uintptr_t>(address) * kGoldenRatio;
     const std::size_t mask = slots.size() - 1;

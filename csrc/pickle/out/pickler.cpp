@@ -1,10 +1,9 @@
-// Follows CPython's Modules/_pickle.c step by step, because its choices show in the bytes.
-// Examples are the moment at which an object is memoised, the batches of items (lists, dicts and
-// iterators differ), and the form of a recursive tuple.  For tensors it follows torch's
-// persistent_id and __reduce_ex__, down to the identity of interned strings ('storage', 'cpu', a
-// storage's key).  Temporary objects that Python or torch would make, and that have no other
-// references, are only counted.  An object with a single reference, from its container, needs no
-// memo entry.
+// Follows CPython's Modules/_pickle.c step by step, because its choices decide the bytes.  Examples
+// are the moment at which an object is memoised, the batches of items (lists, dicts and iterators
+// differ), and the form of a recursive tuple.  For tensors it follows torch's persistent_id and
+// __reduce_ex__, down to the identity of interned strings ('storage', 'cpu', a storage's key).
+// Temporary objects that Python or torch would make, and that have no other references, are only
+// counted.  An object with a single reference, from its container, needs no memo entry.
 #include "pickle/out/pickler.h"
 
 #include <c10/util/Exception.h>
@@ -30,8 +29,8 @@ constexpr int kMaxDepth = 400;
 constexpr int kLevelsForContainer = 2;
 constexpr int kLevelsForReduce = 16;
 
-// The reach of an object with one reference from its container.  `known` is the total number of
-// references that the caller can explain.
+// The reach of an object in a container.  `known` is the number of references that the caller can
+// explain, one of them from the container.
 Reach reach_with(Py_ssize_t known, PyObject* object) {
 #ifdef Py_GIL_DISABLED
   return Reach::kAgain;  // other threads' references are not visible
@@ -40,7 +39,8 @@ Reach reach_with(Py_ssize_t known, PyObject* object) {
 #endif
 }
 
-// The __dict__s of a class's instances share their keys, with one reference for all.
+// The __dict__s of a class's instances may share a table of keys, which has one reference to each
+// key.
 bool may_share_keys(PyObject* dict) {
   return reinterpret_cast<PyDictObject*>(dict)->ma_values != nullptr;
 }
@@ -51,7 +51,7 @@ Object next_of(PyObject* iterator) {
   return item;
 }
 
-// The attributes of an OrderedDict, or nothing.  Throws HandOver if pickling might use one.
+// The attributes of an OrderedDict, or nothing.  Throws HandOver if pickling might use one of them.
 Object instance_state(PyObject* object) {
   PyObject** const attributes = _PyObject_GetDictPtr(object);
   if (attributes == nullptr || *attributes == nullptr || PyDict_Size(*attributes) == 0) return {};
@@ -218,7 +218,8 @@ class Pickler {
     if (size > 3) out_.opcode(opcode::kMark);
     for (Py_ssize_t i = 0; i < size; ++i) {
       PyObject* const item = PyTuple_GET_ITEM(tuple, i);
-      // A tuple that contains itself is written twice, and so are objects that only it holds.
+      // A tuple that contains itself is written twice, and so are objects to which only this tuple
+      // refers.
       save(item, reach == Reach::kOnce ? reach_with(1, item) : Reach::kAgain);
     }
     if (reach == Reach::kAgain) {

@@ -294,7 +294,7 @@ class Machine final : public StackMachine<Machine, Part> {
     push(std::move(tensor));
   }
 
-  // Ignores attributes of an OrderedDict, such as a state dict's `_metadata`: they are no entries.
+  // Ignores attributes of an OrderedDict, such as a state dict's `_metadata`: they are not entries.
   void build() {
     const Part state = pop();
     const Part& target = top();
@@ -391,7 +391,7 @@ class Machine final : public StackMachine<Machine, Part> {
            depth() > 0;
   }
 
-  // The parts of a tuple that is no object.  They are reused unless the memo has the tuple.
+  // The parts of a tuple that has no Python object.  They are reused unless the memo has the tuple.
   struct Arguments {
     std::vector<Part> parts;
     bool is_kept = false;
@@ -428,7 +428,7 @@ class Machine final : public StackMachine<Machine, Part> {
 Object make_outlined_tensor_type() {
   static PyStructSequence_Field fields[] = {
       {"facts", "(dtype, shape, stride, offset in the storage, size, size of the storage)"},
-      {"place", "that of its storage; None for an empty one"},
+      {"place", "the place of its storage; None for an empty storage"},
       {nullptr, nullptr}};
   static PyStructSequence_Desc description = {"ptsave._core.OutlinedTensor",
                                               "A tensor of a file, without its values.", fields, 2};

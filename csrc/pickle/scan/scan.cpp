@@ -47,7 +47,8 @@ bool is_apart(Value value) { return is_plain(value) || value.kind == Kind::kArra
 
 // The state of a mutable object, shared by all references to it.
 struct Container {
-  // A container in a container makes this false, because later items of the inner one are not seen.
+  // A container in a container makes this false, because items that the inner one gets later are
+  // not seen.
   bool holds_plain_only = true;
   bool has_attributes = false;
 };
@@ -149,7 +150,8 @@ class Machine final : public StackMachine<Machine, Value> {
   void protocol(unsigned char /*n*/) {}  // the supported opcodes are the same in all protocols
   void constant(unsigned char /*code*/, std::string_view /*operand*/) { push_new(Kind::kPlain); }
   bool keep(std::uint32_t i) const {
-    // Bounds the memory.  Picklers count from 0 and write bytes for each entry: none is refused.
+    // Bounds the memory.  Picklers count from 0 and write bytes for each entry, so their pickles
+    // are not refused.
     if (i >= max_memo_size_) throw Declined{};
     return true;
   }
@@ -343,7 +345,7 @@ constexpr std::array<Argument, 256> kArguments = [] {
 }();
 
 std::string cut_short(std::uint64_t nbytes) {
-  return "it is cut short: " + std::to_string(nbytes) + " bytes of a value are not there";
+  return "it is cut short: a value of " + std::to_string(nbytes) + " bytes is incomplete";
 }
 
 // The decimal number of a PUT; the largest number if it is invalid.
@@ -372,11 +374,11 @@ std::optional<std::string> unjustified_claim(std::string_view pickle) {
     } else if (code == opcode::kLongBinPut || code == kPut) {
       const std::uint64_t number = code == kPut ? number_in(argument) : little_endian(argument);
       if (number >= pickle.size()) {
-        return "it numbers a value " + std::to_string(number) + ", and has " +
+        return "it gives a value the number " + std::to_string(number) + ", and has only " +
                std::to_string(pickle.size()) + " bytes";
       }
     } else if (code == kFrame && little_endian(argument) > n_left) {
-      return "it is cut short: a part of it is not there";
+      return "it is cut short: a part of it is missing";
     } else if (code == opcode::kStop) {
       return std::nullopt;
     }
