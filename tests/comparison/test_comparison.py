@@ -115,6 +115,8 @@ def test_values_that_are_no_tensors(diff: Diff) -> None:
         assert kinds(diff(values, {**values, name: other})) == [("value", name)]
     assert kinds(diff({"x": 1}, {"x": True})) == [("type", "x")]
     assert diff({"lr": 1e-3}, {"lr": 1.0001e-3}, rtol=1e-3).equal
+    assert diff({"lr": 1.0}, {"lr": 1.1}, rtol=0.095).equal  # relative to the second, as in torch
+    assert not diff({"lr": 1.1}, {"lr": 1.0}, rtol=0.095).equal
     assert not diff({"n": 10**400}, {"n": 10**400 + 1}, rtol=1e-3).equal
     assert kinds(diff({"n": 1}, {"n": 1.0})) == [("type", "n")]
     assert diff({"n": 1}, {"n": 1.0}, ignore_dtype=True).equal

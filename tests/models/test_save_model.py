@@ -91,6 +91,13 @@ def test_shards_are_full_but_for_what_does_not_fit(tmp_path: Path, kind: Any, fs
     assert index["weight_map"]["3.bias"] == shards[1]
 
 
+@pytest.mark.parametrize(("size", "n_shards"), [(200, 1), (199, 2)])
+def test_a_shard_may_have_exactly_its_size(tmp_path: Path, size: int, n_shards: int) -> None:
+    tensors = {"a": torch.randn(25), "b": torch.randn(25)}
+    ptsave.save_model(tensors, tmp_path, max_shard_size=size)
+    assert len(list(tmp_path.glob("*.safetensors"))) == n_shards
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_tensor_larger_than_a_shard_has_its_own(tmp_path: Path, kind: Any) -> None:
     tensors = {"a": torch.randn(2), "b": torch.randn(1000), "c": torch.randn(2)}

@@ -435,8 +435,7 @@ std::uint64_t payload_offset(std::span<const std::byte> header, const IndexedRec
   // Only miniz writes version 0, and it leaves no gaps: a payload elsewhere means a damaged extra
   // length.  In a file without CRCs no other check finds this damage.
   if (local.version_needed == 0 && offset != record.payload_offset) {
-    fail_record(kCorrupt, "local header's extra fields do not end at the payload's place",
-                record);
+    fail_record(kCorrupt, "local header's extra fields do not end at the payload's place", record);
   }
   return offset;
 }
