@@ -1,9 +1,9 @@
 """torch.save and torch.load at the speed of the hardware: the same files, byte for byte.
 
-Importing this package does not import torch, so the command line shows help and lists files in a
-tenth of the time.  The first use of a public name imports the name's module and torch; `preload`
-imports all modules.  If torch is already imported, but ptsave has no engine for this torch, the
-import of ptsave raises ImportError.
+Importing this package does not import torch, so `ptsave --help` and `ptsave ls` need a tenth of the
+time that they would need with torch.  The first use of a public name imports the name's module and
+torch; `preload` imports all modules.  If torch is already imported, but ptsave has no engine (its
+compiled part) for this torch, the import of ptsave raises ImportError.
 """
 
 import sys as _sys

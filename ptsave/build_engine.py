@@ -63,7 +63,7 @@ def _target(folder: Path | None, torch_version: str) -> Path:
 
 @contextmanager
 def _replacement(target: Path) -> Iterator[Path]:
-    """Yield a temporary path; at the end of the block, a rename lets its file replace `target`."""
+    """Yield a temporary path; at the end of the block, rename the file at this path to `target`."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield temporary

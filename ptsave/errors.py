@@ -1,4 +1,4 @@
-"""The exceptions and the warning that ptsave raises; many also have the type of torch's error."""
+"""The exceptions and the warning of ptsave; many also inherit from the type that torch raises."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class _NotCheckpointKeyError(NotCheckpointError, KeyError):
 
 
 def not_checkpoint(message: str, path: str, error: Exception | None = None) -> NotCheckpointError:
-    """Return the error for a file that is not a checkpoint; of the type of `error` if possible."""
+    """Return the error for a file of another format; if possible, it has the type of `error`."""
     kind = NotCheckpointError
     if isinstance(error, pickle.UnpicklingError):
         kind = _NotCheckpointPickleError
@@ -168,7 +168,7 @@ class MalformedPickleError(CorruptPickleError):
     """The restricted unpickler failed at byte `offset` of ``data.pkl``.
 
     torch's unpickler raises errors such as IndexError for a damaged pickle.  For each of these
-    types, a subclass of this class also has that type.
+    types, there is a class that inherits from this class and from that type.
     """
 
     def __str__(self) -> str:
@@ -189,7 +189,7 @@ class MalformedPickleError(CorruptPickleError):
 
     @classmethod
     def stands_for(cls, error: Exception) -> bool:
-        """Return whether `error` has a type that this class replaces."""
+        """Return whether there is an error of this class to raise instead of `error`."""
         return type(error) in _MALFORMED
 
     @classmethod
@@ -341,7 +341,7 @@ class StagingFullError(RuntimeError):
     staged_nbytes : int
         Bytes that are held by unfinished saves and by values that wait to be written.
     max_staged_bytes : int
-        The largest size, in bytes, of all copies together.
+        The limit, in bytes, for all copies together.
 
     Examples
     --------

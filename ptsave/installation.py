@@ -77,7 +77,7 @@ def install(
         example, ``install(fsync=True)`` makes every file of ``torch.save`` survive power loss.
     distributed : bool, optional
         Whether ptsave also replaces ``FileSystemWriter`` and ``FileSystemReader`` of
-        ``torch.distributed.checkpoint``, also for calls there with a ``checkpoint_id`` (see
+        ``torch.distributed.checkpoint``, also in calls that pass only a ``checkpoint_id`` (see
         :class:`ptsave.distributed.StorageWriter`).  Importing that module takes about a second.
 
     Raises
@@ -284,7 +284,7 @@ def _with_defaults(function: Callable[..., Any], **defaults: Any) -> Callable[..
 
 
 def _exchange(name: str, new: Callable[..., Any]) -> None:
-    """Set ``torch.save`` or ``torch.load`` to `new`, which is the same operator for TorchScript."""
+    """Set ``torch.save`` or ``torch.load`` to `new`; TorchScript still calls torch's function."""
     old = _current[name]
     if new is old:
         return

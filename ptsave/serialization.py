@@ -65,8 +65,8 @@ def save(
     atomic : bool, default True
         Whether to write a temporary file and rename it to the path.  A reader then always sees the
         complete old file or the complete new file, even if several processes save to the path.
-        If the file is writable but its directory is not, one save at a time overwrites the file
-        in place.  Ignored for file-like objects, and for URLs, where saves are always atomic.
+        If the file is writable but its directory is not, saves overwrite the file in place, one at
+        a time.  Ignored for file-like objects, and for URLs, where saves are always atomic.
     progress : bool, default False
         Whether to show a progress bar.
     storage_options : mapping, optional
@@ -96,12 +96,12 @@ def save(
     -----
     At a URL, the complete new contents appear when the call returns.  Object stores (``s3://``,
     ``gs://``, ``abfs://``) get up to 16 MiB in one request, and larger contents in parts of 16 MiB.
-    One part is in memory at a time, and a failed upload is discarded.  If the process is killed,
+    One part is sent at a time, and a failed upload is discarded.  If the process is killed,
     the sent parts stay invisible in the store until a rule for incomplete uploads removes them.
     A ``memory://`` file is replaced in one step, and a ``file://`` URL is a local path.  On other
     file systems, a temporary file is written and then moved (on some, copied and removed).
 
-    With ``_use_new_zipfile_serialization=False``, torch's own code writes the format before 1.6.
+    With ``_use_new_zipfile_serialization=False``, torch's own code writes its format of before 1.6.
 
     Examples
     --------
@@ -165,7 +165,7 @@ def save_with(obj: object, f: Any, options: SaveOptions) -> None:
 def _opened_for_torch(
     f: Any, storage_options: Mapping[str, Any] | None
 ) -> AbstractContextManager[Any]:
-    """Return a context that yields `f` for torch's own writer, or an open file for a URL."""
+    """Return a context manager for torch's own writer: it yields `f`, or for a URL an open file."""
     if isinstance(f, (str, os.PathLike)) or (storage_options and not is_url_file(f)):
         f = resolve_file(f, storage_options)
     return f.opened() if is_url_file(f) else nullcontext(f)

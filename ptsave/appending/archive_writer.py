@@ -61,7 +61,7 @@ _open_writers: set[ArchiveWriter] = set()
 class ArchiveWriter:
     """Writes an archive entry by entry; any thread may add entries.
 
-    The file is like the file of a dict: :func:`torch.load` returns a dict of the entries, in the
+    The file looks like a saved dict: :func:`torch.load` returns a dict of the entries, in the
     order in which they were added.  :meth:`add` copies the values, and a thread writes the copies
     while the program goes on.  Until :meth:`close`, the entries are in a temporary file beside
     `path`.
@@ -73,8 +73,8 @@ class ArchiveWriter:
     fsync : bool, default False
         Whether :meth:`flush` and :meth:`close` wait until all entries would survive a power loss.
     max_memory_bytes : int or str, optional
-        The most bytes of values that may wait to be written, for example ``"8GB"``.  Unfinished
-        background saves count, too.  The default is the same as in :func:`ptsave.async_save`.
+        The most bytes of values that may wait to be written, for example ``"8GB"``.  Copies
+        of unfinished saves count, too.  The default is the same as in :func:`ptsave.async_save`.
     when_full : {"wait", "drop", "raise"}
         What to do if there is no room for an entry: "wait" until other entries are written, "drop"
         the new entry, or "raise" StagingFullError.
@@ -170,7 +170,7 @@ class ArchiveWriter:
             Whether to copy the values.  With False, the writer keeps the tensors themselves, and
             you must not change their values until they are written.
         when_full : {"wait", "drop", "raise"} or None
-            Replaces the writer's `when_full` for this entry; None keeps it.
+            What to do if there is no room for this entry; None means the writer's `when_full`.
 
         Returns
         -------
@@ -257,7 +257,7 @@ class ArchiveWriter:
     def _check_names(self, entries: dict[str, object]) -> None:
         for name in entries:
             if not isinstance(name, str):
-                raise TypeError(f"the name of an entry is a str, not {type(name).__name__}")
+                raise TypeError(f"the name of an entry must be a str, not {type(name).__name__}")
             if name in self._names:
                 raise ValueError(f"{self._path}: there is an entry {name!r} already")
 
@@ -365,7 +365,7 @@ class ArchiveWriter:
         ------
         SaveError
             If any entry could not be written.  If the temporary file has entries, it stays, and the
-            message names it.  If the disk was full, it has as many of the first entries as fit.
+            message names it.  If the disk was full, this file has the first entries that fit.
         """
         self._refuse_forked()
         with self._adding:
@@ -468,7 +468,7 @@ class ArchiveWriter:
             raise self._failure
 
     def _fail(self, error: BaseException) -> BaseException:
-        """Return the error to raise for `error`; a SaveError says where the written entries are."""
+        """Return `error`; for an OSError, a SaveError that says where the written entries are."""
         if isinstance(error, OSError):
             failure = SaveError.from_os_error(error, self._path)
             leftover = self.temporary_path

@@ -68,8 +68,8 @@ class BatchQueue:
     """A queue of batches, in the order in which they are written.
 
     `write` writes one batch, on the queue's thread.  `failure` is the first error of `write`; after
-    an error, no batch is written.  `max_nbytes` is the budget of all batches together; a batch
-    allocates memory in small parts of the budget.
+    an error, no batch is written.  `max_nbytes` is the memory budget of all batches together;
+    a batch allocates its memory in small steps.
     """
 
     def __init__(self, write: Callable[[Batch], None], max_nbytes: int | None) -> None:
@@ -90,7 +90,7 @@ class BatchQueue:
     # --------------------------------------------------------- for adding: one thread at a time
 
     def begin(self, nbytes: int) -> Batch | None:
-        """Return the last batch; None if it has no room for `nbytes`.  After adding, call `end`."""
+        """Return the last batch if it has room, or None.  After adding entries, call `end`."""
         with self._changed:
             if not self._batches:
                 return None
@@ -101,7 +101,7 @@ class BatchQueue:
             return batch
 
     def begin_with(self, reservation: Reservation, nbytes: int) -> Batch:
-        """Return a batch that now has this reservation; after adding entries, call `end`."""
+        """Add the reservation to a batch; return the batch.  After adding entries, call `end`."""
         with self._changed:
             if not self._batches or self._batches[-1].nbytes > self._full_nbytes:
                 self._batches.append(Batch(self._slab_nbytes))

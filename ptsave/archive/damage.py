@@ -45,7 +45,7 @@ class RecordDamage(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """A damaged record, and the offset of the damage in the archive, in bytes."""
+    """A damaged record, and the byte offset of the damage in the archive."""
 
     record: str
     offset: int
@@ -55,7 +55,7 @@ class Damage(NamedTuple):
 
 
 class FindDamage(Protocol):
-    """The signature of `ArchiveSpans.find_damage`."""
+    """The type of a function with the signature of `ArchiveSpans.find_damage`."""
 
     def __call__(self, records: Sequence[int], *, verify: bool) -> list[Damage]: ...
 
@@ -85,7 +85,7 @@ def damage_of(
 def entries_using(
     reader: RecordReader, records: set[str], pickle_module: Any = restricted_unpickler
 ) -> list[str]:
-    """Return the dotted paths of tensors stored in `records`; empty if the pickle is unreadable."""
+    """Return the dotted paths of tensors stored in `records`; no paths if unpickling fails."""
     return [
         *dict.fromkeys(name for name, _ in entries_with_records(reader, records, pickle_module))
     ]
@@ -94,7 +94,7 @@ def entries_using(
 def entries_with_records(
     reader: RecordReader, records: Set[str], pickle_module: Any = restricted_unpickler
 ) -> list[tuple[str, str]]:
-    """Return (dotted path, record) for each tensor and each of `records` that stores the tensor."""
+    """For each tensor that is stored in `records`, return its pairs (dotted path, record)."""
     location = options.map_location
     try:
         names: dict[int | None, str] = {
@@ -111,12 +111,12 @@ def entries_with_records(
 
 
 def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
-    """Return the dotted paths of tensors in `obj` whose `storage_id_of` is in `storages`."""
+    """Return the dotted paths of tensors in `obj` whose storages have ids in `storages`."""
     return [*dict.fromkeys(name for name, _ in _collect(obj, storages, storage_id_of))]
 
 
 class _PlainView(UnfilledView):
-    """Hides the format version from torch, so that torch asks for each storage's offset."""
+    """Gives torch the offset of a record's header as the offset of the record's payload."""
 
     def get_record_offset(self, name: str) -> int:
         return int(self._reader.get_record_header_offset(name))
@@ -125,7 +125,7 @@ class _PlainView(UnfilledView):
 def _collect(
     obj: Any, places: Set[int | None], place_of: Callable[[torch.Tensor], int | None]
 ) -> list[tuple[str, int | None]]:
-    """Return (tensor's name, place) for each part of a tensor if its `place_of` is in `places`."""
+    """Return a pair (tensor's name, place) for each tensor's part whose place is in `places`."""
     found: list[tuple[str, int | None]] = []
     for name, tensor in EntryTree(obj).named_tensors():
         for part in _parts_of(tensor):
@@ -136,7 +136,7 @@ def _collect(
 
 
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the index and value tensors of a sparse tensor, or a list of a dense tensor itself."""
+    """Return the index and value tensors of a sparse tensor; a dense tensor is its only part."""
     if is_lazy(tensor):
         return []  # it has no values until it is initialized
     if tensor.layout is torch.sparse_coo:
@@ -158,7 +158,7 @@ def _offset(tensor: torch.Tensor) -> int | None:
 def find_damage(
     reader: RecordReader, find_in: FindDamage, progress: ProgressCallback | None
 ) -> list[Damage]:
-    """Return an archive's damaged records, sorted by offset; `progress` gets the offset reached."""
+    """Return all damage in an archive by offset; `progress` gets each offset that is reached."""
     engine = reader.engine
     others = set(engine.other_names())
     damage = []
@@ -184,7 +184,7 @@ def find_damage(
 
 
 def damage_at(reader: RecordReader, number: int, error: Exception) -> Damage:
-    """Return the `Damage` of a record that could not be read because of `error`."""
+    """Return the `Damage` of record `number`, which could not be read because of `error`."""
     record = reader.engine.record(number)
     at = record.header_offset
     if isinstance(error, CorruptCheckpointError) and error.finding:

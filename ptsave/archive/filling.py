@@ -52,7 +52,7 @@ def storages_were_left_out(reader: RecordReader) -> bool:
 
 
 def resources(limits: config.Config) -> dict[str, int]:
-    """Return the limits of threads and memory for the engine's reads, as keyword arguments."""
+    """Return keyword arguments that limit the threads and memory of the engine's reads."""
     return {"n_threads": limits.n_readers, "max_pinned_nbytes": limits.max_pinned_nbytes}
 
 
@@ -73,7 +73,7 @@ def fill(
 
 
 def accelerator_of(map_location: Any) -> torch.device | None:
-    """Return the accelerator that gets all storages; None if uncertain, or if not fillable."""
+    """Return the accelerator for all storages; None if uncertain, or if ptsave cannot fill it."""
     if type(map_location) not in (str, torch.device) or not _follows_torchs_rules():
         return None
     device = restore_location(map_location)(torch.UntypedStorage(0), "cpu").device
@@ -101,7 +101,7 @@ def to_devices(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> li
 
 
 def memory_for(tensor: Tensor, device: torch.device) -> Tensor | None:
-    """Return an uninitialised tensor to copy `tensor` into; None if it needs ``tensor.to``."""
+    """Return a new tensor to copy `tensor` into; None if only ``tensor.to`` can copy it."""
     if not _is_bytes(tensor):
         return None
     target = torch.empty(0, device=device).device
@@ -121,7 +121,7 @@ def _is_bytes(tensor: Tensor) -> bool:
 
 
 def may_reach_accelerator(reader: RecordReader, map_location: Any) -> bool:
-    """Whether storages of an archive may have to go to this process's accelerator."""
+    """Whether a load may have to put storages of an archive on this process's accelerator."""
     accelerator = torch.accelerator.current_accelerator()  # from torch's build; starts no device
     if accelerator is None or not _follows_torchs_rules():
         return False
@@ -158,7 +158,7 @@ class _Placement:
         self._devices: dict[str, torch.device] = {}
 
     def _fills(self, device: torch.device) -> bool:
-        """Whether the engine makes the storages for `device`; their bytes are read later."""
+        """Whether the engine itself makes the storages on `device`, and reads their bytes later."""
         return device == _CPU
 
     def _device_of(self, location: str) -> torch.device:
@@ -206,7 +206,7 @@ class Placement(_Placement):
 
 
 class ReceivedPlacement(_Placement):
-    """A `_Placement` for bytes of another rank; `placed` has storages that are not on the CPU."""
+    """A `_Placement` for received bytes; `placed` holds the storages that are not on the CPU."""
 
     def __init__(self, reader: RecordReader, map_location: Any) -> None:
         super().__init__(reader, map_location)

@@ -43,7 +43,7 @@ PART_ALIGNMENT = 64  # in bytes: a multiple of every element's size
 
 
 def is_viewable(tensor: Tensor) -> bool:
-    """Whether a tensor's values follow from its bytes and dtype; a quantized one needs more."""
+    """Whether `StorageView` can copy a tensor's values; it cannot if the tensor is quantized."""
     return not tensor.is_quantized and _can_view(tensor.dtype)
 
 
@@ -58,7 +58,7 @@ def _can_view(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class StorageView:
-    """Where the elements of a tensor are in its storage; the storage itself is not kept."""
+    """Describes where a tensor's elements are in its storage, but does not keep the storage."""
 
     dtype: torch.dtype
     offset: int
@@ -95,7 +95,7 @@ class StorageView:
     def _copy(
         self, target: Tensor, elements: Tensor, at: int, shape: Sequence[int], stride: Sequence[int]
     ) -> None:
-        """Copy the part of a view in `elements`; the view's first index `at` may be negative."""
+        """Copy a view's values that are in `elements`; the view begins at `at`, maybe below 0."""
         ends = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
         last = at + sum(ends)
         if last < 0 or at >= len(elements):
@@ -141,7 +141,7 @@ Take = Callable[[int, int, Tensor], None]
 
 
 class GroupRecord(NamedTuple):
-    """A record's size, place and CRC-32, known to all ranks; `place` gives the sending order."""
+    """A record's size, place and CRC-32, known to all ranks; `place` sets the order of sending."""
 
     nbytes: int
     place: int
@@ -184,7 +184,7 @@ class GroupRecords:
         """Receive records now, while other ranks may wait at a barrier.
 
         With `verify`, records are compared with their checksums.  A record of up to 8 MiB is
-        compared before `take` gets any of its bytes.
+        compared before `take` gets its first bytes, a larger one before `take` gets its last bytes.
         """
         records = frozenset(records)
         for wanted in self._rounds(None, records):
@@ -196,7 +196,7 @@ class GroupRecords:
             self._transfer(wanted, (), lambda *_: None, verify=False)
 
     def _rounds(self, barrier: int | None, records: Collection[int]) -> Iterator[set[int]]:
-        """Yield each transfer's records until all ranks reach `barrier`; if None, yield once."""
+        """Yield each transfer's records until all ranks reach `barrier`; for None, only once."""
         while True:
             states = self._call.agree((barrier, _bits(records, self._n_records)))
             urgent = [bits for at, bits in states if at is None]
@@ -249,7 +249,7 @@ def _bits(records: Collection[int], n_records: int) -> bytes:
 def _chunks(
     record_of: Callable[[int], GroupRecord], records: Collection[int]
 ) -> Iterator[list[_Part]]:
-    """Yield the parts of records in each chunk; a record that fits into one chunk has one part."""
+    """For each chunk, yield a list of its parts; a record that fits into a chunk has one part."""
     parts: list[_Part] = []
     at = 0
     wanted = sorted((record_of(i).place, i) for i in records)
@@ -276,7 +276,7 @@ def _received_chunks(
     """Yield each chunk as a uint8 tensor on the group's device; all ranks get the same bytes.
 
     Collective: each rank must take all chunks.  A chunk is valid until the caller takes the next
-    chunk.  The reading rank calls `read` in a thread, with the number and the memory of a chunk.
+    chunk.  The reading rank calls `read` in a thread, with a chunk's number and the chunk's memory.
     If `read` fails, all ranks raise an error.
     """
     if not sizes:
@@ -386,7 +386,7 @@ class Outline(NamedTuple):
 
 
 class GroupArchive(GroupRecords):
-    """An archive that a group receives; `source` reads the file, or is None on other ranks."""
+    """An archive that a group receives; `source` is None on ranks that do not read the file."""
 
     def __init__(
         self, call: GroupCall, reader: ReceivedReader, source: RecordReader | None
@@ -419,7 +419,7 @@ class GroupArchive(GroupRecords):
 def group_archive(
     f: Any, group: Any, *, verify: bool, storage_options: Any = None
 ) -> Iterator[GroupArchive]:
-    """Open an archive that one rank reads for the group, or for its host if all hosts see it.
+    """Open an archive that one rank reads, or one rank per host if all hosts see the file.
 
     Collective: if the block raises on one rank, all ranks raise and leave the block together.  `f`
     is a path or URL, the same on all ranks.  Raises UnsupportedSourceError if the file is not an

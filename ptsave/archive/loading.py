@@ -50,7 +50,7 @@ _TORCHSCRIPT_WARNING = (
 class LoadOptions(NamedTuple):
     """Arguments of :func:`ptsave.load` that say how to load a file.
 
-    With `wants_state`, for restoring a checkpoint, TorchScript archives are refused, and harmless
+    `wants_state` is for restoring a checkpoint: TorchScript archives are refused, and harmless
     values that torch's restricted unpickler refuses, such as NumPy's scalars, are accepted.
     `leaves_opaque` is for inspecting a file: see `RecordReader`.
     """
@@ -142,7 +142,7 @@ def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:
 
 @contextmanager
 def _under_another_name(f: Any) -> Iterator[Any]:
-    """Yield `f`, or a name without the suffix ``.safetensors`` if `f` is really a torch file."""
+    """Yield `f`; for a torch file named ``*.safetensors``, yield a name without this suffix."""
     if _is_path(f) and str(f).endswith(".safetensors"):
         head, _ = _head_of(f, None)
         if is_zip(head) or is_legacy(head):
@@ -160,7 +160,7 @@ def _under_another_name(f: Any) -> Iterator[Any]:
 def rebuild(
     reader: RecordReader, options: LoadOptions, pickle_module: Any, unpickle: Callable[..., Any]
 ) -> Any:
-    """Rebuild the object of an archive with `unpickle`, and check all records except storages."""
+    """Rebuild an archive's object with `unpickle`; with ``verify``, check all but the storages."""
     check_dill_version(options.pickle_module)
     arguments = {"encoding": "utf-8", **options.pickle_load_args}
     reader.check_version()
@@ -224,7 +224,7 @@ def _position(f: Any) -> Any:
 
 
 def _head_of(f: Any, begin: Any) -> tuple[bytes, int]:
-    """Return a file's first bytes and size; an unreadable file counts as a pickle of two bytes."""
+    """Return a file's first bytes and size; if it is unreadable, those of a two-byte pickle."""
     try:
         if _is_path(f):
             with open(f, "rb") as stream:

@@ -276,7 +276,7 @@ class ValueUnpickler(restricted_unpickler.Unpickler):  # type: ignore[misc]
 
 
 def _full_name(module: str, name: str) -> str:
-    """Return a global's name as torch spells it; pickles contain the names that Python 2 used."""
+    """Return a global's full name in Python 3, as torch does; pickles have Python 2's names."""
     if (module, name) in _compat_pickle.NAME_MAPPING:
         module, name = _compat_pickle.NAME_MAPPING[module, name]
     else:
@@ -288,7 +288,7 @@ class OpaqueUnpickler(ValueUnpickler):
     """A `ValueUnpickler` that makes an `Opaque` for every object that it does not build.
 
     `refused` collects the stand-ins that have refused arguments.  If a load fails and `refused` has
-    grown, the caller loads the pickle again with the same set; then these functions are opaque.
+    grown, the caller loads the pickle again with the same set; then these functions give `Opaque`s.
     """
 
     refused: set[Callable[..., Any]]

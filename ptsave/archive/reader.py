@@ -179,7 +179,7 @@ class RecordReader:
             self.check_small_records()
 
     def is_native_byte_order(self) -> bool:
-        """Whether torch takes the storages to be in this machine's byte order."""
+        """Whether torch would treat the storages as being in this machine's byte order."""
         if self.has_record(_BYTE_ORDER):
             return self.get_record(_BYTE_ORDER) == sys.byteorder.encode()
         default = torch.serialization.get_default_load_endianness()
@@ -307,7 +307,7 @@ class LoadersView:
 
 
 class UnfilledView(LoadersView):
-    """An archive whose storages have no bytes; torch sees this machine's byte order in it.
+    """An archive whose storages have no bytes; it tells torch this machine's byte order.
 
     For another byte order, :func:`torch.load` would swap bytes even on the meta device, and crash
     with a segmentation fault.  An invalid byte order is not hidden, so torch refuses it.  `names`

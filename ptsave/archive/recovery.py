@@ -94,7 +94,7 @@ def part_of_dict(pickle: bytes) -> bytes | None:
 
 
 def dict_of_parts(parts: list[bytes]) -> bytes:
-    """Return the pickle of a dict with the entries of all `parts`, results of `part_of_dict`."""
+    """Return the pickle of a dict with the entries in `parts`, which `part_of_dict` returned."""
     return b"".join([_C.DICT_HEAD, *parts, _C.STOP])
 
 
@@ -103,7 +103,7 @@ class Recovery:
     """The readable part of a file that lost its end; `source` serves it as a complete archive.
 
     `storages` and `journals` are the names of damaged or missing records.  `entries` are the names
-    of the entries that need these storages, and are left out; the entries of lost journals are
+    of entries that are left out because they need these storages; the entries of lost journals are
     unknown.  `n_records` counts the undamaged storages and journals.
     """
 
@@ -184,7 +184,7 @@ def _of_pickle(source: RangeSource, cut: CutArchive, data: bytes) -> Recovery:
 def _storages_in(
     cut: CutArchive, order: list[str], sizes: Mapping[str, int], at: int, alignment: int
 ) -> list[CutRecord]:
-    """Return the undamaged storages, if all lie in this `order` in the file, from `at` on."""
+    """Return the undamaged storages; storages are expected in this `order` from `at` on."""
     records = []
     by_headers = False
     for i, number in enumerate(order):
@@ -242,7 +242,7 @@ def _completed(
     *,
     empty: Sequence[str] = (),
 ) -> Recovery:
-    """Return `found` with an archive of `records`, the `empty` storages and the pickle `data`."""
+    """Return `found` with a source of `records`, `empty` storages, and `data` as data.pkl."""
     finished = [record for record in records if record.name.startswith((_DATA, JOURNAL_PREFIX))]
     places: list[_Found] = []
     patches: dict[int, bytes] = {}
@@ -273,7 +273,7 @@ def _header_of(name: bytes, flags: int, n_extra: int) -> bytes:
 
 
 def _lost(cut: CutArchive, name: str, begin: int, end: int) -> tuple[_Found, bytes]:
-    """Return a record, and its header, for bytes that do not belong to a known record.
+    """Return a made-up record, and its header, that fill the gap in front of a known record.
 
     An archive must not have gaps, because the engine uses the next record to find a payload.
     """
@@ -492,7 +492,7 @@ class CutArchive:
         return _End(end, crc, end + header.descriptor.size)
 
     def _stored_end(self, header: _Header) -> _End | None:
-        """Return the payload's end that the header states; None if no ZIP structure follows it."""
+        """Return the end that the header states; None unless a ZIP structure or the end follows."""
         end = header.payload_offset + header.nbytes
         # A flipped bit in a header can look like this, but then no record follows.
         if end > self.nbytes or self._source.read(end, end + 2) not in (b"", b"PK"):
@@ -500,7 +500,7 @@ class CutArchive:
         return _End(end, header.crc, end)
 
     def _implied_end(self, begin: int, descriptor: struct.Struct) -> _End | None:
-        """Return the end of a payload whose checksum is right before the next header; else None."""
+        """Return a payload's end if the descriptor before the next header fits it; else None."""
         limit = self._limit(begin)
         end = limit - descriptor.size
         if end < begin:
@@ -558,7 +558,7 @@ class CutArchive:
         return self._source.read(record.payload_offset, record.payload_offset + record.nbytes)
 
     def entries(self) -> tuple[list[str], list[str]]:
-        """Return the names of all tensors, and of undamaged ones; both empty without data.pkl."""
+        """Return two lists of names: all tensors, and undamaged tensors; empty without data.pkl."""
         found: dict[str, CutRecord] = {}
         for record in self.records:
             found.setdefault(record.name, record)
@@ -634,7 +634,7 @@ class _Window:
 
 
 class _WholeRecords:
-    """Replaces a `RecordReader` in `entries_using`; it gives each record's number as its offset."""
+    """Serves `entries_using` as a `RecordReader`; numbers stand for the records' offsets."""
 
     path = "data.pkl"
     allows_values = False

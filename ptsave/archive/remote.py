@@ -71,7 +71,7 @@ class RemoteReader(RecordReader):
         return super().get_record_offset(name)
 
     def require_crc(self, record: int, crc: int) -> None:
-        """Raise an error if the record states another checksum than its payload's, `crc`."""
+        """Raise an error if the record's stated checksum is not `crc`, its payload's checksum."""
         found = self.engine.record(record)
         if crc != found.crc:
             offset = self.engine.payload_offset(record)

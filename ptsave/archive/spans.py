@@ -67,7 +67,7 @@ class SpanReader(Protocol):
         """Fill the targets; a span that covers all of its record must be the record's only span.
 
         If `verify` is None, spans that cover their records are compared with checksums, but others
-        are not.  If it is True, each record is read and compared; if it is False, nothing is.
+        are not.  If True, each record is read completely and compared; if False, none is compared.
         """
         ...
 
@@ -171,7 +171,7 @@ def read_ranges(
 
 
 def divided(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
-    """Return two lists: the spans that cover their records, and the other spans."""
+    """Return two lists: the spans that cover a complete record, and the other spans."""
     whole: list[Span] = []
     parts: list[Span] = []
     for span in spans:
@@ -183,7 +183,7 @@ def divided(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[
 def batches(
     spans: Sequence[Span], max_nbytes: int = BATCH_NBYTES, max_span_nbytes: int = _REQUEST_NBYTES
 ) -> Iterator[list[Span]]:
-    """Yield lists of at most `max_nbytes` bytes; divide spans larger than `max_span_nbytes`."""
+    """Yield lists of spans, up to `max_nbytes` each; divide spans over `max_span_nbytes`."""
     batch: list[Span] = []
     nbytes = 0
     for span in spans:
@@ -273,7 +273,7 @@ def _read_pack(spans: SpanReader, pack: Sequence[Span], verify: bool | None) -> 
 
 
 def _read_halves(spans: SpanReader, record: int, view: Tensor, device: torch.device) -> Tensor:
-    """Read a view in two halves, because the bytes around its values take much more memory."""
+    """Read a view in two halves; the bytes between its values would take too much memory."""
     result = torch.empty(view.shape, dtype=view.dtype, device=device)
     dims = [dim for dim in range(view.dim()) if view.shape[dim] > 1]
     dim = max(dims, key=view.stride)

@@ -344,7 +344,7 @@ class _Writer:
 
 
 def _open_dicts(obj: Any, closed: set[int]) -> list[tuple[str, Any]]:
-    """Return (name prefix, dict) for `obj` and dicts in it, but not dicts with ids in `closed`."""
+    """Return pairs (name prefix, dict) for `obj` and dicts in it, unless `closed` has their ids."""
     found = [("", obj)] if _is_dict(obj) else []
     seen = {id(obj), *closed}
     depths = [0]
@@ -378,7 +378,7 @@ def _set_items(obj: Any, items: list[tuple[Any, Any]]) -> None:
 
 
 def _users_of(obj: Any, open_dicts: set[int]) -> tuple[dict[int, list[Any]], list[_Stored]]:
-    """Return each object's containers by its id, without `open_dicts`; and a list of storages."""
+    """Map each object's id to its containers, except `open_dicts`; also return all storages."""
     users: dict[int, list[Any]] = {}
     stored = []
     seen: set[int] = set()

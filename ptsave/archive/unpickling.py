@@ -1,7 +1,7 @@
 """Unpickles the object of an archive; if this is safe, storages are read at the same time.
 
-With ``weights_only=True`` the engine's unpickler runs in place of torch's.  Otherwise Python's
-unpickler runs.
+With ``weights_only=True`` the engine's unpickler runs in place of torch's.  Otherwise the
+unpickler of `pickle_module` runs, by default Python's.
 
 Code that can look at a tensor's values must not run before the bytes of its storages are read.
 Rebuilding plain tensors in CPU memory does not look at values.  So the steps of the pickle are
@@ -125,10 +125,10 @@ def unpickle_unread(
     locations: set[str],
     first_at: dict[int, str] | None = None,
 ) -> Any:
-    """Rebuild an archive's object in CPU memory; its storages are reserved, but not read.
+    """Rebuild an archive's object; its storages get CPU memory, but no bytes are read.
 
-    `can_defer_reading` must be true.  The saved devices of storages, such as "cuda:0" but not the
-    CPU, are added to `locations`.  `first_at` maps a record's number to its first saved device.
+    `can_defer_reading` must be true.  Saved devices other than the CPU, such as "cuda:0", are
+    added to `locations`.  `first_at` gets each record's first saved device, by record number.
     """
 
     def stay(storage: Any, location: str) -> Any:
@@ -241,7 +241,7 @@ def _reserve(reader: RecordReader) -> None:
 def _load_reserved(
     reader: RecordReader, map_location: Any, pickle_module: Any, pickle_load_args: dict[str, Any]
 ) -> Any:
-    """Make the object of an archive after `_reserve`; no code may look at values meanwhile."""
+    """Make an archive's object after `_reserve`; its pickle must not look at tensors' values."""
     module = faster(pickle_module, reader, storages_are_plain=True)
     return _load(reader.for_loader(), map_location, module, pickle_load_args)
 
@@ -289,7 +289,7 @@ def is_meta_location(map_location: Any) -> bool:
 
 
 def _storages_are_plain(reader: RecordReader) -> bool:
-    """Whether every storage is exactly its record's bytes."""
+    """Whether torch turns a record's bytes into a CPU storage without change or other code."""
     if os.environ.get("TORCH_SERIALIZATION_DEBUG", "0") == "1":  # torch compares offsets then
         return False
     # torch's own rule comes first: it returns CPU storages as they are.
@@ -421,7 +421,7 @@ class Unpickler:
 
 
 def faster(pickle_module: Any, reader: RecordReader, *, storages_are_plain: bool = False) -> Any:
-    """Return the engine's unpickler for torch's restricted one; return other modules unchanged."""
+    """Replace torch's restricted unpickler by the engine's; return other modules unchanged."""
     if pickle_module is not restricted_unpickler or not _knows_torchs_machine():
         return pickle_module
     # The class lives until the next garbage collection, and must not keep the archive open.

@@ -61,12 +61,12 @@ def async_save_safetensors(
 
 
 def covers_its_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor fills its storage, so that a copied storage has no other bytes."""
+    """Return whether a tensor uses all bytes of its storage."""
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 class _PlanOfCopies:
-    """Plans a file of the copies in a snapshot; the constructor copies tensors on accelerators.
+    """Plans a file of a snapshot's copies; the constructor makes the copies from accelerators.
 
     It wraps the engine's plan and adds the methods of ``_C.WritePlan`` that `BackgroundSave` needs.
     """

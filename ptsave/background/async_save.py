@@ -57,15 +57,15 @@ def async_save(
         When the tensors are copied.  With "blocking", the call copies them, and the program may
         overwrite them when it returns.  With "background", the call does not wait for the copy, and
         the program may overwrite the tensors when ``future.wait_staged()`` returns.  Tensors
-        outside of CPU memory are always copied in the call.
+        outside of CPU memory are always copied during the call.
     max_staged_bytes : int or None
         The most bytes that all unfinished saves together may hold.  None means the value of the
-        environment variable ``PTSAVE_MAX_STAGED_BYTES``.  If it is not set, the limit is half of
-        the memory that this process may use (the memory of the machine or container, divided by
-        ``LOCAL_WORLD_SIZE``), and while other saves are unfinished, also half of the memory that
-        would be free without their copies.
+        environment variable ``PTSAVE_MAX_STAGED_BYTES``.  If the variable is not set, the limit is
+        half of the memory that this process may use (the memory of the machine or container,
+        divided by ``LOCAL_WORLD_SIZE``).  While other saves are unfinished, the limit is also at
+        most half of the memory that would be free without their copies.
     when_full : {"wait", "raise"}
-        What to do if there is no room now: "wait" until others are written, or "raise".
+        What to do if there is no room now: "wait" for earlier saves, or "raise" StagingFullError.
 
     Returns
     -------
@@ -162,7 +162,7 @@ def release_staging_memory() -> None:
     """Free the memory that :func:`ptsave.async_save` keeps for the next save.
 
     If tensors were on an accelerator, this also frees the page-locked memory that torch keeps after
-    copies of ptsave and of other code.  Copies for unfinished saves stay.
+    copies by ptsave and by other code.  Copies for unfinished saves stay.
 
     Examples
     --------

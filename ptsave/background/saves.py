@@ -1,4 +1,4 @@
-"""Unfinished saves: their memory, their order, and their end at forks and exits.
+"""Unfinished saves: their memory, their order, and what a fork or an exit does to them.
 
 * The call of `async_save` fixes the file's contents: the pickle, the layout, the options of torch
   and the environment, and the directory of a relative path.  Then the storages are copied, either
@@ -14,14 +14,14 @@
 * Fresh staging memory can be slower than the disk, if the host of a virtual machine has taken free
   memory back.  If a copy is slow for this reason, the write starts at once, from the file's first
   byte on, as in a foreground save.  Meanwhile, the copy goes on backwards from the last byte.  It
-  ends where it meets the writer.  It may fail, so the file must be one that a rename replaces.
+  ends where it meets the writer.  A rename must put the file in place, because the copy may fail.
 * A traceback may keep plans and snapshots alive.  So each save releases their memory explicitly
   when it ends.
 * Forked children do not have the memory for staging.  They begin with an empty queue and budget,
   and the futures that they inherited fail.  During a fork, hooks hold the locks of the lanes and
   the budget.
 * At exit the interpreter waits for the lanes' threads, which are not daemons.  An atexit callback
-  waits for saves that other callbacks began.  A save that begins later is written by its own call.
+  waits for saves that other callbacks began.  A later save is written by the call that begins it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Reservation:
 
 
 class StagingBudget:
-    """Counts the bytes that saves reserve for copies; waiting saves get memory in calling order."""
+    """Counts the bytes that saves reserve for copies; the save that has waited longest is next."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -97,7 +97,7 @@ class StagingBudget:
         room: Callable[[], int] | None = None,
         option: str = "max_staged_bytes",
     ) -> Reservation:
-        """Reserve `nbytes`, with at most `limit` for all reservations; if full, wait or raise.
+        """Reserve `nbytes`; if all reservations would exceed `limit` bytes, wait for room or raise.
 
         `help_out` is for a caller on the thread that writes saves.  Instead of waiting for room,
         this method then calls `help_out`, which writes a save and returns whether there was one.
@@ -280,8 +280,8 @@ class _Progress:
 class BackgroundSave:
     """One save, from the copying of its tensors to the end of the write.
 
-    `snapshot` has memory for copies of the storages; `stage` copies.  `plan` is the layout of the
-    file.  `target` is an absolute path, a URL (`is_remote`), or an object with ``write``.
+    `stage` copies the storages into the memory of `snapshot`.  `plan` is the layout of the file.
+    `target` is an absolute path, a URL (`is_remote`), or an object with ``write``.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class BackgroundSave:
         self.future.set_staged()
 
     def _write_meanwhile(self) -> bool:
-        """Let the write begin during the copy if the target allows it; return whether it does."""
+        """Let the write begin during the copy if the target allows it; return whether it began."""
         if _writing.closed or _writing.runs_here():
             return False
         if not self._writer.follow(self._snapshot, self._target):
@@ -430,7 +430,7 @@ class BackgroundSave:
     # ------------------------------------------------------------------------------------- the end
 
     def _withdraw(self) -> bool:
-        """Cancel the save and free its memory if its write has not begun; return whether so."""
+        """If the write has not begun, cancel the save; return whether it was cancelled."""
         if not _writing.withdraw(self.write):
             return False
         _unfinished.pop(self.future, None)
@@ -471,7 +471,7 @@ class BackgroundSave:
 
 
 def limit_of(nbytes: int | None, option: str) -> int | None:
-    """Return `nbytes` as the limit; for None, PTSAVE_MAX_STAGED_BYTES, or None if it is not set."""
+    """Return `nbytes`; if it is None, PTSAVE_MAX_STAGED_BYTES, or None if that is not set."""
     if nbytes is None:
         return config.current().max_staged_nbytes
     limit = operator.index(nbytes)
@@ -481,7 +481,7 @@ def limit_of(nbytes: int | None, option: str) -> int | None:
 
 
 def default_limit_nbytes() -> int:
-    """Return half of this process's share of the memory, which all local ranks divide equally."""
+    """Return half of this process's share of the memory; all local ranks have equal shares."""
     return config.share_nbytes(config.local_world_size()) // 2
 
 
@@ -521,7 +521,7 @@ def _room_nbytes() -> int:
 
 
 def _populate_pool() -> None:
-    """Let the system provide all memory of the staging pool now, so that the next save has it."""
+    """Let the system provide all memory of the staging pool now, not during the next save."""
 
     def stop_if_waited_for(_nbytes: int) -> None:
         if _writing.is_waited_for():
@@ -576,7 +576,7 @@ _held: list[tuple[int, threading.Event]] = []  # the threads of `writes_held_bac
 
 
 def release_own() -> None:
-    """Release the writes that this thread holds back, because the thread will wait for them."""
+    """Let the writes begin that this thread delays, because the thread will wait for them."""
     for ident, released in list(_held):
         if ident == threading.get_ident():
             released.set()
@@ -587,7 +587,7 @@ def _wait_before_executors_end() -> None:
     """Let the interpreter's exit wait for remote saves while their network clients still work.
 
     The clients look up host names in executors.  When the exit begins, executors stop accepting
-    work, long before the exit waits for the lanes.  The callback registered last is called first.
+    work, long before the exit waits for the lanes.  The exit calls the newest callback first.
     """
     register = getattr(threading, "_register_atexit", None)  # Python has it for its executors
     if register is not None:

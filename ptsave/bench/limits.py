@@ -4,7 +4,7 @@
 
 * ``direct-write``: write a new, preallocated file with direct I/O, then fdatasync;
 * ``buffered-write``: write a new, preallocated file into the page cache;
-* ``tmpfs-write``: the same, but not preallocated, which on tmpfs would write all pages;
+* ``tmpfs-write``: the same without preallocation, because on tmpfs that writes all pages;
 * ``direct-read``: drop the file at PATH from the page cache, and read it with direct I/O;
 * ``cached-read``: read the cached file at PATH into new memory made of huge pages.
 

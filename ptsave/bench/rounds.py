@@ -122,7 +122,7 @@ class Bench:
 
     With `drop_all`, all files may be dropped from the page cache if one file cannot be dropped
     alone.  `state` is one of `ptsave.bench.system.STATES`; unless `state` is WARMED_UP, each
-    measurement first waits for `rest` seconds.  Memory for the limit is always fetched in advance.
+    measurement first waits for `rest` seconds.  The limit always calls `fetch_free_memory` first.
     """
 
     disk: Path
@@ -564,7 +564,7 @@ def draw_bars(groups: Sequence[Group], axis: str, title: str = "", *, mixed: boo
 
 
 def _draw(axes: Any, bar: Bar, row: float, top: float, unit: float) -> float:
-    """Draw a bar and its spread, or the limit's line from the group's `top`; return its end."""
+    """Draw a bar and its spread, or the limit's line from `top` on; return its right end."""
     value, low, high = (each / unit for each in (bar.value, bar.low, bar.high))
     if bar.is_limit:
         axes.plot([value, value], [top, row + 0.4], color=_LINE, linewidth=1.3, zorder=3)

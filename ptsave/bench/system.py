@@ -35,7 +35,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement, sent to a worker."""
+    """A measurement to make, sent to a worker process."""
 
     action: str  # "probe", "save" or "load"
     contender: str  # "torch", "ptsave" or "safetensors"
@@ -51,7 +51,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Figure:
-    """The result of one measurement, sent back by a worker."""
+    """The result of one measurement, sent back by the worker process."""
 
     seconds: float
     nbytes: int  # of tensors
@@ -85,7 +85,7 @@ def cached_fraction(path: Path) -> float:
 
 
 def make_cold(path: Path, *, drop_all: bool = True) -> None:
-    """Drop a file from the page cache, or raise; with `drop_all`, root may drop all files."""
+    """Drop a file from the page cache, or raise; with `drop_all`, root can drop all files."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

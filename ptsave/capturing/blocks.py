@@ -39,7 +39,7 @@ _MAX_REASON = 200
 
 
 class Options(NamedTuple):
-    """The options of `capture`, which has checked them."""
+    """The checked options of a `capture` call."""
 
     what: list[str]
     include: list[str]
@@ -59,8 +59,8 @@ class Options(NamedTuple):
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context manager that makes `device` the current device.
 
-    Otherwise a torch.Event uses the thread's current device, which is device 0 in a new thread, and
-    creates a context on device 0, which takes hundreds of MiB.
+    Without it, a torch.Event uses the thread's current device.  In a new thread, this is device 0.
+    There the event would create a context, which takes hundreds of MiB.
     """
     return torch.accelerator.device_index(device.index)
 
@@ -141,7 +141,7 @@ class Blocks:
     def store_measured(self, name: str, tensor: Tensor) -> tuple[str, tuple[Any, ...] | None]:
         """Add a large tensor that fills its storage, as it is now.
 
-        Returns "" or the reason why it was left out, and its statistics if the copy computed them.
+        Returns two values: "", or the reason why the tensor is left out; its statistics, or None.
         """
         nbytes = tensor.untyped_storage().nbytes()
         with self._lock:
@@ -155,7 +155,7 @@ class Blocks:
             return "", found
 
     def stage(self, block: Block, name: str, tensor: Tensor) -> Staged | str:
-        """Start to copy a tensor from an accelerator; if there is no room, return the reason."""
+        """Start to copy a tensor from an accelerator, or return the reason why it is left out."""
         whole = unexpanded(tensor.detach())
         nbytes = whole.nbytes
         if name and not self._fits_file(nbytes):
@@ -178,7 +178,7 @@ class Blocks:
         return staged
 
     def finish(self, block: Block) -> None:
-        """Add a complete block, after its tensors."""
+        """Add a complete block to the file, once its tensors are copied from accelerators."""
         self._raise_failure()
         if block.staged:
             self._lane.submit(self._finish_staged, block)
@@ -280,7 +280,7 @@ class Blocks:
     # -------------------------------------------------------------------- from accelerators
 
     def _reserve(self, nbytes: int) -> bool:
-        """Reserve `nbytes`; without room, wait, raise or return False, as `when_full` says."""
+        """Reserve `nbytes`; if memory is full, wait, raise or return False, as `when_full` says."""
         with self._room:
             if self._options.when_full == "wait":
                 self._room.wait_for(lambda: self._failure is not None or self._has_room(nbytes))

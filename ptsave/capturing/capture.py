@@ -141,10 +141,10 @@ class Capture:
     def step(self) -> None:
         """End a step: later calls belong to the next step.
 
-        If the capture has an `optimizer`, each step of the optimizer calls this method.  The
-        gradient of an input or output belongs to the step of its call, even if the gradient arrives
-        later.  A parameter's gradient belongs to the step in which it arrives.  If a leaf has no
-        gradient before a later step uses it again, its gradient belongs to the later step.
+        If the capture has an `optimizer`, each step of the optimizer calls this method.  A
+        parameter's gradient belongs to the step in which it arrives.  The gradient of an input or
+        output belongs to the step of its call, even if it arrives later.  But if a later step uses
+        the same leaf tensor before the gradient arrives, the gradient belongs to the later step.
         """
         if not self._running:
             raise RuntimeError("the capture is not running: call start(), or use a with block")
@@ -335,7 +335,7 @@ def capture(
         The file, which exists only after the capture has stopped.
     what : iterable of {"inputs", "outputs", "grads", "params"}
         Values to record.  "grads" are the gradients with respect to inputs and outputs; each is the
-        tensor's total gradient, including that from uses outside the module.  "grads" also includes
+        tensor's total gradient, also from its uses outside the module.  "grads" also includes
         the gradients of parameters, recorded whenever a backward pass has changed them.  "params"
         are the parameters at the beginning of each step.
     include, exclude : str or iterable of str

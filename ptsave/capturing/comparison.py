@@ -90,8 +90,8 @@ class TensorDifference:
     scale_a, scale_b : int
         0, unless squares would then overflow or underflow float64.
     ulps : tuple of int
-        Counts of pairs that are 0, 1, 2, 3 to 4, 5 to 8, 9 to 16, ... units in the last place
-        apart, in the coarser dtype.  The 66th is for pairs with opposite signs, and pairs in which
+        Counts of pairs whose distance is 0, 1, 2, 3 to 4, 5 to 8, 9 to 16, ... units in the last
+        place of the coarser dtype.  The 66th is for pairs with opposite signs, and pairs in which
         only one number is NaN or infinite.  Zeros at the end of the tuple are left out.
     first : tuple of int or None
         The index of the first number that differs, in the order of a's memory, or None.
@@ -125,8 +125,8 @@ class TensorDifference:
     def cosine(self) -> float:
         """The cosine of the angle between the tensors, from all pairs of finite numbers.
 
-        1.0 if both tensors are 0 everywhere.  NaN if the finite numbers are all 0 in only one
-        tensor, or in both tensors while a NaN or an infinity differs.
+        If these numbers are all 0 in both tensors, the cosine is 1.0; but if the tensors differ in
+        a NaN or an infinity, it is NaN.  If they are all 0 in only one tensor, it is NaN.
         """
         if not self.n_different:
             return 1.0
@@ -202,7 +202,7 @@ class CapturedDifference:
         The name of both values in their runs, ``step/phase/module.path#call/argument``.
     kind : str
         ``"numbers"``: the elements were compared.  ``"statistics"``: the statistics were compared,
-        because one side has no elements.  ``"value"``: two plain values were compared.
+        because one capture stored no elements.  ``"value"``: two plain values were compared.
         ``"shape"``: two tensors' shapes differ, or the lengths of two containers were compared.
         ``"layout"``, ``"type"``: this property differs.  ``"not compared"``: one side has neither
         elements nor statistics.  ``"not comparable"``: torch cannot compare the elements.
@@ -230,8 +230,8 @@ class CapturedDifference:
     def relative_error(self) -> float:
         """The largest distance, divided by the root mean square of b.
 
-        If only statistics were compared, the distances are those between statistics.  The result is
-        inf if no distance is known, for example because shapes differ or only one side has NaN.
+        If only statistics were compared, the distances of means, stds, minima and maxima count.
+        The result is inf if the values differ, but have no distance: different shapes, for example.
         """
         if self.numbers is not None:
             found = self.numbers
@@ -257,7 +257,7 @@ class CaptureComparison:
     nbytes : int
         Bytes of the first run's tensors that were compared.
     incomparable : dict of str to str
-        For each value that cannot be compared, its name and the reason.  `equal` ignores them.
+        By name: why a value cannot be compared.  `equal` ignores all these values.
     """
 
     compared: list[CapturedDifference] = field(default_factory=list)
@@ -311,7 +311,7 @@ def compare_captures(
     rtol, atol : float, optional
         Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, and NaN equals any NaN.  The
         defaults are those of :func:`torch.testing.assert_close` for the coarser dtype.  For 8-bit
-        floats, the default is one unit in the last place.  If only one is given, the other is 0.
+        floats, they allow one ULP.  If only one tolerance is given, the other is 0.
     exact : bool, default False
         Whether equal numbers must have the same bits or, between two dtypes, the same values.
     step : int, optional
@@ -398,7 +398,7 @@ class _Comparison:
     # ----------------------------------------------------------------------------------- pairs
 
     def _aligned(self, step: int | None) -> _Pairs:
-        """Return pairs of values that both runs have, in a's order; note values of only one run."""
+        """Return pairs of values that both runs have, in a's order; note all other values."""
         steps = self._common_steps(step)
         of_a, of_b = self._a.values_of(steps), self._b.values_of(steps)
         self._note_alone(_alone(of_a, of_b), _alone(of_b, of_a))
@@ -420,7 +420,7 @@ class _Comparison:
         return common
 
     def _note_alone(self, in_a: list[str], in_b: list[str]) -> None:
-        """Note in the result which names only one run has; if the reason is known, in a remark."""
+        """Add names of one run to `only_in_a` or `only_in_b`; if a reason is known, to a remark."""
         for side, other, names, only in (
             (self._a, self._b, in_a, self._result.only_in_a),
             (self._b, self._a, in_b, self._result.only_in_b),
@@ -439,7 +439,7 @@ class _Comparison:
     def _matched_parameters(self, step: int | None) -> _Pairs:
         """Match the parameters of a run's step with the tensors of a checkpoint, by their names.
 
-        Names match even if their prefixes differ (`moved_names`).  A remark counts the checkpoint's
+        Names match despite other prefixes (`moved_names`).  A remark counts the checkpoint's
         other tensors, such as buffers and an optimizer's state.
         """
         a, b, result = self._a, self._b, self._result
@@ -491,7 +491,7 @@ class _Comparison:
     def _of_numbers(
         self, x: CapturedValue, y: CapturedValue, numbers: TensorDifference
     ) -> CapturedDifference:
-        """Return the difference of two tensors or, if incomparable, of their statistics."""
+        """Return how two tensors differ or, if `numbers` has a `problem`, how statistics differ."""
         if not numbers.problem:
             equal = not (numbers.n_different if self._tolerances.exact else numbers.n_outside)
             return CapturedDifference(x.name, "numbers", equal, x, y, numbers)
@@ -613,7 +613,7 @@ def _record_of(name: str, tensor: Tensor) -> CapturedValue:
 
 
 def _alone(names: Iterable[str], others: Mapping[str, Any]) -> list[str]:
-    """Return the names that `others` lacks; instead of a call's values, return a missing call."""
+    """Return the names that `others` lacks; if it lacks a whole call, only the call's name."""
     calls = {_call_of(name) for name in others}
     found = (
         name if _call_of(name) in calls else _call_of(name) for name in names if name not in others
@@ -705,7 +705,7 @@ class Tolerances:
         self.exact = exact
 
     def of(self, a: torch.dtype, b: torch.dtype) -> Tolerance:
-        """Return the tolerance for two dtypes: by default, the larger rtol and the larger atol."""
+        """Return the tolerance for two dtypes; by default, the larger rtol and atol of both."""
         if self.exact:
             return _EXACT
         if self._given is not None:
@@ -764,8 +764,8 @@ def difference_of_rows(
 ) -> TensorDifference | None:
     """Compare two strided CPU tensors of the same shape, but of any dtypes, in one pass.
 
-    Two NaNs are within any tolerance.  Returns None if the elements of a tensor are not numbers,
-    but bits or quantized.  Raises ValueError if the shapes differ, or if only one dtype is
+    Two NaNs are within any tolerance.  Returns None if a dtype is quantized, or is only bits
+    (torch.bits8, ...).  Raises ValueError if the shapes differ, or if only one dtype is
     torch.float4_e2m1fn_x2.
     """
     if a.shape != b.shape:

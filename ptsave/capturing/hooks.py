@@ -140,7 +140,7 @@ class Hooks:
                 self.recorder.parameter("params", site, 0, name, parameter)
 
     def _hook_parameters(self) -> None:
-        """Register hooks on trained parameters that have no hook yet."""
+        """Register hooks on parameters that require gradients and have no hook yet."""
         if not self.grads:
             return
         for site in self._sites:
@@ -177,7 +177,7 @@ class Hooks:
 
 
 class OptimizerSteps:
-    """Calls `step` after each step of `optimizer`; if None, counts the model's optimizer steps."""
+    """Calls `step` after each optimizer step; if `optimizer` is None, only counts the steps."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, step: Callable[[], None]
@@ -215,7 +215,7 @@ class OptimizerSteps:
 
     @property
     def n_unmarked(self) -> int:
-        """The most steps that one of the model's optimizers took; 0 if `optimizer` is given."""
+        """The largest step count among the model's optimizers; 0 if `optimizer` is given."""
         return max(self._counts.values(), default=0)
 
     @never_compiled

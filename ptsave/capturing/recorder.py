@@ -499,7 +499,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _items_of(value: Any) -> list[tuple[str, Any]] | None:
-    """Return a container's elements, each after its part of the name; None for other objects.
+    """Return a container's elements as pairs (part of the name, element); None for others.
 
     >>> _items_of({"a/b": 1.5, 1: 2.5, "1": 3.5})
     [('a%2Fb', 1.5), ('1%3Aint', 2.5), ('1', 3.5)]
@@ -534,7 +534,7 @@ def _keyword_part(name: str, n_positional: int) -> str:
 
 
 def _parts(keys: list[Any]) -> Iterable[str]:
-    """Return a different part of the name for each key; for a text, it is the escaped text."""
+    """Return a different part of the name for each key; a str key gets its escaped text."""
     if set(map(type, keys)) <= {str} and len(set(keys)) == len(keys):
         return map(escape, keys)
     taken = {escape(key) for key in keys if type(key) is str}

@@ -55,7 +55,7 @@ _NAME, _CALL, _KIND, _DTYPE, _SHAPE, _NBYTES, _NOTE, _STATISTICS = map(
 
 
 class CapturedRun:
-    """A capture that is read; `obj` is its loaded dict, whose tensors may not be read yet.
+    """The calls and values of a capture; `obj` is its file's dict, where tensors may be unread.
 
     docs/format.md lists the fields of `header`. `totals` is None if the process was killed before
     the capture ended. A capture of a later format version raises ValueError; damaged records raise
@@ -87,7 +87,7 @@ class CapturedRun:
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """The captured modules: each one's path, with the name of its class."""
+        """A dict from the path of each captured module to the name of its class."""
         found = self._dict_of(self.header.get("modules"), {})
         return {path: name for path, name in found.items() if type(path) is type(name) is str}
 
@@ -180,7 +180,7 @@ class CapturedRun:
         return calls
 
     def _unfinished(self, rows: list[Row]) -> CapturedCall | None:
-        """Return the call of values whose call has no record; None if they belong to no call."""
+        """Make a call that has no record from its values' rows; None if they belong to no call."""
         values = list(map(_value_of, rows))
         name = parse_name(values[0].name)
         phase = GRADIENT_PHASES.get(name.phase, name.phase)
@@ -336,7 +336,7 @@ def _are_counts_or_none(column: Collection[Any]) -> bool:
 
 
 def _are_shapes(column: Collection[Any]) -> bool:
-    """Return whether all are tuples of sizes; a text is the symbolic size of a nested tensor."""
+    """Return whether all elements are tuples of sizes: integers, or text for nested tensors."""
     sizes = set(chain.from_iterable(set(column))) if _are_tuples(column) else {None}
     return _are_counts([size for size in sizes if type(size) is not str])
 
@@ -465,7 +465,7 @@ class PooledStatistics:
 
 @dataclass
 class ValueStatistics:
-    """All tensors with one name, from all calls and steps, as if they were one tensor."""
+    """Statistics of all tensors with one name, from all calls and steps, as if of one tensor."""
 
     name: str  # "inputs/0", "outputs.grad", "weight", "weight.grad", ...
     phase: str = ""  # as in the capture's names; empty for the entry of a checkpoint
@@ -537,7 +537,7 @@ def steps_text(steps: Iterable[int]) -> str:
 def _values_by_module(
     run: CapturedRun, step: int | None
 ) -> dict[str, dict[tuple[str, str], ValueStatistics]]:
-    """Return the statistics of each module's values, by phase and path."""
+    """Return the statistics of each module's values, by the values' phases and paths."""
     found: dict[str, dict[tuple[str, str], ValueStatistics]] = {}  # by the escaped path in the name
     of_step = None if step is None else str(step)
     for row in run.value_rows:

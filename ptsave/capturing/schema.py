@@ -56,7 +56,7 @@ class Statistics(NamedTuple):
         Numbers of elements that are NaN, infinite and zero.
     mean, std : float or complex
         Accumulated in double precision; std is the square root of the unbiased variance.  NaN if
-        too few elements are finite.  The mean of complex elements is complex.
+        no element (for std, only one) is finite.  The mean of complex elements is complex.
     min, max : int or float
         Exact; for complex elements, extremes of the absolute values.  NaN if none is finite.
     norm : float
@@ -97,9 +97,9 @@ class CapturedCall:
         `id` of the call, in the same thread, that contains this call; None if there is none.
     status : {"returned", "raised", "stopped", "unfinished"}
         "stopped" is a recomputation that ended early, because the backward needs no more values.
-        "unfinished" is a call whose end no hook saw, for example because of a KeyboardInterrupt;
-        its `end` is when the capture noticed that.  If the process was killed, only the values of
-        an unfinished call are known.
+        "unfinished" is a call whose end no hook saw, for example because of a KeyboardInterrupt.
+        Its `end` is the time when the capture noticed that.  If the process was killed, only the
+        values of an unfinished call are known.
     error : str
         Type and message of the exception, if the call raised one.
     stack : tuple of str

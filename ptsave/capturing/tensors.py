@@ -43,7 +43,7 @@ def why_no_statistics(tensor: Tensor) -> str:
 
 
 def is_expanded_far(tensor: Tensor) -> bool:
-    """Return whether an expanded strided tensor exceeds the default limit for writing it whole."""
+    """Return whether an expanded strided tensor, written in full, exceeds the default limit."""
     return nbytes_of(tensor) > default_limit(stored_nbytes(tensor))
 
 
@@ -77,7 +77,7 @@ def is_freed(tensor: Tensor) -> bool:
 
 
 def local_values(tensor: Tensor) -> tuple[Tensor | None, str]:
-    """Return a tensor's values in this process as a strided tensor or None, and a note on them."""
+    """Return a tensor's local values as a strided tensor, or None if impossible, and a note."""
     if tensor.is_meta:
         return None, "meta: no values"
     if type(tensor) not in PLAIN_TYPES:

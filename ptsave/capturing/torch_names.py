@@ -5,7 +5,7 @@ Checked with torch 2.13.0; if a name is missing, `private` raises an ImportError
 Code compiled by `torch.compile` must notice when module hooks are added or removed.  Dynamo
 compiles a module's call without hooks if the module has none at that moment.  By default, compiled
 code does not look for new hooks later (`skip_nnmodule_hook_guards`).  So code that was compiled
-before, even for another instance of the class, would silently ignore the hooks.
+before the hooks were added, even for another instance of the class, would ignore them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def is_transforming() -> bool:
 
 
 def unwrapped(tensor: Tensor) -> Tensor | None:
-    """Return the plain tensor inside ``torch.func``'s wrappers; None if ``functionalize`` made one.
+    """Return the plain tensor inside ``torch.func``'s wrappers, or None inside ``functionalize``.
 
     Under ``vmap`` the plain tensor has all samples, and so one more dimension.
     """

@@ -68,8 +68,8 @@ def bench_command(
     Plain reads and writes of the same bytes show the hardware's limit.
 
     The command saves a GPT-2-like model with and without fsync, and loads it from the disk (cold)
-    and from the page cache (warm).  The libraries take turns, in a shuffled order.  Each figure is
-    the first call of a fresh process, unless --state says otherwise.  A load ends when every page
+    and from the page cache (warm).  The libraries take turns, in a shuffled order.  Each call
+    is the first one of a new process, unless --state says otherwise.  A load ends when every page
     has been touched.  The columns s and GB/s show medians.  Each ratio is computed within a round,
     and its median over the rounds is shown.  The command removes its files at the end.
     """

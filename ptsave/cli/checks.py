@@ -288,8 +288,8 @@ def globals_command(
 ) -> None:
     """List the functions and classes that FILE needs beyond torch's default allow-list.
 
-    The command does not run the file's pickle. Exit code: 1 if FILE needs any. Then torch.load with
-    weights_only=True refuses FILE until you allow these functions and classes.
+    The command does not run the file's pickle. Exit code: 1 if there are such functions or classes.
+    Then torch.load with weights_only=True refuses FILE until you allow them.
 
     With --json: an object with path and globals. globals is a list of objects with name (the full
     name) and state: "allowed", "not allowed" or "never allowed".

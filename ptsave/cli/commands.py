@@ -362,8 +362,8 @@ def path_of_standard_input(ctx: click.Context, *, needs_values: bool = True) -> 
     """Return the path of a file that holds all of standard input.
 
     Reading a checkpoint starts at its end, so a pipe is copied to an unnamed temporary file, which
-    replaces descriptor 0.  Without `needs_values`, only the header of a safetensors file is copied,
-    and a hole in the temporary file replaces the tensors.
+    becomes standard input.  Without `needs_values`, only the header of a safetensors file is
+    copied, and the temporary file has a hole (no data) instead of the tensors.
     """
     if ctx.meta.get(_TAKEN):
         raise click.UsageError("Only one argument can be standard input.", ctx)
@@ -388,7 +388,7 @@ def path_of_standard_input(ctx: click.Context, *, needs_values: bool = True) -> 
 
 
 def copy_header(stream: IO[bytes], copy: IO[bytes]) -> bool:
-    """Copy a safetensors header, and extend the copy to the file's size; False if impossible."""
+    """Copy a safetensors header and extend the copy to the file's size; return False if invalid."""
     import json
 
     from ptsave.sources.kinds import is_safetensors
@@ -428,7 +428,7 @@ def complete_names(
 def names_in(
     file: str, storage_options: Mapping[str, Any] | None, of_modules: bool
 ) -> Iterator[str]:
-    """Yield the names of a file's entries or, for a capture with `of_modules`, its module paths."""
+    """Yield the names of a file's entries; for a capture, with `of_modules`, its modules' paths."""
     from ptsave.contents.captures import HEADER, is_capture
     from ptsave.contents.directories import find_files
     from ptsave.inspection.reports import list_files

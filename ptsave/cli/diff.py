@@ -75,16 +75,16 @@ def diff_command(
 
     A and B are files (.pt, .safetensors), directories, or URLs. For two directories, all files are
     compared: checkpoints with the same name or step, and other files byte by byte. Tensors are
-    equal if they have the same bits: 0.0 and -0.0 differ (by 0), and NaNs with other bits differ.
+    equal if their bits are equal: 0.0 and -0.0 differ (by 0), and two NaNs may differ, too.
     With --rtol or --atol, values are equal if |a - b| <= atol + rtol * |b|, as for
     torch.testing.assert_close, and NaN equals any NaN.
 
     With --capture, A and B are runs that ptsave.capture has recorded. Their calls are matched by
-    step, module and call number. The first call that differs is printed first, then the worst
-    values of each module. The error is the largest distance divided by the root mean square of B.
-    The cosine of two all-zero tensors is 1; "-" means that the tensors form no angle. The tolerance
+    step, module and call number. The command prints the first call that differs, then the worst
+    figures of each module. The error is the largest distance divided by the root mean square of B.
+    The cosine of two all-zero tensors is 1; "-" means that a cosine is not defined. The tolerance
     is assert_close's default for the coarser dtype, unless --rtol, --atol or --exact is given. If A
-    or B is a checkpoint, its tensors are compared with the parameters of a step.
+    or B is a checkpoint, its tensors are compared with the parameters of --step, or the first step.
 
     Exit code: 0 if A and B are equal, 1 if they differ, 2 if a value could not be compared. A step
     or call that only one run has is a difference, if both captures have the same options.

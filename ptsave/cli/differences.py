@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def comparison_lines(a: str, b: str, found: Comparison, top: int | None) -> Iterator[str]:
-    """Yield lines for entries that only one side has, other differences, and differing numbers."""
+    """Yield lines: entries of one side only, other differences, uncompared entries, a summary."""
     numbers = [each for each in found.differences if each.kind == "numbers"]
     others = [each for each in found.differences if each.kind != "numbers"]
     yield from _alone_lines(a, b, [each for each in others if each.kind.startswith("only")])
@@ -230,7 +230,7 @@ _TINY = 1e-12  # the relative error at which equal values are drawn
 
 
 def capture_lines(a: str, b: str, found: CaptureComparison, top: int | None) -> Iterator[str]:
-    """Yield text lines: the first difference, then the largest differences of each module."""
+    """Yield text lines: the first difference, then the worst figures of each module."""
     first = found.first
     if first is not None:
         yield from _first_lines(found, first)
@@ -302,7 +302,7 @@ def _statistics_lines(a: Statistics, b: Statistics) -> Iterator[str]:
 
 
 def _cosine_text(cosine: float, form: str) -> str:
-    """Return a cosine as text, or a dash for NaN, which means that there is no angle."""
+    """Return a cosine as text; a dash stands for NaN, if the cosine is not defined."""
     return "-" if math.isnan(cosine) else format(cosine, form)
 
 
@@ -342,7 +342,7 @@ def _module_lines(found: CaptureComparison, top: int) -> Iterator[str]:
 
 
 def _module_line(module: str, differences: list[CapturedDifference]) -> str:
-    """Return the worst figure of each column; the figures may come from different values."""
+    """Return a module's line: the worst figure of each column, perhaps of different values."""
     name = cut(printable(module) or "(the model)", _NAME_WIDTH)
     error = max(each.relative_error for each in differences)
     numbers = [each.numbers for each in differences if each.numbers is not None]

@@ -130,12 +130,12 @@ def ls_command(
     listed, too), a pattern such as '*.weight', or a path of keys such as "('a.b', 0)". Without
     --stats, no tensor is read.
 
-    There may be several FILEs. Another argument is a FILE if the first FILE has no entry with that
-    name, and the argument is a URL, an existing path, or ends in .pt, .safetensors, ... Each NAME
-    is searched in all FILEs. If a FILE cannot be listed, the command reports an error, but still
+    There may be several FILEs. Another argument is a FILE if it is a URL, an existing path or ends
+    in .pt, .safetensors, ..., unless the first FILE has an entry with that name. Each NAME is
+    searched in all FILEs. If a FILE cannot be listed, the command reports an error, but still
     lists the others.
 
-    For statistics of a capture, each NAME is the path of a module, and includes its submodules.
+    When statistics of a capture are shown, a NAME is a module's path, and includes submodules.
     Lines are cut to the terminal's width. mean, std, min, max and norm cover only finite elements.
     """
     if gc.isenabled():  # all objects live until the end, so collecting finds nothing
@@ -182,7 +182,7 @@ def ls_command(
 def _places(
     file: str, others: Sequence[str], of_modules: bool, storage_options: dict[str, Any] | None
 ) -> set[str]:
-    """Return those of `others` that are files, not names of entries in `file`."""
+    """Return the arguments in `others` that are files, not names of entries in `file`."""
     places = {
         each
         for each in others

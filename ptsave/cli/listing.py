@@ -128,7 +128,7 @@ def parts_text(chunks: Sequence[ChunkInfo]) -> str:
 
 
 class _Table:
-    """Formats entries as lines with columns; columns of the same dtype and shape only once."""
+    """Formats entries as lines with columns; formats equal columns of tensors only once."""
 
     def __init__(self, listing: FileListing, style: Style) -> None:
         self._listing = listing

@@ -237,7 +237,7 @@ def extract_command(
     other entry is read. If a name is ambiguous, pass a Python tuple of keys: "('a.b', 0)".
 
     With --json: an object with path, entries (the names), tensors and values (how many), and nbytes
-    (of the tensors); with --whole, also left_out (names).
+    (of the tensors). With --whole, left_out has the names of entries that are left out.
     """
     if whole is bool(names):
         raise click.UsageError("Pass names of entries, or --whole for all undamaged entries")

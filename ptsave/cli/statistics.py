@@ -264,7 +264,7 @@ def _run_json(run: CapturedRun, modules: Iterable[ModuleStatistics]) -> dict[str
 def _with_statistics(
     file: dict[str, Any], statistics: Mapping[int, ValueStatistics]
 ) -> dict[str, Any]:
-    """Add the tensors' statistics, which are in the same order, to the JSON object of a file."""
+    """Add statistics to the tensors in a file's JSON object; both are in the same order."""
     for tensor, value in zip(file["tensors"], statistics.values(), strict=True):
         tensor |= {"note": value.note, "statistics": statistics_json(value.statistics)}
     return file

@@ -32,7 +32,7 @@ PLAIN = Terminal()
 
 
 def colors_by_environment() -> bool | None:
-    """Return whether the user wants colours; None if only a terminal gets colours.
+    """Return whether environment variables turn colours on or off; None if they do neither.
 
     NO_COLOR (https://no-color.org) takes precedence over FORCE_COLOR, and both over TERM.  An empty
     variable counts as not set.
@@ -61,13 +61,13 @@ INTERRUPTED = 130  # the exit code
 
 
 def exit_when_interrupted() -> None:
-    """End the process at Ctrl-C, because a traceback from an import does not help the user."""
+    """Make Ctrl-C end the process at once, without a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the signal may be ignored
         signal.signal(signal.SIGINT, _exit)
 
 
 def raise_when_interrupted() -> None:
-    """Raise KeyboardInterrupt at Ctrl-C again, as Python does."""
+    """Make Ctrl-C raise KeyboardInterrupt again, as Python does by default."""
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

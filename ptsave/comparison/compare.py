@@ -117,19 +117,19 @@ def compare(
     ----------
     a, b : str, os.PathLike or file-like
         The checkpoints, as for :func:`ptsave.open`.  If one of them is a safetensors file, or has
-        several files, only tensors are compared, by their dotted names.  Of two directories, the
-        models are compared, even if they are divided into different shards.  Other checkpoints in
-        them that have the same name or step are compared, too, and other files byte by byte.
+        several files, only tensors are compared, by their dotted names.  If both are directories,
+        their models are compared, even if the shards differ.  The directories' other checkpoints
+        are compared if their names or steps are equal, and other files byte by byte.
     rtol, atol : float, optional
         Numbers are equal if ``abs(a - b) <= atol + rtol * abs(b)``, as for
         :func:`torch.testing.assert_close`.  If only one tolerance is given, the other is 0.
     detail : {"values", "shapes", "names"}, default "values"
-        ``"shapes"`` compares no values of tensors; ``"names"`` compares no values, dtypes or
-        shapes.  Neither reads the values of tensors.
+        ``"shapes"`` compares no values; ``"names"`` compares no values, dtypes or shapes.  With
+        both, the values of tensors are not read.
     ignore_dtype : bool, default False
         Whether tensors with different dtypes are compared by their values, in float64.
     patterns : sequence of str
-        Only entries whose dotted names match one of these patterns (:mod:`fnmatch`) are compared.
+        Compares only entries whose dotted names match a pattern (:mod:`fnmatch`); default: all.
     progress : bool, default False
         Whether to show a progress bar.
     a_storage_options, b_storage_options : mapping, optional
@@ -179,7 +179,7 @@ def compare(
 
 
 def _compare_directories(a: Folder, b: Folder, settings: Settings) -> Comparison:
-    """Compare files of two directories by name; those that are not checkpoints byte by byte."""
+    """Compare files with equal names in two directories: checkpoints by entry, others by byte."""
     found = pairs_in(a, b)
     for folder, others in ((a, found.only_in_a), (b, found.only_in_b)):
         if not (found.pairs or found.problems or others):
@@ -227,7 +227,7 @@ def _add(result: Comparison, file: str, found: Comparison) -> None:
 
 
 def _note_others(folder: Folder, result: Comparison) -> None:
-    """Note a folder's named checkpoints as not compared, because the other side is one file."""
+    """Note a folder's other checkpoints as not compared, because the other side is one file."""
     named = named_checkpoints(folder, look_into(folder, distributed=True))
     if "" in named:  # if not, all are steps, and the newest one was compared
         reason = "the other side is one file"
@@ -360,7 +360,7 @@ class FilePair:
 
 @dataclass
 class FilePairs:
-    """The pairs of files with one name in both directories, and the names in only one."""
+    """The pairs of files with the same name in both directories, and names that only one has."""
 
     pairs: list[FilePair] = field(default_factory=list)
     only_in_a: list[str] = field(default_factory=list)
@@ -369,7 +369,7 @@ class FilePairs:
 
 
 def pairs_in(a: Folder, b: Folder, prefix: str = "") -> FilePairs:
-    """Pair files of two directories and of their subdirectories; names begin with `prefix`."""
+    """Pair files of two directories, also in subdirectories; put `prefix` before each name."""
     sides = look_into(a, distributed=True), look_into(b, distributed=True)
     checkpoints = named_checkpoints(a, sides[0]), named_checkpoints(b, sides[1])
     files = _others_in(a, sides[0]) | checkpoints[0], _others_in(b, sides[1]) | checkpoints[1]

@@ -1,6 +1,6 @@
 """Compares two objects entry by entry, except for the values of tensors.
 
-If loading did not build an object, an `Opaque` stands for it.  `ValueNumbers` compares these.
+An `Opaque` stands for each object that loading did not build; `ValueNumbers` compares them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EntryDifference:
     name : str
         The entry's dotted name; ``""`` for the whole object.
     a, b : object
-        The two values; tensors in them have no values.  None if this checkpoint lacks the entry.
+        The two values; tensors in them have no values.  None for a side that lacks the entry.
     top : str
         For an entry that only one side has: the name of the outermost container around it that the
         other side lacks.  If there is no such container, the entry's own name.
@@ -159,7 +159,7 @@ class EntryComparer:
         return self._pairs_of(parts[0], entries, f"{name}." if depth else "")
 
     def _under_keys_of(self, a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, Any]:
-        """Return `b` with equal keys of `a` in place of its own; here, NaN equals NaN."""
+        """Replace each key of `b` that equals a key of `a` by that key; here, NaN equals NaN."""
         keys = {self._numbers.of(key): key for key in a if type(key) not in _PLAIN_KEYS}
         if not keys:
             return b
@@ -292,7 +292,7 @@ class _Again(NamedTuple):
 
 
 class _Open:
-    """A container of which `ValueNumbers.of` has read some parts; `rest` yields the others."""
+    """A container that `ValueNumbers.of` has read in part; `rest` yields its other parts."""
 
     __slots__ = ("lowest", "order", "rest", "start", "value")
 
@@ -308,7 +308,7 @@ class _Open:
 class ValueNumbers:
     """Gives numbers to the values of several files: equal values get the same number.
 
-    All tensors have the same number, and all storages have another; `tensor_pairs` yields the
+    All tensors have one common number, and all storages have another; `tensor_pairs` yields the
     tensors to compare.  An object in two containers counts as two equal objects.  Each container is
     searched once, unless it contains itself.
     """

@@ -176,7 +176,7 @@ def compare_tensors(
 
 
 class _Packing:
-    """The small tensors of a piece; each side reads them as one row of bytes at equal offsets.
+    """The small tensors of a piece; both sides read them into rows of bytes, at equal offsets.
 
     `numbers` are their positions in the piece; there are none if a side cannot read rows.
     """
@@ -266,7 +266,7 @@ def _read(
 def _values(
     piece: _Piece, packing: _Packing, a: _Side, b: _Side, measure: Measure[_Difference]
 ) -> _Values:
-    """Yield the two tensors of each pair, or None if it is enough that their bytes are equal."""
+    """Yield the two tensors of each pair, or None if equal bytes already give the result."""
     others = zip(a.others, b.others, strict=True)
     if a.row is None or b.row is None:
         yield from others
@@ -331,7 +331,7 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _nbytes_read(tensor: Tensor) -> int:
-    """Return an upper bound of the bytes of memory for reading a tensor.
+    """Return how many bytes of memory the reading of a tensor takes at most.
 
     The complete storage may be read, with the bytes between its tensors.  A copy of an expanded
     tensor is larger than the storage.
@@ -446,7 +446,7 @@ def dense_values(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def _are_small_and_same(a: Tensor, b: Tensor) -> bool:
     """Whether both are small plain tensors with the same bits.
 
-    There are few calls in it, because one takes longer than comparing a small tensor.
+    This function makes few calls, because a call takes longer than comparing a small tensor.
     """
     if a.numel() > _SMALL_NUMEL or a.dtype != b.dtype or a.dtype not in _PLAIN_BITS:
         return False

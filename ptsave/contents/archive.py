@@ -79,8 +79,8 @@ class Archive:
         """Return the names of all tensors, in the order in which the saved object has them.
 
         A name is the path to the tensor: keys of dicts, and indexes of lists and tuples, joined
-        with dots.  If two tensors would get the same name, each name is a tuple of these keys and
-        indexes instead.  If the saved object itself is a tensor, the tensor's name is ``""``.
+        with dots.  If tensors would get the same name, the name of each such tensor is the tuple of
+        its keys and indexes.  If the saved object is itself a tensor, the tensor's name is ``""``.
         """
         return list(self._names.names)
 
@@ -137,7 +137,7 @@ class Archive:
 
         Only the bytes from the tensor's first to its last element are read.  The result has its own
         memory, unless opening loaded the whole file.  It keeps the saved strides unless they would
-        leave much of this memory unused.
+        leave gaps in this memory.
 
         Parameters
         ----------
@@ -147,7 +147,7 @@ class Archive:
             Target device: the CPU by default, even if the tensor was saved from another device.
         verify : bool, optional
             Whether to compare the tensor's whole storage with its checksum.  With True, the whole
-            storage is read for this.  By default, it is compared only if all of it is needed.
+            storage is read for this.  By default, this is done only if the whole storage is needed.
         map_location : torch.device or str, optional
             Another name for `device`.
 
@@ -206,8 +206,8 @@ class Archive:
     def verify(self, *, progress: bool = False) -> None:
         """Read all data of the file, and compare the data with the checksums in the file.
 
-        The call does not keep the data, so it needs little memory.  For a safetensors file, it
-        raises ValueError, because such a file has no checksums.
+        The call does not keep the data, so it needs little memory.  For a safetensors file,
+        ValueError is raised, because such a file has no checksums.
 
         Parameters
         ----------
@@ -390,7 +390,7 @@ class TensorSlice:
     Attributes
     ----------
     shape : torch.Size
-        Shape of the whole tensor.  For a nested tensor, see :class:`TensorInfo`.
+        Shape of the whole tensor.  For a nested tensor, -1 marks a dimension whose size varies.
     dtype : torch.dtype
         Dtype of its elements.
     """
@@ -449,7 +449,7 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     f : str, os.PathLike or file-like
         A path, a URL for fsspec (``s3://bucket/model.pt``), or a seekable file object, which is
         read from its current position on.  A path or URL may name a file, an index of shards, or a
-        directory, which holds shards, a checkpoint of torch.distributed.checkpoint, or one file per
+        directory that holds shards, a checkpoint of torch.distributed.checkpoint, or one file per
         rank.  The content of a file, not the name, decides how the file is read.
     verify : bool, default True
         Whether to compare a storage with its CRC-32 when the whole storage is read.
@@ -457,10 +457,10 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
         Arguments for the file system of a URL.
     recover : bool, default False
         Whether to open the readable part of a ``.pt`` or safetensors file whose end is missing, or
-        which a :class:`ptsave.ArchiveWriter` has not completed.  First, all data of a ``.pt`` file
-        is compared with the checksums.  A warning names the damaged or missing records, and the
-        entries that need these records.  Such entries are left out: a dict at any depth loses only
-        the damaged items, but a list or another object is left out completely.
+        which a :class:`ptsave.ArchiveWriter` has not completed.  With True, opening first compares
+        all data of a ``.pt`` file with its checksums.  A warning names the damaged or missing
+        records, and the entries that need them.  Such entries are left out: a dict at any depth
+        loses only the damaged items, but a list or another object is left out completely.
 
     Returns
     -------
@@ -490,7 +490,7 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     Several threads read all other tensors.  You may replace the file while mapped tensors exist,
     but you must not write into the file.
 
-    If a checkpoint has more files than one sixth of ``ulimit -n``, each file is open only while it
+    If a checkpoint has more than (``ulimit -n``) / 6 files, each file is open only while it
     is read.  If such a file is replaced between two reads, the second read raises OSError.
 
     Opening a distributed checkpoint reads its metadata and all objects that are not tensors.  When
@@ -540,7 +540,7 @@ class TensorInfo(NamedTuple):
         Position of the first element in the file, in bytes.  None in a distributed checkpoint, in a
         file that opening loads completely, and for an empty tensor of a ``.pt`` file.
     record : str or None
-        Name of the archive's record that has the storage; None if there is no such record.
+        Name of the archive's record that has the tensor's storage; None if no record has it.
     shared_with : sequence of (str or tuple)
         The names of the other tensors in the same storage; may be compared with a tuple by ``==``.
     chunks : sequence of ChunkInfo
@@ -561,7 +561,7 @@ class TensorInfo(NamedTuple):
 
 
 class _Others(Sequence["str | Path"]):
-    """All names of a group but one, as a view: a copy for each name would take too much memory."""
+    """All names of a group except one; not a copy, because many copies would take much memory."""
 
     __slots__ = ("_group", "_left_out")
 

@@ -15,7 +15,7 @@ HEADER = "capture"  # the key of the first entry, which is the header
 
 
 def is_capture(obj: object) -> bool:
-    """Return whether a loaded object is from a file that any version of `ptsave.capture` wrote."""
+    """Return whether a loaded object is from a file of `ptsave.capture`, in any version."""
     header = dict.get(obj, HEADER) if isinstance(obj, dict) else None
     return isinstance(header, dict) and dict.get(header, "format") == FORMAT
 
@@ -33,7 +33,7 @@ def captured_run(obj: object, path: str) -> CapturedRun:
 
 
 class CapturedRecords:
-    """Stands in a listing for a block of call records, which may have 100,000 records."""
+    """Replaces, in a listing, a block of call records, because it may have 100,000 records."""
 
     def __init__(self, block: dict[str, Any]) -> None:
         self._block = block
@@ -44,7 +44,7 @@ class CapturedRecords:
 
 
 def with_short_records(obj: object, path: str) -> object:
-    """Return `obj`, or for a capture a new dict with `CapturedRecords` instead of its blocks."""
+    """Return `obj`; if it is a capture, a copy whose blocks of records are `CapturedRecords`."""
     if not isinstance(obj, dict) or not is_capture(obj):
         return obj
     try:

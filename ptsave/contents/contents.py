@@ -111,7 +111,7 @@ class OneFile:
     """Default methods for the `Contents` of a single file."""
 
     def park(self) -> None:
-        """Close the file until the next read; this default does nothing."""
+        """Close the file; the next read opens it again.  This default does nothing."""
 
     @property
     def parts(self: Contents) -> Sequence[Contents]:
@@ -162,7 +162,7 @@ def _batches(
 class UnreadContents(OneFile):
     """`Contents` of a ``.pt`` file; the tensors of `obj` are unread, and take no memory.
 
-    `can_defer_reading` must be true for `reader`.  `file` is the archive's file if it is local.
+    `can_defer_reading` must be true for `reader`.  `file` is the archive's local file, or None.
     """
 
     def __init__(self, reader: RecordReader, file: LocalFile | None = None) -> None:
@@ -242,7 +242,7 @@ class UnreadContents(OneFile):
         return as_saved(tensor, self.read_slice(tensor, ..., verify, device))
 
     def read_into(self, copies: Sequence[tuple[Tensor, Tensor]], verify: bool | None) -> None:
-        """Do the same as in `OneFile`, but read the records directly into the targets."""
+        """For each (target, tensor) in `copies`, read the tensor directly into the target."""
         with self.reader.opened():
             for target, tensor in copies:
                 alike = tensor if tensor.shape == target.shape else tensor.view(target.shape)
@@ -251,7 +251,7 @@ class UnreadContents(OneFile):
             fill(self.reader, (), verify=bool(verify), progress=None)
 
     def can_read_packed(self, tensors: list[Tensor]) -> bool:
-        """Whether each tensor has a record of its own."""
+        """Whether each tensor has a record, and no two tensors share one."""
         numbers = set(self.reader.engine.records_of(tensors))
         return None not in numbers and len(numbers) == len(tensors)
 
@@ -382,7 +382,7 @@ class LoadedContents(OneFile):
 
 
 class ShardedContents:
-    """Several files as one `Contents`, whose `obj` joins the dicts of the files."""
+    """Several files as one `Contents`; its `obj` is one dict with the entries of all files."""
 
     def __init__(self, parts: Sequence[Contents], files: ShardFiles) -> None:
         self.parts = parts
@@ -402,7 +402,7 @@ class ShardedContents:
             self._part_of.update((_key_of(tensor), part) for tensor in tensors_over(part.obj))
 
     def park(self) -> None:
-        """Close each file until the next read from it."""
+        """Close each file; the next read from a file opens it again."""
         for part in self.parts:
             part.park()
 
@@ -468,7 +468,7 @@ def as_saved(like: Tensor, values: Tensor) -> Tensor:
 
 
 def facts_of(tensors: list[Tensor]) -> list[Facts]:
-    """Return the `Facts` of tensors; if a tensor is nested or not strided, its stride is ``()``."""
+    """Return dtype, shape, stride and sizes of tensors; if not strided, the stride is ``()``."""
     facts = _C.tensor_facts(tensors)
     if None not in facts:
         return facts  # type: ignore[return-value]  # no copy: the list may be long

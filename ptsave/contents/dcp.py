@@ -75,7 +75,7 @@ class DcpContents(OneFile):
         source.close()
 
     def _opened(self, source: RangeSource, verify: bool) -> tuple[dict[str, Any], dict[int, str]]:
-        """Read the metadata and the objects; start again if another save replaces the files."""
+        """Read the metadata and the objects; try again if another save replaced the files."""
         metadata = source if isinstance(source, FsspecFile) else source.name
         for n_left in reversed(range(_MAX_OPENINGS)):
             self.checkpoint = DcpCheckpoint(metadata)
@@ -90,7 +90,7 @@ class DcpContents(OneFile):
     # ------------------------------------------------------------------------- its objects
 
     def _objects(self, verify: bool) -> tuple[dict[str, Any], dict[int, str]]:
-        """Load all entries that are not tensors; return them, and the devices of their storages."""
+        """Load all entries that are not tensors; return them, and the device of each storage."""
         self._require_room()
         objects: dict[str, Any] = {}
         locations: dict[int, str] = {}
@@ -230,7 +230,7 @@ class DcpContents(OneFile):
             plan.add(stored, part.begins, part.out, steps=part.steps)
 
     def _check_item(self, files: RankFiles, part: _Part) -> None:
-        """Compare a chunk that torch's writer saved with its checksums, but only the first time."""
+        """Compare the checksums of a chunk of torch's writer, unless an earlier call did this."""
         key = id(part.chunk)
         if key in self._checked_items or files.is_checked(part.chunk.info):
             return

@@ -68,7 +68,7 @@ def find_files(
 
     `f` may also name a directory or an index of shards.  With `distributed`, the directory may have
     one file per rank, or a DCP checkpoint, whose metadata file is then returned.  A directory with
-    several checkpoints raises ValueError, unless one has a name such as ``model.safetensors``.
+    several checkpoints raises ValueError, unless one has a standard name (``model.safetensors``).
     """
     place = open_folder_or_file(f, storage_options)
     if distributed and isinstance(place, Folder):
@@ -185,7 +185,7 @@ def _reason(error: OSError) -> str:
 
 
 def _require_all(files: ShardFiles) -> None:
-    """Open each shard of an index; raise FileNotFoundError if a shard does not exist."""
+    """Raise FileNotFoundError if a shard that an index names does not exist."""
     for path in files.paths if files.weight_map else ():
         try:
             files.open_one(path).close()
@@ -229,12 +229,12 @@ def look_into(folder: Folder, *, distributed: bool = False) -> CheckpointFiles:
 
 
 def _by_number(files: ShardFiles) -> list[str]:
-    """Return a key that sorts names by the values of their numbers, so that 10 follows 9."""
+    """Return a checkpoint's sort key; numbers in names count by their value, so 10 follows 9."""
     return [re.sub(r"\d+", lambda found: found[0].zfill(20), path) for path in files.paths]
 
 
 def named_checkpoints(folder: Folder, found: CheckpointFiles) -> dict[str, ShardFiles]:
-    """Return the checkpoints in `found`, the result of `look_into`, by their names.
+    """Return a dict from names to the checkpoints in `found`, the result of `look_into`.
 
     The name ``""`` means the model that `find_shards` returns, or the only checkpoint.  If ranks
     have saved a step of an AsyncCheckpointer several times, the step's name means the last save.
@@ -254,7 +254,7 @@ def _name_of(files: ShardFiles) -> str:
 
 
 def _add_rank_sets(found: CheckpointFiles, folder: Folder, names: set[str]) -> None:
-    """Add to `found` each set with the files of all ranks; report a step that lacks files."""
+    """Add to `found` each complete set of ranks' files, and a problem if a step lacks files."""
     try:
         sets = rank_sets(folder, names)
     except FileNotFoundError as error:
@@ -410,7 +410,7 @@ def _is_metadata(folder: Folder, name: str) -> bool:
 
 
 def metadata_files(folder: Folder, names: list[str]) -> ShardFiles:
-    """Return the checkpoint whose metadata file `names` has; several names raise ValueError."""
+    """Return the checkpoint of the only metadata file in `names`; several raise ValueError."""
     if len(names) > 1:
         raise ValueError(
             f"{folder.path} holds the checkpoints of {len(names)} ranks, each saved by itself: "
@@ -450,7 +450,7 @@ def find_rank_set(folder: Folder, names: Iterable[str]) -> ShardFiles | None:
 
 
 def rank_sets(folder: Folder, names: Iterable[str]) -> list[ShardFiles]:
-    """Return complete sets of ranks' files, newest last; raise if an <item>_<rank>.pt is absent."""
+    """Return complete sets of ranks' files, newest last; raise if <item>_<rank>.pt is missing."""
     names = list(names)
     steps = _steps(folder, names)
     if steps or any(map(is_step_of_rank, names)):

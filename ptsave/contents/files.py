@@ -170,7 +170,7 @@ def refuse_file_of_rank(source: RangeSource) -> None:
 
 
 def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> list[_T]:
-    """Return the items that are in the file that the index names for them; without index, all.
+    """Return each item whose file is the one that the index names; without an index, all items.
 
     `found` yields the name of each item, the path of its file, and the item.  If an item is not in
     the file that the index names for it, this raises CorruptCheckpointError.
@@ -193,7 +193,7 @@ def those_in_index(found: Iterable[tuple[str, str, _T]], files: ShardFiles) -> l
 
 
 def without_lost(files: ShardFiles, objects: Iterable[tuple[str, Any]]) -> ShardFiles:
-    """Return `files` without the index's entries that damaged shards have lost; warn of these."""
+    """Return `files` without the entries that damaged shards have lost, and warn of the loss."""
     if files.weight_map is None:
         return files
     there = {path: obj.keys() for path, obj in objects if isinstance(obj, Mapping)}
@@ -206,7 +206,7 @@ def without_lost(files: ShardFiles, objects: Iterable[tuple[str, Any]]) -> Shard
 
 
 def refuse_parallel_parts(found: Iterable[tuple[str, str]], files: ShardFiles) -> None:
-    """Raise ValueError if `found` has a tensor name in two ranks' files of a divided model."""
+    """Raise ValueError if two ranks' files of a divided model have a tensor of the same name."""
     if files.weight_map is not None or not all(map(is_parallel_part, files.paths)):
         return
     homes: dict[str, str] = {}
@@ -228,7 +228,7 @@ def is_parallel_part(path: str) -> bool:
 
 
 def ranks_of_parts(files: ShardFiles) -> tuple[tuple[str, ...], ...] | None:
-    """Return the ranks' keys if all files have names like ``consolidated.00.pth``, else None."""
+    """Return keys like "rank0" if all files have names like ``consolidated.00.pth``, else None."""
     if files.weight_map is not None or not all(map(is_parallel_part, files.paths)):
         return None
     return tuple((f"rank{number}",) for number in range(len(files.paths)))
@@ -304,7 +304,7 @@ def merged(objects: Iterable[tuple[str, Any]], files: ShardFiles) -> dict[Any, A
 
 
 def _nested(objects: Iterable[tuple[tuple[str, ...], tuple[str, Any]]]) -> dict[Any, Any]:
-    """Return nested dicts that have each rank's object below the keys of this rank."""
+    """Return nested dicts; the keys of each item in `objects` lead to the object of this item."""
     result: dict[Any, Any] = {}
     for keys, (_, obj) in objects:
         place = result
@@ -380,7 +380,7 @@ def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
 
 
 def is_index(source: RangeSource) -> bool:
-    """Whether a file is an index of shards, which its name or its content may show."""
+    """Whether the name or the content of a file shows that it is an index of shards."""
     if source.kind is not None:
         return False
     head, nbytes = source.head, source.nbytes

@@ -66,10 +66,10 @@ def load(
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     process_group : torch.distributed.ProcessGroup, optional
-        The ranks that together load one file of torch 1.6 or later, by path or URL.  Rank 0 of the
-        group reads each byte once and sends it to all ranks.  If all hosts have the file, the first
-        rank of each host reads for its host.  Every rank of the group must make this call, and may
-        choose its own devices.  With None, each rank reads for itself.
+        The ranks that together load one ``.pt`` file (torch 1.6 or later), by path or URL.  If all
+        hosts have the file, the first rank of each host reads it and sends it to the ranks of its
+        host.  Otherwise, rank 0 of the group reads the file and sends it to all ranks.  Every rank
+        must make this call, and may choose its own devices.  With None, each rank reads for itself.
     device : torch.device, str or int, optional
         Another name for `map_location`.
     **pickle_load_args
@@ -156,7 +156,7 @@ def load_source(
 
 
 def _files_in(directory: str) -> ShardFiles:
-    """Return the files of a checkpoint in a directory; if there are none, raise torch's error."""
+    """Return the files of the checkpoint in a directory; raise IsADirectoryError if it has none."""
     from ptsave.contents.directories import find_files
 
     try:

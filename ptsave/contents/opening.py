@@ -139,7 +139,7 @@ def open_file(source: RangeSource, options: OpenOptions = _DEFAULTS) -> FileCont
 
 
 def _open_state(source: RangeSource, options: OpenOptions) -> FileContents:
-    """Open a file with a state dict; torch does not get a damaged file named ``*.safetensors``."""
+    """Open a file with a state dict; a damaged ``*.safetensors`` file is not passed to torch."""
     if source.kind is None:
         refuse_what_came_instead(source)
     if source.kind == "safetensors" or (
@@ -159,7 +159,7 @@ def _open_safetensors(source: RangeSource) -> FileContents:
 
 @contextmanager
 def reporting_damage(path: str) -> Iterator[None]:
-    """In the block, turn unexpected errors of torch into `CorruptCheckpointError`."""
+    """In the ``with`` block, turn unexpected errors into `CorruptCheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -206,7 +206,7 @@ def _open_zip(source: RangeSource, options: OpenOptions) -> FileContents:
 
 
 def _metadata_if_whole(reader: RecordReader, options: OpenOptions) -> dict[str, str] | None:
-    """Return the metadata of an archive that must be loaded completely; None for all others."""
+    """Return an archive's metadata if the archive must be loaded completely; otherwise None."""
     if not options.for_state:
         require_saved_object(reader)
     elif reader.engine.find("constants.pkl") is not None:
@@ -265,7 +265,7 @@ def _load_whole(
 
 
 def load_whole(source: RangeSource, options: LoadOptions) -> Any:
-    """Load a file (not safetensors) as a stream; records of a remote archive are fetched ahead."""
+    """Load a file (not safetensors) as a stream; prefetch the records of a remote archive."""
     from ptsave.archive.loading import load_file
 
     with source.stream() as stream:

@@ -67,7 +67,7 @@ class Outline:
         return [tensor[0] for tensor in tensors]
 
     def places_of(self, tensors: Sequence[Any]) -> list[Place]:
-        """Return the places of tensors, like `Contents.places_of`."""
+        """Return where tensors are in the file, like `Contents.places_of`."""
         return [tensor[1] or (id(tensor), None, None, None) for tensor in tensors]
 
 

@@ -74,7 +74,7 @@ def read_header(source: RangeSource) -> SafetensorsHeader:
 
 
 def stored_shape(dtype: torch.dtype, shape: Sequence[int]) -> list[int]:
-    """Return the shape that a file states for a torch tensor; it counts packed numbers one by one.
+    """Return a torch tensor's shape as the file states it: packed numbers are counted one by one.
 
     A tensor without dimensions raises ValueError if its dtype packs several numbers in an element.
 
@@ -138,9 +138,9 @@ class SafetensorsContents(OneFile):
     """`Contents` of a safetensors file.
 
     With `maps`, every large tensor of a local file is mapped into memory.  By default, only tensors
-    in the page cache of a local file system are mapped.  For other tensors, a mapping is slow: each
-    page fault reads a few pages, but several threads can read large blocks.  `spans` numbers the
-    tensors by their positions in `header.tensors`.
+    in the page cache of a local file system are mapped.  Threads read all other tensors in large
+    blocks; a mapping would be slower, because each page fault reads only a few pages.  `spans`
+    numbers the tensors by their positions in `header.tensors`.
     """
 
     def __init__(self, source: RangeSource, *, maps: bool = False) -> None:
@@ -321,7 +321,7 @@ def _placed(tensor: Tensor, map_location: Any) -> Tensor:
 
 @functools.cache
 def safetensors_dtypes() -> dict[torch.dtype, str]:
-    """Return the format's name of each dtype that the library can write, in the library's order."""
+    """Return the names of dtypes that the library can write, in the order of tensors in a file."""
     try:
         from safetensors.torch import save
     except ImportError:

@@ -110,7 +110,7 @@ def _refuse_another_kind(source: RangeSource) -> None:
 
 
 def let_library_read(head: bytes, nbytes: int, name: str) -> None:
-    """Let the library open a sparse file of `nbytes` bytes that begins with the header `head`."""
+    """Let the library check a header by opening a sparse file of this size that begins with it."""
     from safetensors import safe_open
 
     # With "pt", the library maps the whole file; the system refuses that if the file is large.
@@ -144,7 +144,7 @@ def _tensors_cut_off(head: bytes, file_nbytes: int) -> list[str]:
 
 
 def recover_safetensors(source: RangeSource) -> Recovery | None:
-    """Return a repaired file with the complete tensors of `source`; None if `source` is whole."""
+    """Return a repaired file with the complete tensors of `source`; None if no end is missing."""
     from ptsave.archive.recovery import CompletedFile, Recovery
 
     try:

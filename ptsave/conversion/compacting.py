@@ -391,7 +391,7 @@ def _joined(part: _Part, end: int, *users: int) -> _Part:
 
 
 def _packed(part: _Part, tensors: Sequence[Tensor]) -> _Part:
-    """Return the part; if it has one tensor with large gaps, without these gaps."""
+    """Return `part`; if only one tensor uses it and has large gaps, the size is without gaps."""
     nbytes = tensors[part.users[0]].nbytes
     saved = part.nbytes - nbytes
     if len(part.users) > 1 or saved < _RECORD_NBYTES or part.nbytes <= _MAX_SPARSE * nbytes:

@@ -155,7 +155,7 @@ def convert(
     max_shard_size : int or str, optional
         The most bytes of tensors in a shard, as for :func:`ptsave.save_model`; default "5GB".
     max_size : int or str, optional
-        The most bytes that all tensors together may take without expansion.  This
+        The most bytes that all tensors together may take when each is written in full.  This
         protects from small files with huge expanded tensors.  The default is 8 times the bytes of
         the storages, and at least 1 GiB.  It has no effect if a ``.pt`` file becomes a ``.pt``
         file, because expanded tensors stay expanded.
@@ -198,8 +198,8 @@ def convert(
     module's extra state is not a tensor, a safetensors file has it in its metadata, as with
     `save_model`.  Conversion of this file to ``.pt`` puts the extra state back into the dict.
 
-    In a distributed checkpoint, parts that are complete rows are copied from file to file; other
-    parts, such as columns, go through a temporary file.  If torch has to load a file completely
+    Parts of a distributed checkpoint's tensors that are complete rows are copied from file to file;
+    other parts, such as columns, go through a temporary file.  If torch has to load a whole file
     (from before torch 1.6, or with sparse or quantized tensors), it is converted from memory.
     Compressed archives, tensors that are not contiguous, and sources that are not local files go
     through an unnamed temporary file beside the target.  No accelerator is used, even if the
@@ -354,9 +354,9 @@ class _Writing:
     def _without_metadata(
         self, tensors: dict[str, Tensor], extra: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Tensor]:
-        """Add the tied tensors whose names are only in the metadata of a safetensors file.
+        """Return `tensors`, and tied tensors whose names are only in a safetensors file's metadata.
 
-        A remark names all other metadata, which is left out, except the extra state `extra`.
+        All other metadata is left out; a remark names it, except the extra state `extra`.
         """
         kept = metadata_names(extra)
         metadata = {k: v for k, v in self._checkpoint.metadata.items() if k not in kept}

@@ -36,7 +36,7 @@ _PLAIN_TYPES = (Tensor, Parameter)
 
 
 class RankWriting:
-    """Plans a checkpoint's dict as one file; two entries with one flat name raise ValueError."""
+    """Plans and writes a dict as a DCP directory; raises ValueError if two flat names are equal."""
 
     def __init__(
         self, checkpoint: SourceCheckpoint, sources: PayloadSources, *, max_size: int | str | None
@@ -68,7 +68,7 @@ class RankWriting:
         payloads = dict(
             zip(tensors, self._sources.payloads_of(list(tensors.values())), strict=True)
         )
-        # Compare records of which all bytes are used.  The others were compared before.
+        # Compare the records whose bytes are all used.  Other records were compared before.
         check_records(payloads.values())
         for name, value in flat.items():
             if name in payloads:

@@ -1,4 +1,4 @@
-"""`DcpCheckpoint`: the entries of a DCP checkpoint, the places of their bytes, and their damage.
+"""`DcpCheckpoint`: the entries of a DCP checkpoint, where their bytes are, and which are damaged.
 
 The metadata may be hostile.  So its numbers are compared with the sizes of the files before any
 memory is allocated.
@@ -357,7 +357,7 @@ class DcpCheckpoint:
         """Rebuild the dicts and lists that the save's planner flattened, in the metadata's order.
 
         `values` has all entries by flat name.  The result has the same structure as the file that
-        torch's ``dcp_to_torch_save`` writes.  Equal paths of entries raise CorruptCheckpointError.
+        torch's ``dcp_to_torch_save`` writes.  Two equal paths raise CorruptCheckpointError.
         """
         paths = self._metadata.planner_data
         if not isinstance(paths, dict):  # absent, or in another planner's format
@@ -375,7 +375,7 @@ class DcpCheckpoint:
 
 
 class _Nested:
-    """Nested dicts and lists; `put` adds a value in the way of torch's function set_element."""
+    """Nested dicts and lists; `put` adds a value as torch's function `set_element` does."""
 
     def __init__(self) -> None:
         self.root: dict[Any, Any] = {}

@@ -103,7 +103,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the object that a pickle names; raise if the pickle may not use the object.
 
-        A pickle can set attributes of a function, so each pickle gets its own functions for paths.
+        For a path class, this is a new function, because a pickle could change a shared function.
         """
         full = f"{module}.{name}"
         if full in _ALLOWED:
@@ -136,7 +136,7 @@ def _layout(text: str) -> torch.layout:
 
 @contextmanager
 def _guarded_classes() -> Iterator[None]:
-    """Undo changes that a pickle makes to the allowed classes, and raise if there were any."""
+    """After the `with` block, undo a pickle's changes to allowed classes, and raise if any."""
     before = {kind: dict(vars(kind)) for kind in _GUARDED}
     try:
         yield
@@ -533,7 +533,7 @@ class _Pickle:
         return b"".join(parts) + _BUILD
 
     def _columns_of(self, infos: list[Any]) -> tuple[Any, ...]:
-        """Return the pickled places of items, as columns for `packed_rows`."""
+        """Return the pickled StorageInfos of items, as the columns that `packed_rows` joins."""
         if not all(map(_is_usual, infos)):
             return ([self._place(info) for info in infos],)
         begin = self._begin_of_place
@@ -546,7 +546,7 @@ class _Pickle:
         )
 
     def _begin_of_place(self, file: Any) -> bytes:
-        """Return the pickle of an item's place, up to the item's offset in the file."""
+        """Return the pickle of an item's StorageInfo, up to the item's offset in the file."""
         _require(file, str)
         begin = self._class(torch_dcp.StorageInfo) + _NEW + _STATE
         begin += self._constant("relative_path") + self._constant(file)
@@ -599,7 +599,7 @@ def _require_all(values: Iterable[Any], *kinds: type) -> None:
 
 
 def _is_usual(info: Any) -> bool:
-    """Return whether a place has only the usual fields, and its numbers fit into 31 bits."""
+    """Return whether a StorageInfo has only the usual fields, and its numbers fit into 31 bits."""
     state = vars(info)
     offset, length = state.get("offset"), state.get("length")
     return (

@@ -362,7 +362,7 @@ class RankFiles:
         return [offset for _, offset in self._read_checked([name], boxes, [table])]
 
     def _table(self, name: str, boxes: Sequence[Box | StoredTensor]) -> Tensor | None:
-        """Return a file's table of checksums, read only where `boxes` need it; None: no checks."""
+        """Return the parts that `boxes` need of a file's checksums; None if nothing is verified."""
         file = self._checked.get(name)
         if file is None or not self.verify:
             return None

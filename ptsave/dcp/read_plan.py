@@ -66,7 +66,7 @@ class Box:
 
     @property
     def n_runs(self) -> int:
-        """Number of parts that are contiguous in the file and in memory."""
+        """Number of ranges of bytes that are contiguous both in the file and in memory."""
         if self.packed_nbytes >= 0:
             return 1
         n_runs, run = 1, self.target.itemsize
@@ -161,7 +161,7 @@ class StoredTensor:
         return 0 if self.offset % BLOCK_NBYTES else self.nbytes // BLOCK_NBYTES
 
     def box(self, begins: Sequence[int], target: Tensor, steps: Sequence[int] = ()) -> Box:
-        """Return the box that reads the part at index `begins` into `target`; raise if none fits.
+        """Return a box to read the part at index `begins` into `target`; raise if it does not fit.
 
         In each dimension, `steps` has the distance between neighboring elements (default: 1).
         """
@@ -194,7 +194,7 @@ def packed_strides(shape: torch.Size, itemsize: int) -> tuple[int, ...]:
 
 
 def is_strided(tensor: Any) -> bool:
-    """Return whether a tensor is strided, and its memory has its values unchanged."""
+    """Return whether a tensor is plain and strided, not quantized, and has no conj or neg bit."""
     return (
         type(tensor) in _PLAIN_TYPES
         and tensor.layout == torch.strided
@@ -205,7 +205,7 @@ def is_strided(tensor: Any) -> bool:
 
 
 def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether values of `dtype` can be read from a file directly into a tensor's rows."""
+    """Return whether values of `dtype` can be read from a file directly into `target`."""
     return (
         is_strided(target)
         and target.is_cpu

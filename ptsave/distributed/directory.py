@@ -129,7 +129,7 @@ class CheckpointDirectory(LocalFolder):
         self.remove_leftovers(lambda name: _RANK_FILE.fullmatch(name) is not None)
 
     def _named_by_ranks(self, names: list[str], rank: int | None) -> set[str]:
-        """Return the files that other metadata in the directory names."""
+        """Return the files that metadata of other saves in the directory names."""
         named: set[str] = set()
         for name in names:
             match = _RANK_METADATA.fullmatch(name)
@@ -231,7 +231,7 @@ class RankFile:
     def add_payload(
         self, dtype: torch.dtype, shape: torch.Size, payload: StoragePlace
     ) -> tuple[int, int]:
-        """Add a tensor that `write` reads from `sources`; return the item's offset and size."""
+        """Add a tensor that `write` reads from its `sources`; return the item's offset and size."""
         place = (payload.nbytes, payload.source, payload.offset, payload.parts)
         head = head_of(dtype, shape)
         at = _align(self._end + len(head), _alignment(payload.nbytes))

@@ -256,7 +256,7 @@ def _write_items(values: dict[str, Any], is_coordinator: bool) -> list[WriteItem
 
 
 def _plain_write_items(values: dict[str, Any], alike: list[int]) -> list[WriteItem]:
-    """Return the items of the plain tensors; `alike` has -1 for all other values."""
+    """Return the write items of the plain tensors; `alike` has -1 for each other value."""
     tensors = [*values.values()]
     by_number = {number: _Kind(tensors[number]) for number in set(alike) - {-1}}
     kinds = [by_number[number] for number in alike if number >= 0]
@@ -283,7 +283,7 @@ def _global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], dict[str, Any],
         for number, item in enumerate(plan.items):
             name, data = item.index.fqn, item.tensor_data
             if item.type != WriteItemType.SHARD and name in described:
-                raise AssertionError(f"{name} is to be written twice")
+                raise AssertionError(f"{name} is planned twice, but only one item may write it")
             if data is None:
                 described[name] = BytesStorageMetadata()
                 continue
@@ -300,7 +300,7 @@ def _global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], dict[str, Any],
 
 
 def _described_as_whole(items: list[WriteItem]) -> dict[str, Any] | None:
-    """Return descriptions of a plan's entries, or None if a tensor is written in parts."""
+    """Return the metadata of a plan's entries by name; None if a tensor is written in parts."""
     tensors = [item for item in items if item.tensor_data is not None]
     data: list[Any] = [item.tensor_data for item in tensors]
     are_whole = all(_is_all(each.chunk, each.size) for each in {id(d): d for d in data}.values())
@@ -341,7 +341,7 @@ def _is_all(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
 
 
 def _is_initialized(flat: _Flattened) -> bool:
-    """Return whether there are no lists, meta tensors or unusual values: torch may replace them."""
+    """Return whether `flat` has no list, meta tensor or unusual value; torch may replace these."""
     return flat.has_only_dicts and all(
         not value.is_meta if type(value) in _PLAIN_TYPES else type(value) in _NUMBERS_AND_TEXTS
         for value in flat.values.values()
@@ -376,7 +376,7 @@ def _read_items(values: dict[str, Any], metadata: Metadata, strict: bool) -> lis
 
 
 def _plain_read_items(values: dict[str, Any], places: list[_Place | None]) -> list[ReadItem]:
-    """Return a read item for each tensor that has a place; each item reads the whole tensor."""
+    """Return an item that reads the whole tensor, for each value whose place is not None."""
     begins = [place[0] for place in places if place is not None]
     index = {
         "fqn": [name for name, place in zip(values, places, strict=True) if place is not None],
@@ -396,7 +396,7 @@ def _plain_read_items(values: dict[str, Any], places: list[_Place | None]) -> li
 
 
 def _places_of_whole(values: dict[str, Any], described: dict[str, Any]) -> list[_Place | None]:
-    """Return a place for each plain tensor that was saved as one chunk; None for other values."""
+    """Return (offsets, size) of each plain tensor saved as one chunk; None for other values."""
     places: list[_Place | None] = []
     # Keeps places by the tensor's kind and its entry's sizes, because most entries are alike.
     known: dict[Any, _Place | None] = {}

@@ -61,7 +61,7 @@ class StorageReader(storage.StorageReader):
     verify : bool, default True
         Whether each block of 4,096 bytes is compared with its checksum before its bytes reach a
         tensor.  In a checkpoint of torch's writer, each saved part of a tensor has one checksum.
-        It is compared after the read, and only if the whole part is read.
+        This checksum is compared after the read, and only if the whole part is read.
     weights_only : bool, default False
         Whether to refuse objects that ``torch.load(weights_only=True)`` does not allow.  DCP's
         planner loads objects with ``weights_only=False``, which lets a checkpoint run any code.
@@ -312,7 +312,7 @@ class _Load:
 
     @cached_property
     def _infos(self) -> dict[str, tuple[Any, Any]]:
-        """Offset and place of a saved part by tensor name, for a lookup without a MetadataIndex."""
+        """By tensor name, the offset and StorageInfo of one part; this avoids a MetadataIndex."""
         return {
             key.fqn: (key.offset, info)
             for key, info in self._metadata.storage_data.items()

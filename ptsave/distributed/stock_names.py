@@ -243,7 +243,7 @@ _lock = threading.Lock()
 def exchange(*, installed: bool) -> None:
     """With `installed`, replace torch's objects by ptsave's; otherwise, put torch's back.
 
-    If other code has put another object in place of one of them, that object stays.
+    If other code has replaced one of these objects, its replacement stays.
     """
     with _lock:
         for module, name, stock, ours in _NAMES:

@@ -147,7 +147,7 @@ class StorageWriter(storage.StorageWriter):
         return [*map(with_item_list, plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, which is complete (and with `fsync` durable) on return."""
+        """Write this rank's file; on return, it is complete, and with `fsync` it is on the disk."""
         future: Future[list[WriteResult]] = Future()
         with pausing_garbage_collection():
             future.set_result(self._write(plan.items, planner))

@@ -67,7 +67,7 @@ def installed_torch(remedy: str) -> str:
 def build(
     build_dir: Path, targets: Sequence[str], option: str, version: str, jobs: int | None = None
 ) -> list[Path]:
-    """Build CMake targets with `option` turned on; return the files, or raise a SystemExit."""
+    """Build CMake targets with `option` turned on; return the built files, or raise SystemExit."""
     definitions = {
         "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_MAKE_PROGRAM": _tool("ninja", "BIN_DIR"),

@@ -42,7 +42,7 @@ def _own_version() -> str:
 def own_folders() -> list[Path]:
     """Return the folders for engines that `ptsave.build_engine` compiles.
 
-    These folders are outside the package's folder, because pip does not remove unknown files there.
+    These folders are outside the package's folder, because pip would not uninstall engines there.
     """
     below = Path("share", "ptsave", "engines", _own_version())
     folders = [Path(sysconfig.get_path("data")) / below]
@@ -67,7 +67,7 @@ def find(torch_version: str) -> Path:
 
 @cache
 def require() -> None:
-    """Raise ImportError if there is no engine for the installed torch; once found, do nothing."""
+    """Raise ImportError if there is no engine for this torch; check only until one is found."""
     find(importlib.import_module("torch").__version__)
 
 

@@ -163,7 +163,7 @@ def write_entries(
     """Write entries to a file; a failure leaves no partial file.
 
     A single entry is written by itself, several are written as a dict.  The suffix ``.safetensors``
-    or ``.npy`` selects this format; then `max_size` limits the bytes of the tensors.
+    or ``.npy`` selects this format; only with these, `max_size` limits the tensors' bytes.
     """
     obj = next(iter(entries.values())) if len(entries) == 1 else dict(entries)
     if not isinstance(output, str):

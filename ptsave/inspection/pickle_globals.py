@@ -1,6 +1,6 @@
 """Finds the functions and classes that a checkpoint names, without running its pickle.
 
-Functions here import modules that need torch, because `ptsave globals` often works without torch.
+Modules that need torch are imported in functions: `ptsave globals` often works without torch.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class FileListing:
-    """The contents of one file; facts, places, sharing and chunks have indices of tensors."""
+    """The contents of one file; keys of `sharing` and `chunks` are tensors' indices in `facts`."""
 
     path: str
     kind: str  # "pt", "safetensors", ...
@@ -126,7 +126,7 @@ def listing_of(contents: Contents | Outline) -> FileListing:
 
 
 def _groups_of(storages: list[object]) -> dict[int, list[int]]:
-    """Return the groups of tensors that share a storage, each by its first tensor's number."""
+    """Return groups of tensors that share a storage; the key is the first tensor's number."""
     groups: dict[int, list[int]] = {}
     if len(set(storages)) == len(storages):
         return groups
@@ -139,7 +139,7 @@ def _groups_of(storages: list[object]) -> dict[int, list[int]]:
 
 
 def totals_of(listing: FileListing, numbers: Sequence[int]) -> Totals:
-    """Return totals of the nodes `numbers`; unless these are all, `unused_nbytes` is 0."""
+    """Return totals of the nodes `numbers`; if a tensor is left out, `unused_nbytes` is 0."""
     nodes, facts, sharing = listing.tree.nodes, listing.facts, listing.sharing
     tensors = [nodes[number].tensor for number in numbers if nodes[number].tensor >= 0]
     if len(tensors) == len(facts):
@@ -169,7 +169,7 @@ def _used_nbytes(views: set[Facts], storage_nbytes: int) -> int:
 
 
 def select(listings: Sequence[FileListing], patterns: Sequence[str]) -> list[list[int]]:
-    """Return each file's nodes that match a pattern; a pattern without a match is a KeyError."""
+    """Return each file's nodes that match a pattern; raise KeyError for one without a match."""
     if not patterns:
         return [[*range(len(listing.tree.nodes))] for listing in listings]
     for pattern in patterns:
@@ -211,7 +211,7 @@ class Verification:
 
 
 def compare_with_index(files: ShardFiles, shards: list[Verification]) -> list[Problem]:
-    """Return a problem for each tensor in two files, or not in the file that the index names."""
+    """Return a problem for each tensor that is not where the index puts it, or is in two files."""
     problems = []
     found: dict[str, str] = {}
     for shard in shards:

@@ -281,7 +281,7 @@ def _tensors_in(source: RangeSource, reader: RecordReader, is_damaged: bool) -> 
 def _tensors_made_of_values(
     source: RangeSource, reader: RecordReader, is_damaged: bool
 ) -> _Tensors:
-    """Do the same as `_tensors_in`, for an object that needs the values of its tensors."""
+    """Do the same as `_tensors_in`, for an object that is built from its tensors' values."""
     found = entries_with_records(reader, set(reader.get_all_records()))
     users: dict[str | None, list[str]] = {}
     for name, record in found:

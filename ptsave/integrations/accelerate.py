@@ -149,7 +149,7 @@ def _remove_leftovers(directory: str) -> None:
 
 
 def _engine(accelerator: Any, *, fsync: bool | None = None) -> AbstractContextManager[None]:
-    """Return a context manager that installs ptsave, for FSDP with ``distributed=True``."""
+    """Return a context manager that installs ptsave; with FSDP, distributed checkpoints, too."""
     is_sharded = accelerator.distributed_type == "FSDP"
     return installed(safetensors=True, distributed=is_sharded or None, fsync=fsync)
 
@@ -175,7 +175,7 @@ def _load_state(
 
 @contextmanager
 def _remembering_damage() -> Iterator[None]:
-    """If the block catches CorruptCheckpointErrors of ``torch.load``, raise the first one."""
+    """After the block, raise the first CorruptCheckpointError of ``torch.load`` that it caught."""
     load, errors = torch.load, list[CorruptCheckpointError]()
 
     def noting(*args: Any, **kwargs: Any) -> Any:

@@ -42,8 +42,8 @@ class CheckpointIO:
     verify : bool, default True
         Whether loading compares checksums.
     storage_options : mapping, optional
-        Options for the file system of URLs.  Options of a ``save_checkpoint`` call take precedence,
-        also when its checkpoint is loaded or removed.
+        Options for the file system of URLs.  The options of a ``save_checkpoint`` call
+        take precedence, also when the saved checkpoint is later loaded or removed.
     weights_only_check : bool, default False
         As for :func:`ptsave.save`.
 
@@ -52,7 +52,7 @@ class CheckpointIO:
     Strategies that write several files (FSDP, ModelParallel, DeepSpeed) do not use the plug-in.
     FSDP and ModelParallel can use :mod:`ptsave.distributed`: ``install(distributed=True)``.
     The method ``load_checkpoint`` returns the whole checkpoint in CPU memory, as Lightning expects.
-    :func:`ptsave.load_checkpoint` loads a model without this second copy in memory.
+    :func:`ptsave.load_checkpoint` loads a checkpoint into a model without this copy.
     The default ``weights_only=None`` means torch's default, also for ``http://`` URLs.  For these,
     Lightning's own plug-in uses False.
 
@@ -169,13 +169,13 @@ class AsyncCheckpointIO(CheckpointIO):
       class delays the removal until the new one is written, and removes nothing if the save fails.
     * The next call that saves, loads or removes raises the error of a failed save.  The end of the
       Trainer's run (``teardown``) also raises it.  With Fabric, call ``teardown()`` yourself.
-      Otherwise Python waits for unfinished saves when it exits, and warns of failed ones.
+      Without this call, Python waits for unfinished saves at exit, and warns of failed ones.
     * ``load_checkpoint`` waits for pending saves first.
 
     Parameters
     ----------
     fsync : bool, default True
-        Whether older checkpoints are removed only when the new one survives power loss.  With
+        Whether older checkpoints stay until the new one is safe from power loss.  With
         False, the new one survives the end of the process, but perhaps not a power loss.
     atomic, verify, storage_options, weights_only_check
         As for :class:`CheckpointIO`.

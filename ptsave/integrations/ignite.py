@@ -150,7 +150,7 @@ class AsyncSaveHandler(SaveHandler):
     *args : object
         ``dirname`` and other options of :class:`SaveHandler`.
     fsync : bool, default True
-        Whether older checkpoints are removed only when the new one survives power loss.
+        Whether older checkpoints stay until the new one is safe from power loss.
     **kwargs : object
         Options of :class:`SaveHandler`.
 

@@ -62,7 +62,7 @@ class Pending(Generic[_Key]):
             self._changed.wait_for(lambda: not any(map(is_awaited, self._pending)))
 
     def wait(self) -> None:
-        """Wait for all pending saves; then `check`."""
+        """Wait for all pending saves; then raise the errors as `check` does."""
         self.settle()
         self.check()
 
@@ -117,7 +117,7 @@ class PendingSaves(Pending[SaveFuture]):
     def remove(self, path: str, storage_options: _Options = None) -> None:
         """Remove a checkpoint when all pending saves are written, or now if there are none.
 
-        A relative path is made absolute now.
+        A later change of the current directory does not change which checkpoint is removed.
         """
         with self._locked():
             if self._pending:
@@ -155,7 +155,7 @@ class PendingSaves(Pending[SaveFuture]):
                         self._failures.append(error)
 
     def _due_removals(self, future: SaveFuture, *, failed: bool) -> list[tuple[str, _Options]]:
-        """Return removals that waited only for `future`; with `failed`, drop them instead."""
+        """Return removals that waited only for `future`; if `failed`, drop all that await it."""
         due = []
         for key, (path, storage_options, awaited) in list(self._removals.items()):
             if future in awaited:
@@ -168,12 +168,12 @@ class PendingSaves(Pending[SaveFuture]):
 
 
 class StagedFile(HeldLock):
-    """A file to save; for some names, `path` is first in a locked temporary directory.
+    """A file to save; write it to `path`, which may be in a temporary directory, then `publish`.
 
-    A killed save leaves ``.<name>.<16 hex digits>.ptsave`` beside the file.  In any name with
+    A killed save leaves ``.<name>.<16 hex digits>.ptsave`` beside the file.  In names with
     ``hpc_ckpt_``, Lightning takes the digits for a checkpoint's number, and would try to resume
-    from a checkpoint that does not exist.  So files with such names are saved in a temporary
-    directory with an unrelated name.  Each such save first removes directories of dead processes.
+    from a checkpoint that does not exist.  So a file ``hpc_ckpt_*`` is first saved in a temporary
+    directory with another name.  Each such save first removes directories of dead processes.
     """
 
     _N_ATTEMPTS = 16
@@ -228,8 +228,8 @@ class StagedFile(HeldLock):
                     return self._hold(lock)
                 os.close(lock)
         raise FileExistsError(
-            "the save could not start: other saves took its temporary directory for one that a "
-            f"killed process has left, and removed it {self._N_ATTEMPTS} times: save again"
+            f"the save could not start: other saves removed its temporary directory "
+            f"{self._N_ATTEMPTS} times, as if a killed process had left it: save again"
         )
 
     def _remove_leftovers(self, parent: str) -> None:

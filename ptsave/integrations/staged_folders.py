@@ -1,8 +1,9 @@
 """Checkpoints that are directories: a directory gets its name only when it is complete.
 
 The files are written into ``.<name>.ptsave/<name>``, which no library takes for a checkpoint.  Then
-a rename gives the directory its name.  The rename replaces an existing directory in one step if the
-file system can do so.  If that one cannot be renamed, the new files are moved into it one by one.
+a rename gives the directory its name.  The rename exchanges it with an existing directory in one
+step if the file system can do so.  Otherwise the old directory is first renamed to another name; if
+even this is not possible, the new files are moved into it.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class StagedFolder:
             os.rename(self._old, self.final)
 
     def left_behind(self) -> str | None:
-        """Return the old folder's path if a process was killed between its two renames."""
+        """Return the old folder's path if a process was killed between `_replace`'s renames."""
         return self._old if os.path.isdir(self._old) and not os.path.lexists(self.final) else None
 
     def _put_in_order(self) -> None:
@@ -190,7 +191,7 @@ class StagedFolder:
         os.unlink(self._filling)
 
     def _replace(self) -> None:
-        """Exchange the names of the two directories; first note which directory is the new one."""
+        """Give the new directory its name in one step or, if that is impossible, in two."""
         if self._keeps_others:
             Path(self._mark).write_text(str(os.stat(self.path).st_ino))
             if self._fsync:
@@ -398,7 +399,7 @@ class FolderSaves(Pending[StagedFolder]):
         futures: Sequence[SaveFuture],
         end: Callable[[BaseException | None], None],
     ) -> None:
-        """After the last save, call `end` on the writing thread, with the first error or None."""
+        """When all `futures` are done, call `end` with the first error or None."""
         if not futures:
             end(None)
             return
@@ -431,8 +432,8 @@ def writes_in_background(folder: StagedFolder, *, fsync: bool) -> Iterator[list[
     """In the block, ``torch.save`` and ``save_file`` into `folder` copy tensors, and write later.
 
     The files are written after the block, or within it if memory for the copies runs out.  Calls
-    that save elsewhere, or whose tensors safetensors must check, write at once.  The yielded list
-    gets the futures.  If the block raises an error, each save is cancelled or, if begun, awaited.
+    that save elsewhere, have further options, or have tensors that share memory write at once.  The
+    yielded list gets the futures.  If the block raises, saves are cancelled or, if begun, awaited.
     """
     futures: list[SaveFuture] = []
     try:

@@ -61,7 +61,7 @@ _MIN_PARALLEL_NBYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A stored tensor, and its whole record as a tensor of bytes."""
+    """A stored tensor, and the record that contains it, as a tensor of bytes."""
 
     tensor: StoredTensor
     record: StoredTensor
@@ -349,7 +349,7 @@ class Storage:
             stream.write(memoryview(data).cast("B"))
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Make a directory and its parents, if missing; if not `recursive`, it must be missing."""
+        """Make missing directories up to `path`; if not `recursive`, make only `path` itself."""
         if recursive:
             os.makedirs(path, exist_ok=True)
         else:

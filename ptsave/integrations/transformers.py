@@ -202,7 +202,7 @@ class CheckpointMixin:
         futures.extend(begun)
 
     def _engine(self) -> AbstractContextManager[None]:
-        """Return a context manager that installs ptsave, for FSDP with ``distributed=True``."""
+        """Return a context manager that installs ptsave; with FSDP, DCP checkpoints, too."""
         return installed(
             safetensors=True, distributed=self.is_fsdp_enabled or None, fsync=self._fsync or None
         )

@@ -74,7 +74,7 @@ def items_of(tensors: Mapping[str, Tensor], plan: WeightPlan) -> list[Item]:
 
 @dataclass(eq=False, repr=False, slots=True)
 class _Piece:
-    """Consecutive elements of an item that are read together; `begin` is the first one's number."""
+    """Consecutive elements of an item that are read together; `begin` is the first one's index."""
 
     item: Item
     begin: int
@@ -94,7 +94,7 @@ class Filling:
         self._sent_to: set[torch.device] = set()  # accelerators of parameters that loaders fill
 
     def fill(self, items: Sequence[Item], *, is_all: bool) -> None:
-        """Fill the items' targets; on the last call (`is_all`), close each file after its items."""
+        """Fill the items' targets; with `is_all` (last call), close files after their last item."""
         with pausing_garbage_collection():
             direct, others = divided(items)
             wanted = items if is_all else ()
@@ -183,7 +183,7 @@ class Filling:
         return Read(entry, memory.tensor(shape, entry.dtype), begin, part.index)
 
     def _max_ahead_nbytes(self, items: Iterable[Item]) -> int:
-        """Return the most bytes to read in advance; page-locked memory may have a lower limit."""
+        """Return how many bytes may be read in advance: 128 MiB, or less in page-locked memory."""
         from ptsave.models.iterating import MAX_AHEAD_NBYTES
 
         self._sent_to = {
@@ -236,7 +236,7 @@ def _nbytes_by_shard(sizes: Iterable[tuple[Shard, int]]) -> dict[Shard, int]:
 
 
 def divided(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
-    """Return the items that can be read directly into their targets, and all other items."""
+    """Return two lists: items that can be read directly into their targets, and all others."""
     direct: list[Item] = []
     others: list[Item] = []
     take_bytes = _C.take_bytes(
@@ -361,9 +361,9 @@ def note_changes(tensors: Iterable[Tensor]) -> None:
 
 
 class PinnedMemory:
-    """Allocates page-locked tensors; those in use never take more than `max_nbytes` together.
+    """Allocates page-locked tensors; all that are in use take at most `max_nbytes` together.
 
-    A loader may start copies without waiting: torch reuses the memory only when they are done.
+    A loader may start copies without waiting: torch reuses memory only after its copies are done.
     """
 
     def __init__(self, max_nbytes: int) -> None:
@@ -371,7 +371,7 @@ class PinnedMemory:
         self._lent: list[torch.UntypedStorage] = []
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return an uninitialized tensor, or None if it is small or would exceed `max_nbytes`."""
+        """Return an uninitialized tensor; None if it would be small, or exceed `max_nbytes`."""
         busy = [not is_idle(self._lent, number) for number in range(len(self._lent))]
         self._lent = [storage for storage, keep in zip(self._lent, busy, strict=True) if keep]
         nbytes = shape.numel() * dtype.itemsize

@@ -79,7 +79,7 @@ class SentShard(NamedTuple):
 
 
 class WeightSource:
-    """The open files on the reading rank; one numbering counts the records of all files."""
+    """The open files on the reading rank; the records of all files are numbered consecutively."""
 
     def __init__(self, opened: OpenShards) -> None:
         by_shard: dict[Shard, list[Entry]] = defaultdict(list)
@@ -96,7 +96,7 @@ class WeightSource:
             self._homes += [(shard, number) for number in numbers]
 
     def read(self, spans: Sequence[Span]) -> None:
-        """Read ranges of bytes into their targets; `Span.record` is a number across all files."""
+        """Read ranges of bytes into their targets; `Span.record` counts all files' records."""
         by_shard: dict[OpenShard, list[Span]] = defaultdict(list)
         for span in spans:
             shard, record = self._homes[span.record]
@@ -135,7 +135,7 @@ class WeightSource:
 def _sent(
     shard: OpenShard, entries: Sequence[Entry]
 ) -> tuple[list[SentEntry], list[int], list[SentRecord]]:
-    """Describe the entries; return this, the records' numbers, and the records' descriptions."""
+    """Return descriptions of the entries, and numbers and descriptions of their records."""
     contents = shard.contents
     homes: Sequence[int | None]
     if isinstance(contents, UnreadContents):
@@ -245,13 +245,13 @@ class GroupWeights:
         self.wait(CHECKED)
 
     def filling(self, reader: ShardReader, progress: ProgressCallback | None) -> GroupFilling:
-        """Return an object that fills a model from received records, without the `reader`."""
+        """Return an object that fills a model from received records; `reader` is not used."""
         return GroupFilling(self, progress)
 
     def receive(
         self, wanted: Mapping[int, Sequence[_Copy]], done: Callable[[int], None] | None
     ) -> None:
-        """Receive each record in `wanted`, make its copies, and call `done` with its number."""
+        """Receive each record in `wanted`, make the copies given there, and call `done(record)`."""
 
         def take(record: int, begin: int, part: Tensor) -> None:
             with torch.no_grad():
@@ -264,7 +264,7 @@ class GroupWeights:
         self._records.receive(set(wanted), take, verify=True)
 
     def _read(self, reads: Sequence[Read]) -> None:
-        """Receive tensors at once; meanwhile, other ranks wait, or receive tensors themselves."""
+        """Receive these tensors now; the other ranks wait, or receive tensors of their own."""
         wanted: dict[int, list[_Copy]] = defaultdict(list)
         for read in reads:
             if read.entry.nbytes:

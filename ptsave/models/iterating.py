@@ -35,7 +35,7 @@ def iter_weights(
     map_location: torch.device | str | int | None = None,
     key_mapping: Rename | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the values of each tensor in a set of shards or in one file, in order.
+    """Yield the name and the values of each tensor in a model's files, in the order of the files.
 
     While the caller uses one tensor, the next ones are read.  If the caller keeps no tensor, this
     needs at most 128 MiB of memory, or the size of the largest tensor if that is more.
@@ -126,7 +126,7 @@ _MIN_MEAN_NBYTES = 4 << 10  # smaller reads take mostly Python time, so threads 
 
 
 class Bounds(NamedTuple):
-    """Limits what may be read before it is used; one large tensor may exceed both byte limits."""
+    """Limits how much is read before it is used; one large tensor may exceed both byte limits."""
 
     n_threads: int  # each reads one batch at a time
     n_batches: int  # most batches that are read, or being read, and not used yet

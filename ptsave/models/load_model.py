@@ -78,15 +78,15 @@ def load_model(
     sizes are checked.  Then several threads read every byte once, directly into the parameters
     where possible.  Other tensors first go to a buffer of at most 128 MiB, or as large as the
     largest tensor for a ``weight_loader``.  If loaders copy to an accelerator, the buffer is
-    page-locked, up to ``PTSAVE_MAX_PINNED_BYTES``.  Parts of a safetensors file that are already in
-    the page cache are used there, without a copy in the buffer.
+    page-locked, up to ``PTSAVE_MAX_PINNED_BYTES`` (an environment variable).  Parts of a
+    safetensors file that are already in the page cache are used there, without the buffer.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The model.  If a parameter has an attribute ``weight_loader``, this function fills the
-        parameter.  It is called as ``weight_loader(parameter, tensor)``, or for a part of a packed
-        parameter as ``weight_loader(parameter, tensor, shard_id)``.  For a shard id
+        The model.  If a parameter has an attribute ``weight_loader``, `load_model` calls it to
+        fill the parameter: ``weight_loader(parameter, tensor)``, or for a part of a packed
+        parameter ``weight_loader(parameter, tensor, shard_id)``.  For a shard id
         ``("w1", 3)``, a loader with an argument `expert_id`, such as the loader of vLLM's
         ``FusedMoE``, also gets the parameter's name, ``shard_id="w1"`` and ``expert_id=3``.  The
         tensor is on the CPU, and the loader may keep it.  A loader with the attribute
@@ -106,12 +106,12 @@ def load_model(
         may be a tuple (``("w1", 3)``).  A list of pairs (packed name, shard id) sends one tensor to
         several places.  ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`` has the shard ids 0, 1 and
         2.  Instead of a mapping, a list of tuples ``(packed name, name, shard id)`` is allowed.
-        Names match complete components of a tensor's name; of several names, the longest is used.
-        If a tensor fits nowhere, names also match within components.  If the model lacks the packed
-        parameter, the tensor keeps its name.  If a packed parameter has no ``weight_loader``, the
-        parts are placed one after another, in the order of the mapping,
-        along the dimension in which their sizes add up to the parameter's size.  Default: the
-        model's attribute ``packed_modules_mapping``, if it exists.
+        The mapping's names match complete components of a tensor's name; of several matches, the
+        one with the most components is used.  If a tensor fits nowhere, names also match within
+        components.  If the model lacks the packed parameter, the tensor keeps its name.  If a
+        packed parameter has no ``weight_loader``, the parts are placed one after another, in the
+        order of the mapping, along the dimension in which their sizes add up to the parameter's
+        size.  Default: the model's attribute ``packed_modules_mapping``, if it exists.
     rename : callable or mapping, optional
         New names for the checkpoint's tensors, applied before `packed_modules_mapping`.  A function
         gets the old name and returns the new one.  The keys of a mapping are complete names, or
@@ -136,17 +136,17 @@ def load_model(
         :meth:`torch.nn.Module.to_empty` gives it, but stays tied and keeps its attributes.  By
         default, the model stays where it is.
     dtype : torch.dtype, optional
-        Dtype to convert the model's floating-point tensors to before they are filled, as
+        The model's floating-point tensors are converted to this dtype before they are filled, as
         :meth:`torch.nn.Module.to` does.  With `assign`, the dtype of the new tensors.
     progress : bool, default False
         Whether to show a progress bar.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
     process_group : torch.distributed.ProcessGroup, optional
-        One rank of the group, or one rank of each host, reads the files.  All ranks must call this
-        with the same path, but each with its own model and options.  If one rank fails, all ranks
-        raise.  If one model does not fit, all ranks raise before any model changes.  For a
-        ``weight_loader`` with ``takes_slices``, each complete tensor is received first.
+        One rank of the group reads the files for all ranks, or one rank of each host if the hosts
+        have equal files.  All ranks call this with the same path, each with its own model and
+        options.  If one fails, all raise.  If a model does not fit, all raise before any change.
+        For a ``weight_loader`` with ``takes_slices``, each complete tensor is received first.
     map_location, key_mapping : optional
         Other names of `device` and `rename`.
 
@@ -253,7 +253,7 @@ def load_model(
 
 def _check_arguments(model: Any, path: Any, dtype: Any) -> None:
     if isinstance(path, nn.Module):
-        raise TypeError("the arguments are in the wrong order: load_model(model, path)")
+        raise TypeError("the arguments are in the wrong order: call load_model(model, path)")
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a module to fill, not {model!r:.100}")
     is_dtype = dtype is None or isinstance(dtype, torch.dtype)

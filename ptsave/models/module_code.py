@@ -67,7 +67,7 @@ class ModuleLoad:
         self._copier.check_only = False
 
     def _add_stand_ins(self, by_name: set[Entry]) -> None:
-        """Add extra state to the state dict, and stand-ins for all entries except `by_name`."""
+        """Add extra state to the state dict, and stand-ins for all entries not in `by_name`."""
         plan = self._plan
         entries = [entry for entry in plan.entries if entry not in by_name]
         names: dict[Entry, list[str]] = {}
@@ -93,7 +93,7 @@ class ModuleLoad:
             setattr(self._state_dict, METADATA, metadata)
 
     def _names_elsewhere(self) -> list[str]:
-        """Return the names of tensors that `plan.deliveries` fills, not the state dict."""
+        """Return the names of tensors that `plan.deliveries`, and not the state dict, fills."""
         tensors = self._plan.tensors
         filled = {each.name for each in self._plan.deliveries}.union(self._state_dict)
         groups = (group for group in tensors.groups() if not filled.isdisjoint(group))
@@ -130,7 +130,7 @@ class ModuleLoad:
         return self._copier.pending
 
     def is_filled(self, name: str) -> bool:
-        """Return whether the load has surely given values to this tensor of the model."""
+        """Return whether it is certain that the load gave this tensor of the model its values."""
         return (
             name in self._state_dict or name in self._plan.tensors.required
         ) and name not in self._plan.report.missing_keys

@@ -112,7 +112,7 @@ class PackedModules:
         return map(self._routes, self._patterns.matches(name))
 
     def loose_candidates(self, name: str) -> Iterator[list[Route]]:
-        """Do the same as `candidates`, but match anywhere in `name`; the longest match is first."""
+        """Do the same as `candidates`, but match any part of `name`; the longest match is first."""
         return map(self._routes, self._patterns.loose_matches(name))
 
     def _routes(self, match: Match) -> list[Route]:

@@ -157,7 +157,7 @@ class Shard:
     def under_all_names(
         self, stored: Callable[[Tensor], Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Return a dict of all names, with the tensor, or `stored(tensor)`, as the value."""
+        """Return a dict from all names (also aliases) to the tensors, or to `stored(tensor)`."""
         named: dict[str, Tensor] = {}
         for name, tensor in self.tensors.items():
             value = tensor if stored is None else stored(tensor)
@@ -191,7 +191,7 @@ def _tensors_of(state_dict: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def split(tensors: Mapping[str, Tensor], limit: int, *, tied: bool = True) -> list[Shard]:
-    """Divide tensors into shards, in order.
+    """Divide tensors into shards, in the order of the mapping.
 
     A shard has at most `limit` bytes of tensors, or one larger tensor. With `tied`, several tensors
     with the same memory, dtype and shape become one tensor with aliases.
@@ -263,7 +263,7 @@ class ShardSet:
     def _remove_unless_indexed(self, names: list[str], index_name: str, index: bytes) -> None:
         """Remove the shards of a failed save, unless the directory already has their index.
 
-        If the index cannot be read or a shard cannot be removed, the next save removes them.
+        If the index cannot be read or a shard cannot be removed, the next save removes the shards.
         """
         with suppress(OSError):
             if self.folder.bytes_of(index_name) != index:

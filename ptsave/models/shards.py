@@ -61,7 +61,7 @@ _OPTIONS = OpenOptions(for_state=True)
 
 @dataclass(eq=False, repr=False, slots=True)
 class Entry:
-    """A tensor in a file; not a frozen dataclass, because making those takes twice as long."""
+    """A tensor in a file; not a frozen dataclass, because making one takes twice as long."""
 
     name: str
     shape: torch.Size
@@ -74,7 +74,7 @@ class Entry:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Read:
-    """A read of an entry's elements into `target`: from number `begin` on, or those at `index`."""
+    """A read of an entry's elements into `target`: at `index`, or else from number `begin` on."""
 
     entry: Entry
     target: Tensor  # its shape may differ from the shape of the elements
@@ -240,7 +240,7 @@ class OpenShard(Shard):
         self.close()
 
     def _overwritten(self) -> list[str]:
-        """Return the names of the tensors that may already be, in part, in the model."""
+        """Return the names of tensors whose values may have reached the model, at least in part."""
         contents = self._contents
         if not isinstance(contents, UnreadContents):
             is_pickle = contents is not None and contents.kind != "safetensors"
@@ -347,7 +347,7 @@ class ShardReader:
 
     The first 32 MiB of these files together go through the page cache, because other ranks may read
     the same bytes. If there are very many files, only some are open at a time. Several threads may
-    call `read`, but only one at a time reads a shard of another kind.
+    call `read`, but only one at a time reads files of other kinds.
     """
 
     def __init__(self, shards: Iterable[Shard]) -> None:
@@ -428,7 +428,7 @@ class ShardReader:
 
 
 def _ranges_of(read: Read) -> tuple[list[tuple[int, Tensor]], Tensor]:
-    """Return the file ranges to read for `read.index`, and the values' view of their memory."""
+    """Return file ranges for `read.index`, each with memory, and a view of the values there."""
     entry, target = read.entry, read.target
     (whole,) = unfilled_tensors([(entry.dtype, entry.shape)])
     view = whole[read.index]

@@ -98,7 +98,7 @@ def _box_of(tensor: Tensor, shape: Sequence[int], place: tuple[int, int] | None)
 def _begin_of_block(
     shape: Sequence[int], wanted: Sequence[int], index: Sequence[slice]
 ) -> int | None:
-    """Return the first element's number, or None if the elements at `index` have gaps."""
+    """Return the first element's number, or None if there are gaps between the elements."""
     begin, stride, is_whole = 0, 1, True
     for n, m, each in zip(reversed(shape), reversed(wanted), reversed(index), strict=True):
         if not is_whole and m != 1:
@@ -261,7 +261,7 @@ class WeightSlice:
         n = self.shape[dim] if -self.ndim <= dim < self.ndim else -1  # no such dimension
         start = start + n if start < 0 else start
         if not 0 <= start <= start + length <= n:
-            raise IndexError(f"narrow({dim}, {start}, {length}) of {self!r}")
+            raise IndexError(f"narrow({dim}, {start}, {length}) is outside of {self!r}")
         before = (slice(None),) * (dim % self.ndim)
         return self[(*before, slice(start, start + length))]
 

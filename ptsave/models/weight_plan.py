@@ -48,10 +48,10 @@ class LoadedWeights(_Fields):
     duplicate_keys : list of str
         The checkpoint's tensors that compete with another one for the same parameter.
     unfilled_shards : dict of str to list
-        By the name of each incomplete packed parameter: the shard ids of its missing parts.
+        For each incomplete packed parameter, by its name: the shard ids of its missing parts.
     mismatched_keys : list of (str, torch.Size, torch.Size)
         With `ignore_mismatched_sizes`, the tensors that were left out: name in the model, shape in
-        the file, shape in the model.  An attribute only: the tuple does not have it.
+        the file, shape in the model.  It is not an item of this tuple.
 
     Examples
     --------
@@ -152,7 +152,7 @@ def _homes_of(tensors: list[Tensor]) -> list[int]:
 
 
 def _address_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory, for a Tensor subclass; 0 if it has none."""
+    """Return the address of a tensor's memory, or 0 if the tensor has no memory of its own."""
     if is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0:
         return 0
     try:
@@ -162,7 +162,7 @@ def _address_of(tensor: Tensor) -> int:
 
 
 def _are_one(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors at one address are the same object, or the same elements."""
+    """Return whether two tensors at one address are one object, or show the same elements."""
     return tensor is other or (
         (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
         and tensor.stride() == other.stride()
@@ -195,7 +195,7 @@ class Delivery(NamedTuple):
 
 
 class WeightPlan:
-    """Lists the tensors that entries fill, in the order of the files, and names that do not fit."""
+    """Lists the model's tensors that entries fill, in file order; `report` has the other names."""
 
     def __init__(
         self,
@@ -338,7 +338,7 @@ class WeightPlan:
         return not fits(target.shape, delivery.entry.shape)
 
     def tied_names(self) -> dict[str, list[str]]:
-        """Return all names of each tied tensor that is filled, by the name in its delivery."""
+        """Return all names of each tied tensor that is filled; the key is its delivery's `name`."""
         return {
             each.name: names
             for each in self.deliveries
@@ -423,7 +423,7 @@ class _LazyBuffer:
         return self.entry is not None and present is not None and present.shape == self.entry.shape
 
     def like(self) -> Tensor | None:
-        """Return an expanded tensor of one element, with the entry's shape and dtype, or None."""
+        """Return one element expanded to the entry's shape, in its dtype; None without an entry."""
         if self.entry is None:
             return None
         return torch.empty((), dtype=self.entry.dtype, device="cpu").expand(self.entry.shape)
@@ -457,7 +457,7 @@ class LazyBuffers:
         self.changing = [lazy for lazy in found.values() if not lazy.stays]
 
     def in_place_of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return `tensors` with the new shapes of the lazy buffers; those have no values yet."""
+        """Return `tensors` with changing lazy buffers in their new shapes, still without values."""
         tensors = dict(tensors)
         for lazy in self.changing:
             like = lazy.like()
@@ -484,7 +484,7 @@ class LazyBuffers:
 
 
 class Assignment:
-    """Replaces tensors like ``load_state_dict(assign=True)``; `dtype` is for floating point."""
+    """Replaces tensors like ``load_state_dict(assign=True)``; `dtype` replaces floating dtypes."""
 
     def __init__(self, model: nn.Module, plan: WeightPlan, dtype: torch.dtype | None) -> None:
         self._model = model

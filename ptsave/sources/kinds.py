@@ -156,7 +156,7 @@ def is_known(head: bytes) -> bool:
 
 
 def is_of_another_program(head: bytes) -> bool:
-    """Return whether a file has the format of another program than torch, such as GGUF."""
+    """Return whether a file has a known format of another program, such as GGUF."""
     return _has_signature(head) and not head.startswith(_EMPTY_ZIP)
 
 

@@ -217,7 +217,7 @@ def is_url(f: Any) -> bool:
 def is_url_source(f: Any, storage_options: Mapping[str, Any] | None = None) -> bool:
     """Return whether a source is a URL for fsspec, not a path or a file object.
 
-    Raises for a URL that pathlib has shortened to ``s3:/bucket``, and for options without a URL.
+    A URL that pathlib has shortened to ``s3:/bucket`` is an error; so are options without a URL.
     """
     if is_url(f):
         return True
@@ -479,7 +479,7 @@ def name_for(name: str) -> str:
 
 
 def staging_name() -> str:
-    """Return a new name for a temporary directory, without the name of the file in it."""
+    """Return a new random name for a temporary directory; it does not name the saved file."""
     return f".staged-{_token()}{SUFFIX}"
 
 
@@ -490,7 +490,7 @@ def _token() -> str:
 
 
 def folder_for(name: str) -> str:
-    """Return the name of a temporary directory for a new `name`; a digest shortens long names."""
+    """Return the temporary directory's name for a save to `name`; a digest shortens long names."""
     whole = f".{name}{SUFFIX}"
     if len(os.fsencode(whole)) <= _MAX_NAME_BYTES:
         return whole
@@ -501,7 +501,7 @@ def folder_for(name: str) -> str:
 
 
 def folders_in(directory: str, prefix: str) -> list[str]:
-    """Return each `name` that begins with `prefix` and has a `folder_for(name)` in `directory`."""
+    """Return the names that begin with `prefix`, and for which `folder_for` directories exist."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
     found = [name for name in names if name.startswith(f".{prefix}") and name.endswith(SUFFIX)]
     return [name[1 : -len(SUFFIX)] for name in found]

@@ -341,13 +341,13 @@ class LocalFile(_OpenFile, RangeSource):
             return cls(stream, name or path)
 
     def park(self) -> None:
-        """Close the file until it is used; each use opens it again by `name`, which is a path."""
+        """Close the file; each use opens it for a moment, by its `name`, which must be a path."""
         self._parked_as = identity_of(self.descriptor)
         self.close()
 
     @property
     def is_parked(self) -> bool:
-        """Whether the file is closed until it is used."""
+        """Whether `park` has closed the file, so that each use opens it for a moment."""
         return self._parked_as is not None
 
     @contextmanager
@@ -417,7 +417,7 @@ class LocalFile(_OpenFile, RangeSource):
 
 
 class SparseFile(_OpenFile):
-    """A file in memory; its holes take no memory."""
+    """A file in memory; ranges that were never written take no memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.descriptor = os.memfd_create("ptsave", os.MFD_CLOEXEC)

@@ -25,7 +25,7 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
     """Installs ptsave after the first import of torch or ptsave; other finders find both packages.
 
     If ptsave is imported first, this finder does not wait for torch's import, because ptsave's
-    own modules import torch, and then they are incomplete.
+    own modules import torch before they are complete.
     """
 
     def find_spec(

@@ -79,7 +79,7 @@ class Copier:
         replacement.make()
 
     def note_assigned(self, state_dict: Mapping[Any, Any]) -> None:
-        """Give the tensors of `state_dict` their values, because a module will get them."""
+        """Make sure that tensors of `state_dict` get values; a module will get the tensors."""
 
     def convert(self, source: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         """Return ``source.to(dtype=dtype, device=device)``: `source` itself if nothing changes."""
@@ -278,7 +278,7 @@ def mismatch_message(key: str, target: Shaped, source: Shaped) -> str:
 
 
 def no_copy_message(key: str, target: torch.Tensor) -> str:
-    """Return the message for a tensor that torch cannot copy into another one."""
+    """Return the message for a `target` whose dtype torch cannot copy."""
     return (
         f'While copying the parameter named "{key}": torch cannot copy {target.dtype} tensors. '
         "Load with assign=True, or use the tensor from ptsave.load()"

@@ -1,7 +1,7 @@
 """Loads state dicts into modules in linear time, and finds tensors that state dicts lack.
 
-torch searches a module's state dict once for each child; ptsave divides the dict among the children
-in one pass. ptsave copies a module's own entries itself if torch would run no user code, and would
+torch searches a module's state dict once for each child. ptsave divides the dict among the children
+in one pass. It copies a module's own entries itself if torch would run no user code, and would
 only call ``copy_``. Otherwise it calls the module's own method, so that errors, warnings and calls
 are the same as in torch.
 """
@@ -130,8 +130,8 @@ def load_state_dict(
     Raises
     ------
     RuntimeError
-        Keys are missing or unexpected, shapes differ, or entries are not tensors.  The message is
-        the same as in torch.  As in torch, all other entries are loaded before the error is raised.
+        Shapes differ, entries are not tensors, or, with `strict`, keys are missing or unexpected.
+        As in torch, all other entries are loaded before the error is raised, with torch's message.
     TypeError
         If `state_dict` is not a mapping.
     ValueError
@@ -494,7 +494,7 @@ class Loading:
     ) -> dict[str, Tensor | None]:
         """Return the future tensors of the module's lazy buffers that will change.
 
-        If a module occurs several times in the model, an earlier call may have planned its buffers.
+        If a module occurs several times in the model, later calls start from the earlier plan.
         """
         if not pre_hooks_of(module):
             return {}
@@ -510,7 +510,7 @@ class Loading:
     def _copy_lazy_buffers(
         self, module: nn.Module, lazy_buffers: dict[str, Tensor | None], plan: ModulePlan
     ) -> None:
-        """Make the copies into new lazy buffers now; remove them from `plan.copies`."""
+        """Move the copies into new lazy buffers from `plan.copies` to `Copier.replace`."""
         sources = {id(target): source for target, source in plan.copies}
         for name, new in lazy_buffers.items():
             if new is None or id(new) in sources:
@@ -537,7 +537,7 @@ class Loading:
         *,
         plainly: bool,
     ) -> None:
-        """Let torch's code load the module; first show the entries that user code may see."""
+        """Let torch's code load the module; first `show` entries that user code may see."""
         names = [*own, EXTRA_STATE_KEY_SUFFIX] if has_extra_state else [*own]
         found = part.own_entries(names)
         seen = {part.prefix + name: entry for name, entry in found.items()}
@@ -727,7 +727,7 @@ class Report(Checking):
     """
 
     def run(self, module: nn.Module, entries: Mapping[str, Any], strict: bool) -> None:
-        """Raise one error for all; return if some are unknown, or if hooks repaired all."""
+        """Raise one error for all problems; return if some are unknown, or if hooks solved all."""
         with contextlib.suppress(_UnknownMethodError):
             self.load(module, OrderedDict(items_of(entries)), "")
             self.raise_errors(module, strict)

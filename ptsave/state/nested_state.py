@@ -43,8 +43,8 @@ def parts_with_tensors(obj: Mapping[Any, Any]) -> list[str]:
 def advice(obj: Any, wanted: Iterable[str], target: str = "model") -> str:
     """Return a sentence that names the part of a checkpoint to load, and the call that loads it.
 
-    The sentence is empty unless a part has most of the keys, and more than the checkpoint itself.
-    `wanted` holds the target's keys. `target` is "model" for a module, or "target" for a dict.
+    `wanted` holds the target's keys. The sentence is empty unless a part has over half of them, and
+    more than the checkpoint itself. `target` is "model" for a module, or "target" for a dict.
 
     >>> import torch
     >>> advice({"net": {"w": torch.ones(1)}, "epoch": 3}, ["w"])
@@ -93,7 +93,7 @@ def optimizer_advice(obj: Any, optimizer: Optimizer) -> str:
 
 
 def _n_params(part: Mapping[Any, Any]) -> int:
-    """Return the number of parameters; -1 for a flat state dict, which has no list of groups."""
+    """Return an optimizer state dict's number of parameters; -1 if it has no list of groups."""
     groups = part.get("param_groups")
     if not isinstance(groups, (list, tuple)):
         return -1

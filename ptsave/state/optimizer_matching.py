@@ -301,7 +301,7 @@ def _own_parameters(
 def _named_best(
     groups: list[dict[str, Any]], namings: Iterable[Named], saved: set[str], *, bare: bool
 ) -> Named | None:
-    """Return the naming that has most of the `saved` names; with `bare`, bare names win a tie."""
+    """Return the naming with most `saved` names; a tie goes to the first, with `bare` the last."""
     params = [param for group in groups for param in group["params"]]
     candidates = [*namings]
     own_names = _names_in(groups, "the optimizer")

@@ -241,7 +241,7 @@ def _run_pre_hooks(optimizer: Any, state_dict: Any, copier: Copier) -> Any:
 
 
 class _Destination:
-    """A stand-in for a tensor; `optimizer_policy` calls `to` unless the tensor stays as it is."""
+    """A stand-in for a tensor; it records the dtype and device that `optimizer_policy` wants."""
 
     dtype: torch.dtype | None = None
     device: torch.device | None = None
@@ -252,7 +252,7 @@ class _Destination:
 
 
 class _Owner(NamedTuple):
-    """The parameter that a state belongs to, and the groups that `optimizer_policy` gets."""
+    """A state's parameter with its saved id, and the groups to pass to `optimizer_policy`."""
 
     param: Tensor
     param_id: Any
@@ -280,7 +280,7 @@ class PresentState:
     def fill(
         self, present: Any, value: Tensor, dtype: torch.dtype | None, device: torch.device | None
     ) -> Tensor | None:
-        """Note a copy of `value` into `present`, and return `present`; None if it does not fit."""
+        """Note a copy of `value` into `present`; return `present`, or None if they do not fit."""
         if type(present) not in _TORCHS_TYPES or not _is_writable(present):
             return None
         dtype = value.dtype if dtype is None else dtype
@@ -375,7 +375,7 @@ _Place = tuple[int, int]  # a number for a tensor's memory, and the position of 
 
 
 def _tensors_in(obj: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested plain containers; twice if a container occurs more than once."""
+    """Yield the tensors in nested plain containers; visit each container at most twice."""
     pending = [obj]
     n_visits: dict[int, int] = defaultdict(int)
     while pending:
@@ -389,7 +389,7 @@ def _tensors_in(obj: Any) -> Iterator[Tensor]:
 
 
 def _address(tensor: Tensor) -> _Place:
-    """Return a tensor's address; if two devices have equal addresses, tensors are copied anew."""
+    """Return a tensor's address; equal addresses on two devices count as shared memory."""
     return 0, tensor.data_ptr()
 
 

@@ -82,7 +82,7 @@ class Renaming:
     `rename` is a function of a name, or a mapping. The keys of a mapping are full names, or
     components anywhere in a name; the longest keys are replaced first. A tensor whose new name is
     None is left out. Names that do not begin with `prefix` are left out; the prefix is removed
-    before renaming. `changes` is False without `rename` and `prefix`: all names stay the same.
+    before renaming. Without `rename` and `prefix`, `changes` is False: all names stay the same.
 
     >>> Renaming({"encoder.h": "layers", "gamma": "weight"}, "model.")("model.encoder.h.gamma")
     'layers.weight'

@@ -83,7 +83,7 @@ def own_tensors(
 def begin_plainly(
     module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> tuple[dict[str, Tensor], bool] | None:
-    """Take the first step of loading a module, if only trusted code runs before the copies.
+    """Call `run_trusted_code` for a module, if only trusted code runs before its copies.
 
     Trusted code is `run_trusted_code`, and hooks of lazy buffers that see only plain tensors.
     Returns the module's `own_tensors`, and whether the module sets extra state afterwards. If the
@@ -146,7 +146,7 @@ def has_code_of_its_own(module: nn.Module, prefix: str, names: Container[str | N
 def have_code_of_their_own(
     modules: list[tuple[str, nn.Module]], names: Container[str | None]
 ) -> bool:
-    """Return whether `has_code_of_its_own` is true for any (name, module) pair and `names`."""
+    """Return whether `has_code_of_its_own` is true for any (prefix, module) with these `names`."""
     classes = {type(module) for _, module in modules}
     plain = {
         cls

@@ -213,7 +213,7 @@ class PayloadSources:
         return payloads
 
     def payloads_in_memory(self, tensors: Sequence[Tensor]) -> list[StoragePlace] | None:
-        """Do the work of `payloads_of` faster; None unless all tensors are contiguous in memory."""
+        """Do what `payloads_of` does, but faster; None if a tensor is not contiguous in memory."""
         if self._known or self._unread or self._ranks or not all(map(is_in_order, tensors)):
             return None
         payloads = []
@@ -225,7 +225,7 @@ class PayloadSources:
         return payloads
 
     def contiguous(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return contiguous placeholders; tensors of equal bytes, dtype and shape share one."""
+        """Return contiguous placeholders; tensors of the same place, dtype and shape share one."""
         payloads = self.payloads_of(list(tensors.values()))
         kinds = [(tensor.dtype, tensor.shape) for tensor in tensors.values()]
         made: dict[Any, Tensor] = {}
@@ -240,7 +240,7 @@ class PayloadSources:
         return result
 
     def scratch_for(self, status: os.stat_result) -> int | None:
-        """If the file with this status is a source, return a temporary file's descriptor."""
+        """Return a new temporary file's descriptor if a source has this `status`, else None."""
         files = (item[0] for item in self._items if len(item) == 2)
         if not any(os.path.samestat(os.fstat(fd), status) for fd in files):
             return None
@@ -434,8 +434,8 @@ class _InPlace(NamedTuple):
 class RankPayloads:
     """The tensors of one distributed checkpoint, as sources of a conversion.
 
-    If each chunk is one range of the tensor's bytes (each rank has rows, or one rank has all), the
-    tensor is read from the ranks' files while the new file is written.  Any other tensor, such as
+    If each chunk is one range of the tensor's bytes (each rank has rows, or one rank has all), its
+    bytes go from the ranks' files to the new file.  Any other tensor, such as
     a tensor split by columns, is first copied to a temporary file, piece by piece, and verified.
     """
 

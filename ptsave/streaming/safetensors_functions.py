@@ -120,7 +120,7 @@ _takers: list[Taker] = []
 
 @contextmanager
 def taken_by(taker: Taker) -> Iterator[None]:
-    """Offer `save_file` calls in the block to `taker`, which returns True for those it handles."""
+    """Offer `save_file` calls in the block to `taker`, which returns True if it handles a call."""
     _takers.append(taker)
     try:
         yield

@@ -91,7 +91,7 @@ def progress_bar(
 ) -> AbstractContextManager[ProgressCallback | None]:
     """Return a context manager: it shows a bar, and yields a function that sets the bytes done.
 
-    Without `show`, there is no bar, and it yields None.  The bar appears after `delay`
+    Without `show`, there is no bar, and the manager yields None.  The bar appears after `delay`
     seconds, so a shorter operation shows nothing.
     """
     return _bar(description, nbytes, delay) if show else nullcontext()

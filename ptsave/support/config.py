@@ -86,7 +86,7 @@ def local_world_size() -> int:
 
 
 def read_integer(variable: str, default: int, *, minimum: int = 1) -> int:
-    """Return the integer in an environment variable; it must be at least `minimum` (0 or 1).
+    """Return the integer in an environment variable; the smallest allowed one is `minimum`, 0 or 1.
 
     Returns `default` if the variable is empty or not set.  Raises a ValueError for any other text,
     and for numbers above ``sys.maxsize``.
@@ -121,7 +121,7 @@ _MAX_FILE_NBYTES = 1 << 20  # of /proc/self/mountinfo, which grows with the numb
 
 
 class _Version(NamedTuple):
-    """The file names of one version of control groups."""
+    """The names of the kernel's files for one version of control groups (cgroup v1 or v2)."""
 
     filesystem: str
     limits: tuple[str, ...]
@@ -246,7 +246,7 @@ def _groups(root: Path) -> Iterator[_Group]:
 
 
 def _own_paths(text: str) -> Iterator[tuple[_Version, PurePosixPath]]:
-    """Parse ``/proc/self/cgroup``, whose lines have the form ``number:controllers:path``."""
+    """Yield (version, path) of lines ``number:controllers:path`` in ``/proc/self/cgroup``."""
     for line in text.splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -63,13 +63,13 @@ class GroupCall:
         self.is_divided = True
 
     def agree_on_contents(self, digest: Callable[[], bytes]) -> None:
-        """Let rank 0 read for all ranks again if `digest`, of the file, differs between hosts."""
+        """If hosts get different digests of the file, undo `divide`: rank 0 reads for all ranks."""
         found = self.agree(digest() if self.is_divided and self.is_reader else None)
         if len({each for each in found if each is not None}) > 1:
             self._near, self.is_reader, self.is_divided = self._group, self.rank == 0, False
 
     def agree(self, value: Any, error: Exception | None = None) -> list[Any]:
-        """Return each rank's `value`, picklable on all; if a rank passes an `error`, all raise."""
+        """Return the picklable values of all ranks; if one rank passes an `error`, all raise."""
         what = f"rank {{}} of {self.size} could not go on"
         try:
             return together(self._gather, self.rank, value, error, name=self.name, what=what)
@@ -99,7 +99,7 @@ class GroupCall:
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
-        """If the block fails, mark the call as ended, and add file and rank to a RuntimeError."""
+        """If the block fails, mark the call as ended, and name file and rank in a RuntimeError."""
         try:
             yield
         except BaseException as error:
@@ -123,7 +123,7 @@ class GroupCall:
 
 
 def agree_on_file(call: GroupCall, f: Any) -> None:
-    """Set the call's name to the path `f`, the same on all ranks, and choose the readers.
+    """Set the call's name to the path `f`, and choose the readers; all ranks must pass this path.
 
     If the file's size and modification time are the same on all hosts, each host has a reader.
     Otherwise rank 0 reads for all ranks.
@@ -193,9 +193,9 @@ def together(
 ) -> list[Any]:
     """Return the values of all ranks; if a rank passes an `error`, raise on every rank.
 
-    `gather` returns the argument that each rank gives it.  A failed rank raises its own error.  The
-    others raise an error of the same type, whose message has `name`, a path, and `what`, such as
-    ``"rank {} could not go on"``; its ``{}`` becomes the number of the first failed rank.
+    `gather` gets this rank's value and returns all ranks' values.  A failed rank raises its own
+    error.  The others raise an error of a similar type, whose message has the path `name`, and
+    `what` (such as ``"rank {} could not go on"``) with the first failed rank's number for ``{}``.
     """
     said = gather((value, None if error is None else _described(error, rank)))
     for number, (_, failure) in enumerate(said):
@@ -205,7 +205,7 @@ def together(
 
 
 def _described(error: Exception, rank: int) -> tuple[str, str, dict[str, Any]]:
-    """Return (kind, words, details) of an error, for `_error_of_other`; `rank` has raised it."""
+    """Return (kind, words, details) of an error that `rank` has raised, for `_error_of_other`."""
     if isinstance(error, CorruptCheckpointError):
         error.rank = rank if error.rank is None else error.rank
         names = ("path", "record", "offset", "entries", "rank")
@@ -244,7 +244,7 @@ def host_identity() -> str:
 
 
 def host_group(group: Any, ranks: Sequence[int]) -> Any:
-    """Return a new or kept group of these `ranks` of `group`, with its backend and timeout.
+    """Return a group of these `ranks` of `group`, made once, with the same backend and timeout.
 
     Exactly these ranks must make this call, all at the same time.
     """
@@ -267,7 +267,7 @@ def host_group(group: Any, ranks: Sequence[int]) -> Any:
 
 
 def _connecting(timeout: timedelta | None) -> timedelta | None:
-    """Return a timeout for gloo, which waits `_GLOO_CONNECTS` times as long for connections."""
+    """Return a timeout to pass to gloo, which waits `_GLOO_CONNECTS` times that long to connect."""
     if timeout is None:
         return None
     return max(timeout / _GLOO_CONNECTS, min(timeout, _MIN_CONNECTING))

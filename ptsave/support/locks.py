@@ -76,7 +76,7 @@ def locked_directory(directory: str, *, wait: bool = False) -> Iterator[bool]:
 
 
 class FolderLock(HeldLock):
-    """Makes `folder`, locks the file `name` in it; SaveError about `place` if it is locked already.
+    """Makes `folder` and locks its file `name`; raises a SaveError about `place` if it is locked.
 
     On a file system without locks, other processes can use the directory at the same time.
     """

@@ -69,7 +69,7 @@ def _scaled(number: float, base: int, limit: float, units: Sequence[str]) -> str
 
 
 def cut(text: str, width: int) -> str:
-    """Return text, or its beginning and two dots if it is wider than `width` terminal columns.
+    """Return text; if it is wider than `width` terminal columns, two dots replace its end.
 
     >>> cut("Transformer", 11), cut("Transformer", 8)
     ('Transformer', 'Transf..')
@@ -80,7 +80,7 @@ def cut(text: str, width: int) -> str:
 
 
 def cut_in_the_middle(text: str, width: int) -> str:
-    """Return text, or its beginning and end with two dots between if it is wider than `width`.
+    """Return text; if it is wider than `width` terminal columns, two dots replace its middle.
 
     >>> cut_in_the_middle("model.layers.10.self_attn.q_proj.weight", 24)
     'model.layer..proj.weight'

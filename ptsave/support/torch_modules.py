@@ -33,7 +33,7 @@ _attribute_of: dict[Any, str] = {}  # names of attributes, by the functions that
 
 
 def _attribute(name: str) -> Any:
-    """Return a function that gets the attribute `name`, which every module has, from a module."""
+    """Return a function that returns a module's attribute `name`; every module must have it."""
     private(_module, name)
     getter = attrgetter(name)
     _attribute_of[getter] = name
@@ -77,7 +77,7 @@ METADATA = "_metadata"
 
 
 def optimizer_policy() -> Callable[..., Tensor]:
-    """Return torch's method that casts an optimizer's state, or its replacement by a user."""
+    """Return torch's method that casts an optimizer's state, or the one that a user put there."""
     return Optimizer._process_value_according_to_param_policy
 
 

@@ -83,7 +83,7 @@ def modes_are_active() -> bool:
 
 
 def parts_of_sparse_coo(tensor: Tensor) -> list[Tensor]:
-    """Return indices and values of a COO tensor, coalesced or not."""
+    """Return the indices and values of a COO tensor, which need not be coalesced."""
     return [tensor._indices(), tensor._values()]
 
 
@@ -91,7 +91,7 @@ _PLAIN_TYPES = (Tensor, Parameter)
 
 
 def is_distributed_tensor(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor, so that each rank has a part of it."""
+    """Return whether a tensor is a DTensor (each rank then has a part of it)."""
     if type(tensor) in _PLAIN_TYPES:  # `hasattr` is slow for these
         return False
     # torch.distributed.checkpoint also asks for this attribute.  Importing DTensor takes a second.
@@ -99,7 +99,7 @@ def is_distributed_tensor(tensor: Any) -> bool:
 
 
 def local_part_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's part of a DTensor, and its offsets; a plain tensor is one part."""
+    """Return this rank's part of a DTensor, and its offsets; a plain tensor is returned whole."""
     if not is_distributed_tensor(tensor):
         return tensor, (0,) * tensor.dim()
     distributed: Any = tensor

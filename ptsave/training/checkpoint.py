@@ -122,7 +122,7 @@ def load_into(
         a part of the file is such a state dict, the message names that part.
     CorruptCheckpointError
         The file is damaged.  If a part of the target has been overwritten already, the message
-        names the target's entries with new values.  Every exception that stops a restore halfway
+        names the entries that have new values.  Every exception that stops a restore halfway
         has these names in its attribute ``overwritten``, too.
 
     Notes
@@ -177,7 +177,7 @@ def load_into(
 def _check_arguments(f: Any, target: Any, options: RestoreOptions) -> None:
     """Raise a TypeError if `f` and `target` are swapped, or if an option does not fit `target`."""
     if isinstance(target, (str, os.PathLike)) and hasattr(f, "state_dict"):
-        raise TypeError("the arguments are in the wrong order: load_into(file, target)")
+        raise TypeError("the arguments are in the wrong order: call load_into(file, target)")
     is_module, is_optimizer = isinstance(target, nn.Module), isinstance(target, Optimizer)
     if options.assign and not is_module:
         raise TypeError("assign=True is for modules, and has no meaning for other targets")
@@ -318,7 +318,7 @@ def load_checkpoint(
         As for :func:`ptsave.load_into`; it has an effect only on the modules among the targets.
     ignore_mismatched_sizes, match, key_mapping, device, rename
         As for :func:`ptsave.load_into`; they affect only modules and optimizers among the targets.
-        An optimizer that was made without names of parameters gets the names of the modules among
+        An optimizer made without names of parameters gets the parameter names of the modules among
         the targets.  `key_mapping` may also map a target's name to a `key_mapping` for this target:
         ``{"model": {"gamma": "weight"}, "ema": rename}``.
     **targets : object
@@ -537,7 +537,7 @@ def _check_type(target: Any) -> None:
 
 
 def names_of_modules(modules: Iterable[nn.Module]) -> list[Named]:
-    """Return each module's named parameters, with and without the components of wrappers."""
+    """Return each module's named parameters twice: with the components of wrappers, and without."""
     from ptsave.state.optimizer_matching import bare_name
 
     found: list[Named] = []

@@ -252,7 +252,7 @@ class AsyncCheckpointer:
         Warns
         -----
         CheckpointWarning
-            A higher step exists already, because training went back; :meth:`latest`
+            A higher step exists, because training went back to an earlier step; :meth:`latest`
             still returns the higher step.  The writing thread also warns if it cannot
             remove an old checkpoint.
         """
@@ -435,7 +435,7 @@ class AsyncCheckpointer:
         Parameters
         ----------
         step : int or None
-            Step of the checkpoint.  None is the highest complete step; call :meth:`wait` first if
+            Step of the checkpoint.  None: the highest complete step; call :meth:`wait` first if
             saves are pending.  If another process removes that step before it is opened, `restore`
             chooses again.  Not a keyword: ``restore(1000, model=model)``.
         strict, assign, map_location, weights_only, verify, progress
@@ -573,7 +573,7 @@ class AsyncCheckpointer:
             raise elsewhere
 
     def _settle(self, parts: RankParts) -> SaveError | None:
-        """Wait for all ranks, remove parts of failed saves, and return another rank's error."""
+        """Wait for all ranks, remove parts of failed saves; return another rank's error or None."""
         lost, error = parts.settle()
         for name in lost:
             with suppress(OSError):  # it may not exist
@@ -698,7 +698,7 @@ class StopSignals:
             raise ValueError(f"stop_signals={numbers!r} cannot be handled: {error}") from error
 
     def takes(self, number: int) -> bool:
-        """Return whether this object notes a signal; in a forked child, not SIGTERM."""
+        """Return whether this object notes a signal: not SIGTERM in a forked child."""
         return number in self._numbers and (number != signal.SIGTERM or self._pid == os.getpid())
 
     def release(self) -> None:
@@ -724,7 +724,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def _put_back(number: int) -> None:
-    """Install the earlier handler again, unless other code has replaced `_note` meanwhile."""
+    """Install the earlier handler again, unless other code has replaced ours meanwhile."""
     try:
         if signal.getsignal(number) is _note:
             before = _before.get(number)

@@ -1,6 +1,6 @@
 """Names and removes the checkpoints in a directory, local or at a URL.
 
-No other file lists the checkpoints, so nothing can disagree with the directory.  An object store
+No other file lists the checkpoints, so no list can disagree with the directory.  An object store
 needs no locks and no renames, because a file appears there only when it is complete.  Only one
 process removes old checkpoints from an object store: the rank that saves, or rank 0.
 """
@@ -115,7 +115,7 @@ class CheckpointDirectory:
         """Yield the open file of a step (None: the highest step).
 
         During the `with` block, `prune` keeps the step.  If another process removes the file before
-        it is open, `opened` chooses again; an open file stays readable.  Raises FileNotFoundError
+        it is open, `opened` chooses again; once open, it stays readable.  Raises FileNotFoundError
         if there is no such checkpoint.
         """
         for n_left in reversed(range(_MAX_TRIES)):
@@ -204,7 +204,7 @@ class CheckpointDirectory:
             warnings.warn(remark, CheckpointWarning, stacklevel=2)
 
     def _entries_of(self, name: str, wanted: Collection[str]) -> Mapping[str, Any]:
-        """Return the `wanted` entries of the file `name`; if it has not changed, from memory."""
+        """Return the `wanted` entries of the file `name`; remember them until the file changes."""
         from ptsave.contents.archive import open as open_archive
 
         identity = self.folder.identity(name)
@@ -252,7 +252,7 @@ _MIN_N_DIGITS = 8  # with equal digits, the order of names is that of steps
 
 
 class WholeFiles:
-    """Names of checkpoints of one file: ``step-<number>.pt``, perhaps with leading zeros."""
+    """Names if each checkpoint is one file: ``step-<number>.pt``, perhaps with leading zeros."""
 
     def checkpoints(self, files: Iterable[str]) -> dict[int, list[str]]:
         """Return the files of each complete step; this process reads a step's first file."""
@@ -285,7 +285,7 @@ class WholeFiles:
         return names[0] if names else self.name_of(step)
 
     def remark(self, files: Iterable[str]) -> str:
-        """Return a remark if other files are checkpoints of another number of ranks, or ''."""
+        """Return a remark on files that another number of ranks saved, or '' if there are none."""
         sizes = {part.size for part in map(_part, files) if part}
         return f" (but parts of checkpoints of {_listed(sizes)} ranks exist)" if sizes else ""
 
@@ -463,7 +463,7 @@ class Retention(NamedTuple):
         """Return the steps whose checkpoints need not stay after the step `written` was saved.
 
         The written step and the highest step stay.  They differ if training went back to an earlier
-        step; then each is the newest of its run.  A checkpoint also stays if the rules need its
+        step; then each is the newest of one run.  A checkpoint also stays if the rules need its
         entries, but the entries cannot be read.
         """
         if self.keep is None:

@@ -21,8 +21,8 @@ from ptsave.tree.extents import span_of
 class _Copy:
     """A copy into an existing tensor, to be made later.
 
-    If `view` is set, the values are at this offset, with this shape and these strides, in record
-    number `record`.  Otherwise the values are in `source`, once its record has been read.
+    If `view` is set, the values are in record number `record`, at the view's offset, with its shape
+    and strides.  Otherwise the values are in `source`, once its record has been read.
     """
 
     target: Tensor
@@ -85,7 +85,7 @@ class GroupFiller:
         return self._changed
 
     def _receive(self, records: Collection[int], copies: Sequence[_Copy]) -> None:
-        """Fill the storages of `records`, and make `copies`; their targets must not overlap."""
+        """Fill the storages of `records`, and make `copies`, whose targets must not overlap."""
         by_record: defaultdict[int, list[tuple[Tensor, StorageView]]] = defaultdict(list)
         for copy in copies:
             if copy.view is not None and copy.record is not None:

@@ -134,8 +134,8 @@ class RankParts:
         everyone = self._ranks.gather({"saved": saved, "failures": failures})
         begun = [{self.naming.save_of(name) for name in theirs["saved"]} for theirs in everyone]
         messages = self._messages(everyone, begun)
-        # If all parts exist, the save counts as complete even if a rank reports a failure: because
-        # of this save, an older checkpoint may have been removed already.
+        # If all parts exist, the save counts as complete, even if a rank reports a failure.  An
+        # older checkpoint may have been removed already, because of this save.
         missing = {
             self.naming.save_of(name)
             for theirs in everyone
@@ -155,7 +155,7 @@ class RankParts:
         return lost, SaveError(errno.EIO, message, str(self._place))
 
     def _part_not_seen(self, name: str) -> str:
-        """Return an error message if this rank does not see another's part of a complete save."""
+        """Return an error message if another rank's part of a complete save is not here, or ''."""
         if not isinstance(self._place, Path):
             return ""
         other = self._ranks.size - 1 if self.is_first else 0
@@ -171,7 +171,7 @@ class RankParts:
         return ""
 
     def _messages(self, everyone: list[Any], begun: list[set[str]]) -> dict[str, str]:
-        """Return the reason why each failed save failed, by the common beginning of its names."""
+        """Return why each failed save failed; the keys are what `save_of` returns for its parts."""
         messages = {
             self.naming.save_of(name): f"the part of rank {rank}, {name}, was not saved: {message}"
             for rank, theirs in enumerate(everyone)

@@ -144,7 +144,7 @@ def _restoring_from(
 
 
 def check_locations(locations: Set[str]) -> None:
-    """Raise torch's error for a device that is unknown or does not exist here."""
+    """Raise the error of `torch.load` for a device that is unknown or does not exist here."""
     for location in locations:
         torch.serialization.default_restore_location(torch.UntypedStorage(0), location)
 

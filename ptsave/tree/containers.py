@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 Path: TypeAlias = tuple[Any, ...]  # keys that lead to an entry, the outermost container's first
 
-# Code that names entries goes down at most this many levels of containers, because a file may have
-# any number of levels, and each level makes the names in it longer.  torch.save raises a
-# RecursionError at about 970 levels.
+# Code that names entries goes down at most this many levels of containers.  A file may have any
+# number of levels, and each level makes the names longer.  torch.save raises a RecursionError at
+# about 970 levels.
 MAX_DEPTH = 1000
 
 # The types whose instances hold the entries of a saved object.
 CONTAINERS = (Mapping, list, tuple)
 
-# Path and prefix ("a.b.") of a container, key and value of a part in it, whether the part is a
-# container, and the name under which the walk has met the part before, or None.
+# Path and prefix ("a.b.") of a container; key and value of a part in it; whether the part is a
+# container.  The last is the name under which the walk has met the part before, or None.
 Visit: TypeAlias = tuple[Path, str, Any, Any, bool, str | None]
 
 

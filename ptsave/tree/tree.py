@@ -308,7 +308,7 @@ OPAQUE_HOLDERS = (Mapping, list, tuple, set, frozenset, deque)
 
 
 class Opaque:
-    """Stands for a class, function or object in a pickle that was not imported or built.
+    """Stands for a class, function or object of a pickle, which ptsave has not imported or built.
 
     `type_name` is the full name of the class or function; for an object, it names the class or
     function that would make the object. `parts` lists the steps by which the pickle would make

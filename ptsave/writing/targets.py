@@ -3,7 +3,7 @@
 * A regular file is replaced by a rename.  In three cases, it is overwritten in place instead.  (1)
   The directory does not allow a replacement (no permission, sticky, a mount point).  (2) The path
   is a link of ``/proc`` to an open file (``/dev/stdout``).  (3) The save has ``atomic=False``, and
-  this process has not mapped it.  The choice depends only on links, directories, owners and
+  this process has not mapped the file.  The choice depends only on links, directories, owners and
   mounts, which other saves do not change.
 * From 16 MiB on, a save with ``fsync`` bypasses the page cache.  Without ``fsync``, only bytes for
   which the kernel would make writers wait bypass the cache (`direct_nbytes`).  A large background
@@ -119,7 +119,7 @@ def refuse_safetensors_name(f: object) -> None:
 
 
 def check_path(path: str) -> None:
-    """Raise, before time is spent on pickling, the errors of a `path` that cannot be written to."""
+    """If `path` cannot be written to, raise the error now, before time is spent on pickling."""
     if "\0" in path:
         raise ValueError("embedded null byte")
     _require_root(path)
@@ -140,7 +140,7 @@ def _require_root(path: str) -> None:
 def resolve_target(f: Any, storage_options: Mapping[str, Any] | None = None) -> Any:
     """Return a path as a str, a URL as a `UrlLocation`, and any other object as it is.
 
-    This function raises, before pickling, the errors of a target that cannot be written to.
+    If the target cannot be written to, this function raises the error, before any pickling.
     """
     if is_url_file(f):
         return f
@@ -182,8 +182,8 @@ def direct_nbytes(nbytes: int, *, fsync: bool, in_background: bool = False) -> i
     """Return how many of `nbytes` to write directly, without the page cache.
 
     With `fsync`, all.  Otherwise, the cache is faster while it only stores bytes.  The kernel has
-    two limits for dirty pages.  From half-way between them, writers may have to wait twice as long
-    as direct writes take, so only the bytes above that point are written directly.  In the
+    two limits for dirty pages.  Above the middle between them, writers may have to wait twice as
+    long as direct writes take.  So only the bytes above the middle are written directly.  In the
     background, no caller waits, and direct writes leave more cores and memory to the program.
     """
     if nbytes < _MIN_DIRECT_NBYTES:
@@ -231,8 +231,8 @@ def _behind(path: str) -> tuple[bool, str | None, bool]:
 class FileWriter:
     """Writes the file that `plan` describes to a path or a URL.
 
-    `scratch_for` gets the status of a file to overwrite in place.  If the plan reads that file, it
-    returns the descriptor of an empty file; else, None.  With `payloads_are_still`, no code may
+    `scratch_for` gets the status of a file to overwrite in place.  It returns the descriptor of an
+    empty file if the plan reads that file; else, None.  With `payloads_are_still`, no code may
     change the tensors during the write, so the disk may read their memory directly.
     """
 
@@ -354,9 +354,9 @@ class TargetWriter(FileWriter):
     def follow(self, copies: _C.Snapshot, target: Any) -> bool:
         """Let `write` begin while storages are still being copied; return whether this is possible.
 
-        The target has to be a large file that is replaced as a whole, so that a failed copy leaves
-        the old file.  The write has to bypass the page cache, because new memory for the cache
-        takes as much time as new memory for the copies.
+        The target has to be a large file.  It has to be replaced as a whole: then a failed copy
+        leaves the old file.  The write has to bypass the page cache, because new memory for the
+        cache takes as much time as new memory for the copies.
         """
         is_direct = self._config.direct_io and self._plan.nbytes >= _MIN_DIRECT_NBYTES
         if not isinstance(target, str) or not self._atomic or not is_direct:

@@ -82,7 +82,7 @@ def _refused_parts(obj: object, pickle_module: Any, pickle_protocol: int) -> Ite
 
 
 def _odd_parts(obj: object) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of an object and its parts, where `_is_odd` holds for the value."""
+    """Yield (name, value) for an object and each part of it if `_is_odd(value)` is true."""
     if _is_odd(obj):
         yield "", obj
     if is_container(obj):

@@ -645,7 +645,7 @@ def test_arguments_in_the_wrong_order(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "model.pt")
     file: Any = tmp_path / "model.pt"
     for target in (model, torch.optim.SGD(model.parameters())):
-        with pytest.raises(TypeError, match=r"wrong order: load_into\(file, target\)"):
+        with pytest.raises(TypeError, match=r"wrong order: call load_into\(file, target\)"):
             ptsave.load_into(target, file)
-    with pytest.raises(TypeError, match=r"wrong order: load_model\(model, path\)"):
+    with pytest.raises(TypeError, match=r"wrong order: call load_model\(model, path\)"):
         ptsave.load_model(file, model)
