@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import threading
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -111,9 +112,17 @@ def test_pinned_memory_stays_within_the_budget(devices: list[str], fake: ModuleT
 
 
 def test_cancelled_saves_let_go(devices: list[str]) -> None:
+    class Gate(io.BytesIO):
+        opened = threading.Event()
+
+        def write(self, data: Any) -> int:
+            assert self.opened.wait(60)
+            return super().write(data)
+
     tensor = torch.randn(1_000_000).to(devices[0])
-    futures = [ptsave.async_save(tensor, io.BytesIO(), staging="background") for _ in range(20)]
+    futures = [ptsave.async_save(tensor, Gate(), staging="background") for _ in range(20)]
     cancelled = [future.cancel() for future in reversed(futures)]
+    Gate.opened.set()
     assert any(cancelled)
     for future in futures:
         if not future.cancelled():
