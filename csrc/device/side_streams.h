@@ -6,8 +6,9 @@
 // streams and events (as c10 makes them) keeps a core busy in each thread.
 //
 // A new thread's current device is device 0.  The events of c10 would make a context there, which
-// takes hundreds of MiB of that GPU: CUDAGuardImpl::block(), record() and destroyEvent() switch to
-// the event's device and back.  So all work here runs with its own device as the current one.
+// takes hundreds of MiB of that GPU: CUDAGuardImpl::destroyEvent() switches to the event's device
+// and back, and before torch 2.14 block() and record() do so, too.  So all work here runs with its
+// own device as the current one.
 #pragma once
 
 #include <ATen/DeviceAccelerator.h>
