@@ -261,7 +261,7 @@ def test_names(path: Path) -> None:
             writer.add("a", 2)
         with pytest.raises(ValueError, match="'a' already"):
             writer.add_group({"b": 1, "a": 2})
-        with pytest.raises(TypeError, match="is a str, not int"):
+        with pytest.raises(TypeError, match="must be a str, not int"):
             writer.add(1, 2)  # type: ignore[arg-type]
         writer.add("b", 3)
     assert torch.load(path) == {"a": 1, "b": 3}
