@@ -31,7 +31,7 @@ CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build compare demo docs release-check test test-cpp test-python test-accelerator test-torch test-all accelerator lint format asan tsan fuzz \
+.PHONY: help setup build compare demo docs release-check test test-cpp test-python test-accelerator test-torch test-all accelerator accelerator-standin lint format asan tsan fuzz \
         fuzz-short wheels fuzz-parser fuzz-unpickler fuzz-unpickler-asan fuzz-outline kill stress benchmark wheel clean \
         lint-python lint-types lint-format lint-cpp asan-build tsan-build
 
@@ -131,6 +131,26 @@ test-accelerator: $(SETUP_STAMP) build  ## tests on two devices that are made of
 
 build/fake-accelerator/build.ninja: $(BUILD_STAMP)
 	$(RUN) setup.py --quiet build_fake_accelerator
+
+# Torch's CUDA build and what it needs take 5.5 GB, so no other target makes this environment.
+STANDIN_TORCH := 2.14.1
+STANDIN_VENV := build/standin-venv
+STANDIN_STAMP := $(STANDIN_VENV)/.torch-$(STANDIN_TORCH)-stamp
+
+$(STANDIN_STAMP):
+	tools/system_packages.sh python
+	$(PYTHON) -m venv --clear $(STANDIN_VENV)
+	sed "/^torch==/d" requirements-dev.txt >$(STANDIN_VENV)/pins.txt
+	$(STANDIN_VENV)/bin/python -m pip install --disable-pip-version-check --no-input --quiet \
+	  -c $(STANDIN_VENV)/pins.txt torch==$(STANDIN_TORCH) click tqdm numpy cmake ninja pybind11 setuptools wheel \
+	  hypothesis pytest pytest-timeout safetensors "nvidia-cuda-crt==13.0.*"
+	@touch $@
+
+# The last lines say what passed, and why other tests did not.
+accelerator-standin: $(STANDIN_STAMP) build  ## the same tests with torch for CUDA, on a stand-in for its runtime
+	$(STANDIN_VENV)/bin/python setup.py --quiet build_standin
+	LD_PRELOAD=$(abspath build/standin/libstandin.so) PTSAVE_ACCELERATOR=real PYTHONPATH=$(CURDIR) \
+	  $(STANDIN_VENV)/bin/python -m pytest tests/accelerator $(PYTEST_TIMEOUT) $(PYTEST_ARGS)
 
 # For a machine with a GPU that may have no network: everything is taken from PYTHON's environment.
 accelerator:  ## the same tests, and the benchmark, on this machine's accelerator, with PYTHON

@@ -99,6 +99,25 @@ class BuildFakeAccelerator(Command):
         building.build(build_dir, ["_fake_accelerator"], "PTSAVE_BUILD_FAKE_ACCELERATOR", version)
 
 
+class BuildStandin(Command):
+    """Build the stand-in for CUDA, and an engine for its torch into the environment."""
+
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = []
+
+    def initialize_options(self) -> None: ...
+
+    def finalize_options(self) -> None: ...
+
+    def run(self) -> None:
+        build_dir = ROOT / "build" / "standin"
+        version = self.distribution.get_version()
+        [engine] = building.build(build_dir, ["_C"], "PTSAVE_BUILD_PYTHON", version)
+        target = choice.own_folders()[0] / choice.folder_name(building.installed_torch(""))
+        target.mkdir(parents=True, exist_ok=True)
+        self.copy_file(str(engine), str(target / choice.FILE_NAME))
+        building.build(build_dir, ["standin", "standin_kernels"], "PTSAVE_BUILD_STANDIN", version)
+
+
 class BuildPyWithSource(build_py):
     """Leave no module of an earlier build in the wheel; add what `ptsave.build_engine` compiles."""
 
@@ -134,6 +153,7 @@ setup(
     cmdclass={
         "build_ext": CMakeBuildExt,
         "build_fake_accelerator": BuildFakeAccelerator,
+        "build_standin": BuildStandin,
         "build_py": BuildPyWithSource,
     },
 )

@@ -1,33 +1,32 @@
 """Fixtures of tests that need an accelerator.
 
 By default that is the one of ``fake_device``. ``PTSAVE_ACCELERATOR=real`` takes the machine's, and
-fails where there is none.
+fails where there is none. ``make accelerator-standin`` makes a stand-in for CUDA the machine's.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 
-from accelerator import fake_device
-
-_CHOICE = os.environ.get("PTSAVE_ACCELERATOR", "fake")
+from accelerator import controlled
+from accelerator.standin import control as standin
 
 
 def pytest_configure() -> None:
-    if _CHOICE == "fake":
-        try:
-            fake_device.load()
-        except subprocess.CalledProcessError as error:
-            pytest.exit(f"the fake accelerator does not build: {error}", returncode=2)
-    elif _CHOICE != "real":
-        pytest.exit(f"PTSAVE_ACCELERATOR={_CHOICE}: it is 'fake' or 'real'", returncode=2)
-    elif not torch.accelerator.is_available():
+    if controlled.CHOICE not in ("fake", "real"):
+        reason = f"PTSAVE_ACCELERATOR={controlled.CHOICE}: it is 'fake' or 'real'"
+        pytest.exit(reason, returncode=2)
+    try:
+        controlled.load()
+    except subprocess.CalledProcessError as error:
+        pytest.exit(f"the fake accelerator does not build: {error}", returncode=2)
+    if not torch.accelerator.is_available():
         pytest.exit("PTSAVE_ACCELERATOR=real: torch finds no accelerator here", returncode=2)
 
 
@@ -35,6 +34,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "accelerator" in item.path.parent.parts:
             item.add_marker(pytest.mark.accelerator)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the accelerator, the numbers of outcomes, and the reasons for skipped tests."""
+    if controlled.CHOICE == "fake":
+        return
+    name = "the stand-in" if standin.is_there() else torch.cuda.get_device_name()
+    outcomes = {
+        outcome: len(terminalreporter.getreports(outcome))
+        for outcome in ("passed", "failed", "error", "xfailed", "xpassed", "skipped")
+    }
+    counts = ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items() if n)
+    terminalreporter.section("accelerator")
+    terminalreporter.write_line(f"torch {torch.__version__} on {name}: {counts}")
+    reasons = Counter(
+        report.longrepr[2]
+        for report in terminalreporter.getreports("skipped")
+        if isinstance(report.longrepr, tuple)
+    )
+    for reason, n in reasons.most_common():
+        terminalreporter.write_line(f"{n} {reason}")
+    for kernel in standin.missing_kernels() if standin.is_there() else []:
+        terminalreporter.write_line(f"not emulated: {kernel}")
 
 
 @pytest.fixture(scope="session")
@@ -51,10 +73,11 @@ def devices(device_type: str) -> list[str]:
 
 @pytest.fixture
 def fake() -> ModuleType:
-    """Return what controls the accelerator made for tests; real ones skip these tests."""
-    if _CHOICE == "real":
+    """Return what controls the accelerator; real hardware skips these tests."""
+    module = controlled.load()
+    if module is None:
         pytest.skip("needs control over the accelerator")
-    return fake_device.load()
+    return module
 
 
 @pytest.fixture(autouse=True)
@@ -64,5 +87,5 @@ def _accelerator_is_as_it_was() -> Iterator[None]:
     yield
     torch.accelerator.set_stream(stream)
     torch.accelerator.set_device_index(device)
-    if _CHOICE == "fake":
-        fake_device.reset()
+    if (module := controlled.load()) is not None:
+        module.reset()

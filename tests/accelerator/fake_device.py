@@ -29,6 +29,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent / "backend"
 BUILD = ROOT / "build" / "fake-accelerator"
 
+# What tests of the accelerator have to know of it.
+TYPE = "fake"
+FIRST, LAST = "fake:0", "fake:1"
+FAILURE = "injected failure"  # of a copy
+IN_A_CHILD = "forked child"
+EVENTS_RETURN_LAZILY = False  # to the device that was current
+POISONS_PINNED = True
+
 _backend: Any = None
 
 

@@ -164,7 +164,7 @@ def test_forked_children_leave_accelerators_alone(fake: ModuleType, staging: str
                 return super().write(data)
 
         target = Gate()
-        tensors = [torch.ones(2_000_000).to(device) for device in ("fake:0", "fake:1", "cpu")]
+        tensors = [torch.ones(2_000_000).to(device) for device in (fake.FIRST, fake.LAST, "cpu")]
         tensors.append(torch.ones(1000).pin_memory())
         futures = [ptsave.async_save(tensors, target, staging="{staging}")]
         fake.set_delay(50_000, 50_000)
