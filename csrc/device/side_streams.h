@@ -92,6 +92,15 @@ inline void wait_until_done(const c10::Event& event) {
   }
 }
 
+// For a stream whose event failed.  Its copies must end before their memory is used again.
+inline void wait_without_event(const c10::Stream& stream) noexcept {
+  try {
+    stream.synchronize();
+  } catch (const std::exception&) {
+    return;  // the device has failed, and copies nothing
+  }
+}
+
 // Always false before torch 2.13, because earlier backends cannot tell.
 template <class Guard>
 bool is_capturing(const Guard& impl, const c10::Stream& stream) {
@@ -353,8 +362,13 @@ class SideStreams::Copies {
     } catch (...) {
       error = std::current_exception();  // copies queued before the error still run
     }
-    event->record(stream);
-    place.under_way = true;
+    try {
+      event->record(stream);
+      place.under_way = true;
+    } catch (...) {
+      if (!error) error = std::current_exception();
+      wait_without_event(stream);
+    }
     if (error) std::rethrow_exception(error);
   }
 
@@ -380,8 +394,13 @@ class SideStreams::Copies {
   };
 
   void wait_for(std::size_t side) {
-    const c10::DeviceGuard guard(streams_.sides_[side].device);
-    wait_until_done(*(*events_)[side]);
+    try {
+      const c10::DeviceGuard guard(streams_.sides_[side].device);
+      wait_until_done(*(*events_)[side]);
+    } catch (...) {
+      wait_without_event(*places_[side].stream->stream);  // a failed query does not end copies
+      throw;
+    }
   }
 
   SideStreams& streams_;
