@@ -84,14 +84,18 @@ class CMakeBuildExt(build_ext):
                 self.copy_file(str(path), str(target))
 
 
-class BuildFakeAccelerator(Command):
-    """Build the backend that tests/accelerator registers in place of real hardware."""
+class PlainCommand(Command):
+    """A command without options."""
 
     user_options: ClassVar[list[tuple[str, str | None, str]]] = []
 
     def initialize_options(self) -> None: ...
 
     def finalize_options(self) -> None: ...
+
+
+class BuildFakeAccelerator(PlainCommand):
+    """Build the backend that tests/accelerator registers in place of real hardware."""
 
     def run(self) -> None:
         build_dir = ROOT / "build" / "fake-accelerator"
@@ -99,14 +103,8 @@ class BuildFakeAccelerator(Command):
         building.build(build_dir, ["_fake_accelerator"], "PTSAVE_BUILD_FAKE_ACCELERATOR", version)
 
 
-class BuildStandin(Command):
+class BuildStandin(PlainCommand):
     """Build the stand-in for CUDA, and an engine for its torch into the environment."""
-
-    user_options: ClassVar[list[tuple[str, str | None, str]]] = []
-
-    def initialize_options(self) -> None: ...
-
-    def finalize_options(self) -> None: ...
 
     def run(self) -> None:
         build_dir = ROOT / "build" / "standin"
