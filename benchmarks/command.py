@@ -30,7 +30,7 @@ from ptsave.bench.system import AS_FOUND
 from ptsave.cli.completion import LINE
 
 N_TENSORS = 100_000
-START = "import sys; sys.argv[0] = 'ptsave'; from ptsave.cli.main import main; main()"
+START = "import sys; sys.argv[0] = 'ptsave'; from ptsave.__main__ import main; main()"
 PTSAVE = [sys.executable, "-c", START]
 # Prints how long a statement takes in a process that has torch.
 TIMED = "import time, torch; begin = time.perf_counter(); {}; print(time.perf_counter() - begin)"

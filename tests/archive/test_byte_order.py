@@ -163,7 +163,7 @@ def test_load_without_bytes(tmp_path: Path, order: bytes | None) -> None:
 def test_segmentation_fault_in_a_process_of_its_own(tmp_path: Path) -> None:
     path = _written(_state(), tmp_path / "a.pt", _OTHER)
     code = (
-        "import sys, ptsave\nfrom ptsave.cli.main import main\n"
+        "import sys, ptsave\nfrom ptsave.__main__ import main\n"
         "ptsave.load(sys.argv[1], map_location='meta')\n"
         "sys.argv = ['ptsave', 'verify', sys.argv[1]]\nsys.exit(main())"
     )

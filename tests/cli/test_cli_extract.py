@@ -91,7 +91,7 @@ def test_what_a_format_cannot_hold(path: Path, names: list[str], output: str) ->
 
 def test_standard_output(path: Path) -> None:
     with Path("piped.pt").open("wb") as piped:
-        code = "from ptsave.cli.main import main; main()"
+        code = "from ptsave.__main__ import main; main()"
         process = WarmProcess(code, "extract", path, "model.a.bias", "-o", "-", stdout=piped)
         assert process.wait() == 0
     assert torch.equal(stock_load("piped.pt"), torch.zeros(3))
@@ -123,7 +123,7 @@ def test_full_disk(path: Path, output: str) -> None:
     Path(output).write_bytes(b"precious")
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
-    code = limit + "from ptsave.cli.main import main; main()"
+    code = limit + "from ptsave.__main__ import main; main()"
     before = sorted(os.listdir())
     result = run_warm(code, "extract", "big.pt", "big", "-f", "-o", output, check=False)
     assert result.returncode == 2

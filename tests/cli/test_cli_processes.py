@@ -28,7 +28,7 @@ NAMES = commands.list_commands(click.Context(commands))
 _RUN = """
 import sys
 sys.argv[0] = "ptsave"
-from ptsave.cli.main import main
+from ptsave.__main__ import main
 try:
     main()
 finally:
@@ -89,7 +89,7 @@ def test_did_you_mean(typed: str, meant: str) -> None:
 def test_interrupt_at_the_start_is_quiet() -> None:
     """At any moment once Python runs ptsave's code, whatever is being imported."""
     for delay in (0.0, 0.02, 0.05, 0.2, 0.8):
-        code = "print('up', flush=True)\nfrom ptsave.cli.main import main\nmain()"
+        code = "print('up', flush=True)\nfrom ptsave.__main__ import main\nmain()"
         arguments = [sys.executable, "-c", code, "diff", "/dev/zero", "/dev/zero"]
         with subprocess.Popen(
             arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -293,7 +293,7 @@ def account(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     home.mkdir()
     program = home / "bin" / "ptsave"
     program.parent.mkdir()
-    code = "from ptsave.cli.main import main; main()"
+    code = "from ptsave.__main__ import main; main()"
     program.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n")
     program.chmod(0o755)
     torch.save({"layers": {"first": torch.ones(2), "it is": torch.ones(1)}}, home / "a model.pt")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from ptsave.cli.commands import copy_header
 
-START = f"{sys.executable} -c 'from ptsave.cli.main import main; main()'"
+START = f"{sys.executable} -c 'from ptsave.__main__ import main; main()'"
 
 
 @pytest.fixture(autouse=True)

@@ -150,7 +150,7 @@ def test_the_commands_import_no_torch(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20))
     ptsave.save_model(model, tmp_path / "shards", max_shard_size="2KB")
     ptsave.convert(tmp_path / "shards", tmp_path / "pt", format="pt", max_shard_size="2KB")
-    code = "import sys\nfrom ptsave.cli.main import main\ntry:\n    main()\nfinally:\n"
+    code = "import sys\nfrom ptsave.__main__ import main\ntry:\n    main()\nfinally:\n"
     code += "    sys.stderr.write(str('torch' in sys.modules))"
     shards = tmp_path / "shards"
     paths = (tmp_path / "a.pt", next(shards.glob("*.safetensors")), shards, tmp_path / "pt")

@@ -246,7 +246,7 @@ def test_the_command_needs_no_engine(tmp_path: Path) -> None:
     home = Path(ptsave.__file__).parent
     shutil.copytree(home, tmp_path / "ptsave", ignore=shutil.ignore_patterns("torch_*_*"))
     torch.save(torch.ones(3), tmp_path / "a.pt")
-    code = "import sys; from ptsave.cli.main import main; sys.exit(main())"
+    code = "import sys; from ptsave.__main__ import main; sys.exit(main())"
     listed = run_python(code, "ls", "a.pt", cwd=tmp_path)
     assert "float32" in listed.stdout, listed.stderr
     refused = run_python("import ptsave; ptsave.save", cwd=tmp_path, status=1)
