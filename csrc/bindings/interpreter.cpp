@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "core/base/error.h"
+#include "core/pipeline/stager.h"
 #include "pickle/common/object.h"
 
 namespace ptsave {
@@ -89,6 +90,17 @@ bool is_finalizing() {
 void take_gil(PyThreadState* state) {
   while (is_finalizing()) std::this_thread::sleep_for(std::chrono::hours(1));
   PyEval_RestoreThread(state);
+}
+
+void warn_of_ordinary_memory() {
+  if (!used_ordinary_memory().exchange(false)) return;
+  const py::object category = py::module_::import("ptsave.errors").attr("CheckpointWarning");
+  py::module_::import("ptsave.support.calls")
+      .attr("warn_user")(
+          "the system refused to lock host memory for copies from or to an accelerator, so they "
+          "went through ordinary memory, which takes longer: free host memory, raise the limit "
+          "that `ulimit -l` shows, or lower PTSAVE_MAX_PINNED_BYTES",
+          category);
 }
 
 void drop_result(PyObject* result) {

@@ -31,6 +31,9 @@ void register_errors(py::module_& module);
 // ended by unwinding its stack.  Instead it waits here for the end of the process.
 void take_gil(PyThreadState* state);
 
+// Issues a CheckpointWarning if a transfer used ordinary memory instead of page-locked memory.
+void warn_of_ordinary_memory();
+
 // Runs `call` without the GIL.  This is a function and not a guard object, because taking the GIL
 // can unwind the stack, which a destructor must not do.
 template <typename Call>
@@ -40,9 +43,11 @@ auto without_gil(const Call& call) -> decltype(call()) {
     if constexpr (std::is_void_v<decltype(call())>) {
       call();
       take_gil(state);
+      warn_of_ordinary_memory();
     } else {
       auto result = call();
       take_gil(state);
+      warn_of_ordinary_memory();
       return result;
     }
   } catch (...) {

@@ -12,7 +12,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -30,6 +32,7 @@
 #include <vector>
 
 #include "core/base/owner.h"
+#include "core/memory/buffer.h"
 #include "core/pipeline/stager.h"
 #include "core/write/payloads.h"
 #include "device/side_streams.h"
@@ -72,13 +75,49 @@ inline void release_pinned_memory() {
   at::getHostAllocator(device->type())->empty_cache();
 }
 
+// The host memory of one transfer: page-locked, as long as the system locks more.  Safe for
+// concurrent use.
+class HostMemory {
+ public:
+  explicit HostMemory(c10::Device device) : device_(device) {}
+
+  // No storage if the system refuses, or has refused before.  A full host, `ulimit -l`, and memory
+  // that other processes lock are reasons.
+  c10::Storage locked(std::size_t nbytes) {
+    if (is_refused_.load(std::memory_order_relaxed)) return {};
+    try {
+      return pinned_storage(device_, nbytes);
+    } catch (const c10::Error&) {  // an error of the device comes again at its next copy
+      is_refused_.store(true, std::memory_order_relaxed);
+      return {};
+    }
+  }
+  // Copies from and to ordinary memory take longer, and keep their thread waiting.
+  static c10::Storage ordinary(std::size_t nbytes) {
+    auto memory = std::make_unique<Mapping>(nbytes);
+    std::byte* const data = memory->data();
+    used_ordinary_memory().store(true, std::memory_order_relaxed);
+    return {c10::Storage::use_byte_size_t(), nbytes,
+            c10::DataPtr(data, memory.release(), &unmap, c10::Device(c10::DeviceType::CPU)),
+            /*allocator=*/nullptr, /*resizable=*/false};
+  }
+
+ private:
+  static void unmap(void* memory) { delete static_cast<Mapping*>(memory); }
+
+  const c10::Device device_;
+  std::atomic<bool> is_refused_{false};
+};
+
 // A bounded number of equal buffers, allocated when first needed.  The host allocator keeps freed
 // memory, so only a process's first save or load waits for locking.  Safe for concurrent use.
 class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
  public:
-  // `nbytes` should be a power of two, because torch's allocators round up to one.
-  PinnedPool(c10::Device device, std::size_t nbytes, std::size_t max_count)
-      : device_(device), nbytes_(nbytes), max_count_(max_count) {}
+  // `nbytes` should be a power of two, because torch's allocators round up to one.  If the system
+  // refuses to lock more memory, the pool has fewer buffers, but `n_needed` at least: those that
+  // are missing are ordinary memory.
+  PinnedPool(c10::Device device, std::size_t nbytes, std::size_t n_needed, std::size_t max_count)
+      : memory_(device), nbytes_(nbytes), n_needed_(n_needed), max_count_(max_count) {}
 
   // A buffer that returns to its pool, if it has one.
   class Buffer {
@@ -100,14 +139,18 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   };
 
   std::size_t buffer_nbytes() const { return nbytes_; }
-  // Waits for a free buffer.  Throws c10::Error if memory cannot be locked.
+  // Waits for a free buffer.  Throws std::bad_alloc.
   Buffer acquire() {
-    for (;;) {
+    for (;; wait_for(kMaxPause)) {
       if (std::unique_ptr<Buffer> buffer = try_acquire()) return std::move(*buffer);
-      std::unique_lock lock(mutex_);
-      released_.wait(lock, [this] { return !free_.empty() || count_ < max_count_; });
     }
   }
+  // Returns when a buffer may be free, and after this time.
+  void wait_for(std::chrono::microseconds pause) {
+    std::unique_lock lock(mutex_);
+    released_.wait_for(lock, pause, [this] { return !free_.empty() || count_ < max_count_; });
+  }
+  // Null if all buffers are in use.  Throws std::bad_alloc.
   std::unique_ptr<Buffer> try_acquire() {
     {
       const std::lock_guard lock(mutex_);
@@ -121,7 +164,10 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
       ++count_;
     }
     try {
-      return std::make_unique<Buffer>(shared_from_this(), pinned_storage(device_, nbytes_));
+      c10::Storage storage = memory_.locked(nbytes_);
+      if (!storage && has_enough()) return nullptr;
+      if (!storage) storage = HostMemory::ordinary(nbytes_);
+      return std::make_unique<Buffer>(shared_from_this(), std::move(storage));
     } catch (...) {
       const std::lock_guard lock(mutex_);
       --count_;
@@ -136,11 +182,19 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
     free_.push_back(std::move(storage));
     released_.notify_one();
   }
+  // Whether a buffer that the system refuses is not needed.  The pool then stays without it.
+  bool has_enough() {
+    const std::lock_guard lock(mutex_);
+    if (count_ <= n_needed_) return false;
+    max_count_ = --count_;
+    return true;
+  }
 
-  const c10::Device device_;
+  HostMemory memory_;
   const std::size_t nbytes_;
-  const std::size_t max_count_;
+  const std::size_t n_needed_;
   std::mutex mutex_;
+  std::size_t max_count_;
   std::condition_variable released_;
   std::size_t count_ = 0;
   std::vector<c10::Storage> free_;
@@ -169,6 +223,24 @@ class PinnedPieces final : public StagedPieces {
  private:
   PinnedPool::Buffer buffer_;
 };
+
+class OrderedPieces final : public StagedPieces {
+ public:
+  explicit OrderedPieces(std::uint64_t nbytes)
+      : bytes_(std::make_unique_for_overwrite<std::byte[]>(nbytes)) {}
+  const std::byte* data() const override { return bytes_.get(); }
+  std::byte* data() { return bytes_.get(); }
+
+ private:
+  std::unique_ptr<std::byte[]> bytes_;
+};
+
+// The end of the items from `begin` on that have the same device.
+template <typename Iterator, typename DeviceOf>
+Iterator end_of_run(Iterator begin, Iterator end, const DeviceOf& device_of) {
+  const c10::Device device = device_of(*begin);
+  return std::find_if(begin, end, [&](const auto& item) { return device_of(item) != device; });
+}
 
 // The parts of SideStreams, with scratch memory for gathering small pieces: at most a chunk's size.
 inline std::vector<SideStreams::Part> gathering_parts(const AcceleratorSources& sources,
@@ -221,8 +293,8 @@ class AcceleratorStager final : public Stager {
         streams_(gathering_parts(sources_, buffers ? buffers->max_nbytes : kMaxScratchNbytes)) {
     if (!buffers) return;
     const std::size_t nbytes = std::min(buffers->max_nbytes, total_nbytes(sources_));
-    pool_ =
-        std::make_shared<PinnedPool>(streams_.device(), std::bit_ceil(nbytes), buffers->max_count);
+    pool_ = std::make_shared<PinnedPool>(streams_.device(), std::bit_ceil(nbytes),
+                                         buffers->max_count, buffers->max_count);
   }
 
   bool stages(std::size_t record) const override { return sources_.contains(record); }
@@ -236,49 +308,85 @@ class AcceleratorStager final : public Stager {
     for (const PayloadPiece& piece : pieces) {
       const AcceleratorSource& source = sources_.at(piece.record);
       copies.push_back(
-          {bytes_of(source.storage, source.offset + piece.offset, piece.nbytes), nbytes});
+          {bytes_of(source.storage, source.offset + piece.offset, piece.nbytes), nbytes, nbytes});
       nbytes += piece.nbytes;
     }
+    const bool are_sorted = sort_alternating(copies);
     PinnedPool::Buffer buffer = buffer_for(nbytes);
     SideStreams::Copies under_way(streams_);
     for (auto begin = copies.begin(); begin != copies.end();) {
-      const c10::Device device = begin->from.device();
-      const auto end = std::find_if(begin, copies.end(),
-                                    [&](const Copy& c) { return c.from.device() != device; });
-      if (!device.is_cpu()) {
-        under_way.queue(device,
+      const auto end = end_of_run(begin, copies.end(), device_of);
+      if (!begin->from.is_cpu()) {
+        under_way.queue(begin->from.device(),
                         [&](const at::Tensor& scratch) { copy(buffer, {begin, end}, scratch); });
       }
       begin = end;
     }
-    for (const Copy& copy : copies) {
-      if (!copy.from.is_cpu()) continue;
-      std::memcpy(buffer.data() + copy.at, copy.from.const_data_ptr(), copy.nbytes());
+    if (!are_sorted) {
+      copy_on_host(copies, buffer.data());
+      under_way.wait();
+      return std::make_unique<PinnedPieces>(std::move(buffer));
     }
+    auto ordered = std::make_unique<OrderedPieces>(nbytes);
+    copy_on_host(copies, ordered->data());
     under_way.wait();
-    return std::make_unique<PinnedPieces>(std::move(buffer));
+    for (const Copy& copy : copies) {
+      if (copy.from.is_cpu()) continue;
+      std::memcpy(ordered->data() + copy.at, buffer.data() + copy.in_buffer, copy.nbytes());
+    }
+    return ordered;
   }
 
  private:
-  // A piece's source and its place in the buffer.
+  // A piece's source, and its places in the chunk and in the buffer.
   struct Copy {
     at::Tensor from;
     std::uint64_t at = 0;
+    std::uint64_t in_buffer = 0;
 
     std::uint64_t nbytes() const { return static_cast<std::uint64_t>(from.numel()); }
-    std::uint64_t end() const { return at + nbytes(); }
   };
 
-  PinnedPool::Buffer buffer_for(std::size_t nbytes) const {
+  static c10::Device device_of(const Copy& copy) { return copy.from.device(); }
+  static std::size_t n_runs(const std::vector<Copy>& copies) {
+    std::size_t n = 0;
+    for (auto i = copies.begin(); i != copies.end(); i = end_of_run(i, copies.end(), device_of)) {
+      ++n;
+    }
+    return n;
+  }
+  // Sorts copies whose devices alternate, so that each device's small pieces lie side by side in
+  // the buffer and cross the bus together.  Returns false if there is nothing to win.
+  static bool sort_alternating(std::vector<Copy>& copies) {
+    if (n_runs(copies) <= 2) return false;
+    std::vector<Copy> sorted = copies;
+    std::ranges::stable_sort(sorted, {}, [](const Copy& copy) {
+      return std::pair(copy.from.is_cpu(), copy.from.device().index());
+    });
+    if (n_runs(copies) <= 2 * n_runs(sorted)) return false;
+    std::uint64_t nbytes = 0;
+    for (Copy& copy : sorted) copy.in_buffer = std::exchange(nbytes, nbytes + copy.nbytes());
+    copies = std::move(sorted);
+    return true;
+  }
+  static void copy_on_host(const std::vector<Copy>& copies, std::byte* to) {
+    for (const Copy& copy : copies) {
+      if (!copy.from.is_cpu()) continue;
+      std::memcpy(to + copy.at, copy.from.const_data_ptr(), copy.nbytes());
+    }
+  }
+
+  PinnedPool::Buffer buffer_for(std::size_t nbytes) {
     if (pool_ != nullptr) return pool_->acquire();
-    return PinnedPool::Buffer(nullptr, pinned_storage(streams_.device(), std::bit_ceil(nbytes)));
+    c10::Storage storage = memory_.locked(std::bit_ceil(nbytes));
+    return PinnedPool::Buffer(nullptr, storage ? storage : HostMemory::ordinary(nbytes));
   }
   // Copies pieces of one device, whose side stream is the current one.
   static void copy(const PinnedPool::Buffer& buffer, std::span<const Copy> copies,
                    const at::Tensor& scratch) {
-    const auto put = [&](const at::Tensor& from, std::uint64_t at) {
+    const auto put = [&](const at::Tensor& from, std::uint64_t in_buffer) {
       const auto nbytes = static_cast<std::uint64_t>(from.numel());
-      bytes_of(buffer.storage(), at, nbytes).copy_(from, /*non_blocking=*/true);
+      bytes_of(buffer.storage(), in_buffer, nbytes).copy_(from, /*non_blocking=*/true);
     };
     const std::uint64_t room = scratch.defined() ? static_cast<std::uint64_t>(scratch.numel()) : 0;
     for (std::size_t i = 0; i < copies.size();) {
@@ -293,10 +401,10 @@ class AcceleratorStager final : public Stager {
       if (small.size() > 1) {
         at::Tensor gathered = bytes_of(scratch, 0, nbytes);
         at::cat_out(gathered, small);
-        put(gathered, copies[i].at);
+        put(gathered, copies[i].in_buffer);
         i += small.size();
       } else {
-        put(copies[i].from, copies[i].at);
+        put(copies[i].from, copies[i].in_buffer);
         ++i;
       }
     }
@@ -304,7 +412,8 @@ class AcceleratorStager final : public Stager {
 
   AcceleratorSources sources_;
   SideStreams streams_;
-  std::shared_ptr<PinnedPool> pool_;  // null without a bound
+  HostMemory memory_{streams_.device()};  // without a bound
+  std::shared_ptr<PinnedPool> pool_;      // null without a bound
 };
 
 class AcceleratorPayloads final : public PayloadStaging {
@@ -334,8 +443,9 @@ class AcceleratorPayloads final : public PayloadStaging {
   AcceleratorSources sources_;
 };
 
-// The largest gap between two pieces that cross the bus together.
-inline constexpr std::size_t kMaxGapNbytes = std::size_t{16} << 10;
+// The largest gap between two pieces that cross the bus together.  The bus takes about as long for
+// it as the launch of one more copy.  Pieces for other devices may lie there.
+inline constexpr std::size_t kMaxGapNbytes = kGatherNbytes / 4;
 
 // The parts of SideStreams, with scratch memory for joined pieces: at most a lease's size.
 inline std::vector<SideStreams::Part> scattering_parts(const std::vector<at::Tensor>& targets,
@@ -382,13 +492,17 @@ class AcceleratorUnstager final : public Unstager {
  public:
   // `targets` are contiguous bytes on accelerators; this object keeps them alive.  Copies wait for
   // the work that is now queued on this thread's current streams, because that work may still use a
-  // target's memory.  Leases hold `lease_nbytes`.
+  // target's memory.  Leases hold `lease_nbytes`.  Each of up to `n_threads` workers reads into one
+  // while copies from another are in progress, as far as `max_pinned_nbytes` allows.
   AcceleratorUnstager(std::vector<at::Tensor> targets, std::size_t lease_nbytes,
-                      std::size_t max_leases)
-      : targets_(std::move(targets)),
-        streams_(scattering_parts(targets_, lease_nbytes)),
-        pool_(std::make_shared<PinnedPool>(streams_.device(), std::bit_ceil(lease_nbytes),
-                                           max_leases)) {}
+                      std::size_t n_threads, std::size_t max_pinned_nbytes)
+      : targets_(std::move(targets)), streams_(scattering_parts(targets_, lease_nbytes)) {
+    const std::size_t n_leases = std::clamp<std::size_t>(max_pinned_nbytes / lease_nbytes, 1,
+                                                         2 * std::max<std::size_t>(n_threads, 1));
+    n_workers_ = std::min(n_threads, n_leases);
+    pool_ = std::make_shared<PinnedPool>(streams_.device(), std::bit_ceil(lease_nbytes),
+                                         std::max<std::size_t>(n_workers_, 1), n_leases);
+  }
   ~AcceleratorUnstager() override {
     try {
       drain();
@@ -397,34 +511,33 @@ class AcceleratorUnstager final : public Unstager {
     }
   }
 
-  // The useful number of leases for `n_threads` workers: each worker reads into one while copies
-  // from another are in progress.  At least one, at most `max_leases`.
-  static std::size_t n_leases(std::size_t n_threads, std::size_t max_leases) {
-    return std::clamp<std::size_t>(max_leases, 1, 2 * std::max<std::size_t>(n_threads, 1));
-  }
+  // As many of the threads as can each hold a lease while they read.
+  std::size_t n_workers() const { return n_workers_; }
 
   std::unique_ptr<Lease> lease(std::size_t nbytes) override {
     if (nbytes > pool_->buffer_nbytes()) throw std::logic_error("a chunk larger than a lease");
     const c10::DeviceGuard guard(streams_.device());
-    do {
+    for (;;) {
       if (std::unique_ptr<PinnedPool::Buffer> buffer = pool_->try_acquire()) {
         return std::make_unique<PinnedLease>(std::move(*buffer));
       }
-    } while (retire_oldest());
-    return std::make_unique<PinnedLease>(pool_->acquire());
+      // Another worker may send its last lease at this moment, which only retire_oldest() frees.
+      if (!retire_oldest()) pool_->wait_for(kMaxPause);
+    }
   }
 
   void send(std::unique_ptr<Lease> lease, std::span<const Piece> pieces) override {
     const RawCopies raw_copies;
     const c10::DeviceGuard guard(streams_.device());
     const c10::Storage& from = static_cast<PinnedLease&>(*lease).storage();
+    const auto device_of = [&](const Piece& piece) { return targets_[piece.target].device(); };
+    std::vector<Piece> by_device(pieces.begin(), pieces.end());
+    std::ranges::stable_sort(by_device, {}, [&](const Piece& p) { return device_of(p).index(); });
     auto copies = std::make_unique<SideStreams::Copies>(streams_);
-    for (auto begin = pieces.begin(); begin != pieces.end();) {
-      const c10::Device device = targets_[begin->target].device();
-      const auto end = std::find_if(begin, pieces.end(), [&](const Piece& piece) {
-        return targets_[piece.target].device() != device;
-      });
-      copies->queue(device, [&](const at::Tensor& scratch) { copy(from, {begin, end}, scratch); });
+    for (auto begin = by_device.begin(); begin != by_device.end();) {
+      const auto end = end_of_run(begin, by_device.end(), device_of);
+      copies->queue(device_of(*begin),
+                    [&](const at::Tensor& scratch) { copy(from, {begin, end}, scratch); });
       begin = end;
     }
     const std::lock_guard lock(mutex_);
@@ -502,6 +615,7 @@ class AcceleratorUnstager final : public Unstager {
 
   std::vector<at::Tensor> targets_;
   SideStreams streams_;
+  std::size_t n_workers_ = 0;
   std::shared_ptr<PinnedPool> pool_;
   std::mutex mutex_;
   std::deque<Sent> sent_;

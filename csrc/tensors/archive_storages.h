@@ -351,24 +351,20 @@ class Restore {
   std::vector<DamagedRecord> fill(std::vector<Destination> destinations,
                                   const RestoreOptions& options, const Poll& poll) {
     if (destinations.empty()) return {};
-    const std::size_t max_leases = AcceleratorUnstager::n_leases(
-        options.n_threads, options.max_pinned_nbytes / kMaxChunkNbytes);
-    const std::unique_ptr<Unstager> unstager = unstager_for(destinations, max_leases);
-    if (unstager == nullptr) {
+    std::vector<at::Tensor> targets = accelerator_targets(destinations);
+    if (targets.empty()) {
       return reader_.fill(destinations, options.n_threads, options.verify, poll);
     }
-    // Each worker holds a lease while it reads.
-    const std::size_t n_threads = std::min(options.n_threads, max_leases);
+    AcceleratorUnstager unstager(std::move(targets), kMaxChunkNbytes, options.n_threads,
+                                 options.max_pinned_nbytes);
     std::vector<DamagedRecord> damaged =
-        reader_.fill(destinations, n_threads, options.verify, poll, unstager.get());
-    unstager->drain();
+        reader_.fill(destinations, unstager.n_workers(), options.verify, poll, &unstager);
+    unstager.drain();
     return damaged;
   }
 
-  // An unstager for the destinations on accelerators, whose targets get new numbers; null if there
-  // are none.
-  std::unique_ptr<Unstager> unstager_for(std::vector<Destination>& destinations,
-                                         std::size_t max_leases) const {
+  // The destinations' tensors on accelerators, which get new numbers.
+  std::vector<at::Tensor> accelerator_targets(std::vector<Destination>& destinations) const {
     std::vector<at::Tensor> targets;
     for (Destination& destination : destinations) {
       if (!destination.target) continue;
@@ -376,8 +372,7 @@ class Restore {
       destination.target = targets.size();
       targets.push_back(bytes_of(target, 0, destination.nbytes));
     }
-    if (targets.empty()) return nullptr;
-    return std::make_unique<AcceleratorUnstager>(std::move(targets), kMaxChunkNbytes, max_leases);
+    return targets;
   }
 
   std::vector<DamagedRecord> read_direct(const CopySteps& steps, const std::vector<bool>& is_whole,

@@ -148,10 +148,8 @@ class RangeTargets {
   // thread's current streams.  Throws IoError, at::Error.
   void run(std::size_t n_threads, std::size_t max_pinned_nbytes, const Poll& poll) {
     if (targets_.empty()) return read_.run(n_threads, poll);
-    const std::size_t n_leases =
-        AcceleratorUnstager::n_leases(n_threads, max_pinned_nbytes / RangeRead::kLeaseNbytes);
-    AcceleratorUnstager unstager(targets_, RangeRead::kLeaseNbytes, n_leases);
-    read_.run(std::min(n_threads, n_leases), poll, &unstager);
+    AcceleratorUnstager unstager(targets_, RangeRead::kLeaseNbytes, n_threads, max_pinned_nbytes);
+    read_.run(unstager.n_workers(), poll, &unstager);
   }
   std::uint64_t nbytes_read() const { return read_.nbytes_read(); }
 
@@ -252,12 +250,10 @@ inline std::vector<DamagedRecord> read_records(const ArchiveReader& reader,
   if (on_accelerators.empty()) {
     return reader.read_records(records, destinations, n_threads, verify, poll);
   }
-  const std::size_t n_leases =
-      AcceleratorUnstager::n_leases(n_threads, max_pinned_nbytes / kMaxChunkNbytes);
-  AcceleratorUnstager unstager(std::move(on_accelerators), kMaxChunkNbytes, n_leases);
-  // Each worker holds a lease while it reads.
-  std::vector<DamagedRecord> damaged = reader.read_records(
-      records, destinations, std::min(n_threads, n_leases), verify, poll, &unstager);
+  AcceleratorUnstager unstager(std::move(on_accelerators), kMaxChunkNbytes, n_threads,
+                               max_pinned_nbytes);
+  std::vector<DamagedRecord> damaged =
+      reader.read_records(records, destinations, unstager.n_workers(), verify, poll, &unstager);
   unstager.drain();
   return damaged;
 }

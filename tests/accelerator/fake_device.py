@@ -205,6 +205,11 @@ def fail_copy(after: int, *, asynchronous: bool = False) -> None:
     _backend.fail_copy(after, asynchronous)
 
 
+def refuse_pinned(after: int = 0) -> None:
+    """Let ``after`` more blocks of pinned memory be allocated, and refuse all others."""
+    _backend.refuse_pinned(after)
+
+
 def stats() -> dict[str, Any]:
     """Return what has happened since the last ``reset``.
 

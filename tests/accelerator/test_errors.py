@@ -153,36 +153,3 @@ def test_no_call_succeeds_after_an_illegal_address(
     if "Exception in pinned allocator free()" in result.stderr:
         pytest.xfail("torch 2.14 ends the process when it cannot free pinned memory")
     assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.xfail(
-    strict=False, raises=RuntimeError, reason="issue 31, part 1: pageable copies should go on"
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_no_pinned_memory(devices: list[str], tmp_path: Path, standin: Any, name: str) -> None:
-    """A full host, or a limit, refuses to lock memory: torch's pageable copies go on."""
-    work = Work(tmp_path, devices[-1])
-    ptsave.release_staging_memory()
-    torch._C._host_emptyCache()
-    standin.fail("cudaHostAlloc", error=2, extent="always")
-    work.start(name)
-    work.check(name)
-
-
-@pytest.mark.xfail(
-    strict=False,
-    raises=AssertionError,
-    reason="issue 31, part 2: pieces are cut into runs of one device",
-)
-def test_tensors_on_alternating_devices(devices: list[str], tmp_path: Path, fake: Any) -> None:
-    tensors = [
-        torch.full((i % 700 + 1,), float(i)).to(devices[i % 3 % len(devices)]) for i in range(3000)
-    ]
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    n_copies = 2 * len(devices) * (nbytes // (2 * MIB) + 1)
-    fake.reset()
-    ptsave.save(tensors, tmp_path / "file.pt")
-    assert len(fake.stats()["d2h"]) <= n_copies
-    loaded = ptsave.load(tmp_path / "file.pt")
-    assert len(fake.stats()["h2d"]) <= n_copies
-    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(loaded, tensors, strict=True))

@@ -2,6 +2,7 @@
 // core uses accelerators only through these interfaces, which device/ implements.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -58,6 +59,13 @@ class Lease : public Interface {
  public:
   virtual std::byte* data() = 0;
 };
+
+// Whether a transfer went through ordinary memory, because the system refused to lock more, and no
+// warning has said so yet.
+inline std::atomic<bool>& used_ordinary_memory() {
+  static std::atomic<bool> instance{false};
+  return instance;
+}
 
 // Takes payloads to targets on accelerators while their archive is read.  Safe for concurrent use.
 class Unstager : public Interface {

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -128,6 +129,12 @@ class Allocator final : public at::HostAllocator {
     }
   }
 
+  // Lets `after` more blocks be allocated, and refuses all others, as a full host does.
+  void refuse(std::optional<std::size_t> after) {
+    const std::lock_guard lock(mutex_);
+    n_left_ = after;
+  }
+
   void copy_data(void* dest, const void* src, std::size_t count) const override {
     default_copy_data(dest, src, count);
   }
@@ -145,6 +152,9 @@ class Allocator final : public at::HostAllocator {
 
   Block* take_fresh(std::size_t size) {
     use_any_context();
+    TORCH_CHECK_WITH(OutOfMemoryError, !n_left_ || *n_left_ > 0,
+                     "fake: the host refuses to lock memory");
+    if (n_left_) --*n_left_;
     void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     TORCH_CHECK_WITH(OutOfMemoryError, address != MAP_FAILED, "fake: cannot map ", size,
@@ -175,6 +185,7 @@ class Allocator final : public at::HostAllocator {
   std::multimap<std::size_t, Block*> free_;
   std::vector<Block*> held_back_;
   at::HostStats stats_;
+  std::optional<std::size_t> n_left_;  // without a value, as many as fit
 };
 
 // Leaked: storages freed at exit outlive every destructor.
@@ -188,6 +199,8 @@ void free_block(void* block) { allocator().free(static_cast<Block*>(block)); }
 }  // namespace
 
 at::HostAllocator& host_allocator() { return allocator(); }
+
+void refuse_pinned(std::optional<std::size_t> after) { allocator().refuse(after); }
 
 bool is_pinned(const void* address) { return allocator().owns(address); }
 

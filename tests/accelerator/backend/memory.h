@@ -52,5 +52,7 @@ c10::DeviceAllocator& device_allocator();
 at::HostAllocator& host_allocator();
 
 bool is_pinned(const void* address);  // also inside a block
+// Refuses pinned memory after so many more blocks, except cached blocks; without a number, never.
+void refuse_pinned(std::optional<std::size_t> after);
 
 }  // namespace fake

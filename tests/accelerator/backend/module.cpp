@@ -97,6 +97,7 @@ void reset() {
     drain(device);
   }
   fail_no_copy();
+  refuse_pinned(std::nullopt);
   reset_counts();
   host_allocator().reset_peak_stats();
   host_allocator().reset_accumulated_stats();
@@ -141,6 +142,7 @@ PYBIND11_MODULE(_fake_accelerator, module) {
   module.def("n_captured",
              [](const StreamIds& stream) { return queue_of_ids(stream).n_captured(); });
   module.def("fail_copy", &fail_copy, py::arg("after"), py::arg("asynchronous"));
+  module.def("refuse_pinned", &refuse_pinned, py::arg("after"));
   module.def("stats", &stats);
   module.def("operations_in_flight", &operations_in_flight);
   module.def("reset", &reset, without_gil());

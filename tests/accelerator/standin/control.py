@@ -26,6 +26,7 @@ IN_A_CHILD = "initialization error"
 EVENTS_RETURN_LAZILY = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 POISONS_PINNED = False  # torch's allocator does not say when it frees pinned memory
 
+OUT_OF_MEMORY = 2
 OPERATING_SYSTEM = 304  # after which calls go on
 ILLEGAL_ADDRESS = 700  # after which no call succeeds
 
@@ -125,6 +126,11 @@ def fail(
 def fail_copy(after: int, *, asynchronous: bool = False) -> None:
     """Let ``after`` copies succeed and the next one fail, once."""
     fail("cudaMemcpyAsync", after, late=asynchronous)
+
+
+def refuse_pinned(after: int = 0) -> None:
+    """Let ``after`` more blocks of pinned memory be allocated, and refuse all others."""
+    fail("cudaHostAlloc", after, error=OUT_OF_MEMORY, extent="always")
 
 
 def report() -> dict[str, list[int]]:
