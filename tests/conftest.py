@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -14,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from torch.utils.serialization import config as _config
 
 from ptsave import _C
@@ -30,13 +30,17 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # Torch warns once in a process if nobody has said whether it should check them.
 torch.sparse.check_sparse_tensor_invariants.disable()
 
-settings.register_profile(
-    "ptsave",
-    deadline=None,  # the first example pays for imports and page faults
-    max_examples=int(os.environ.get("PTSAVE_HYPOTHESIS_EXAMPLES", "50")),
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-settings.load_profile("ptsave")
+# `make accelerator` does not need hypothesis.
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "ptsave",
+        deadline=None,  # the first example pays for imports and page faults
+        max_examples=int(os.environ.get("PTSAVE_HYPOTHESIS_EXAMPLES", "50")),
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+    settings.load_profile("ptsave")
 
 _ENVIRONMENT = (
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
