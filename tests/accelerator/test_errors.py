@@ -103,11 +103,7 @@ def let_each_call_fail(standin: Any, folder: Path, name: str) -> None:
     work.start(name)  # what is kept for the next call is there
     standin.reset()
     work.start(name)
-    n_calls = {
-        call.removeprefix("calls."): counts[0]
-        for call, counts in standin.report().items()
-        if call.startswith("calls.")
-    }
+    n_calls = standin.calls()
     n_failures = 0
     for call in n_calls.keys() - _CALLS_OF_FREE:
         for after in {0, n_calls[call] // 2, n_calls[call] - 1}:

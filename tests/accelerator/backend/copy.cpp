@@ -45,8 +45,8 @@ Outcome next_outcome(const char* kind, std::size_t nbytes) {
 }
 
 // The work of one copy, which counts and may fail.
-Operation copy_operation(const char* kind, const at::Tensor& destination,
-                         const at::Tensor& source) {
+simulated::Operation copy_operation(const char* kind, const at::Tensor& destination,
+                                    const at::Tensor& source) {
   ViewPair pair{View(destination), View(source)};
   switch (next_outcome(kind, pair.first.nbytes())) {
     case Outcome::kFailsWhenQueued:
@@ -64,7 +64,7 @@ void copy_with_host(const at::Tensor& destination, const at::Tensor& source, boo
   const at::Tensor& host = to_host ? destination : source;
   const OnDevice on_device((to_host ? source : destination).device().index());
   const auto stream = current_stream(current_device());
-  queue_of(stream).enqueue(copy_operation(to_host ? "d2h" : "h2d", destination, source));
+  enqueue(stream, copy_operation(to_host ? "d2h" : "h2d", destination, source));
   if (non_blocking && is_pinned(host.data_ptr())) {
     host_allocator().record_event(host.data_ptr(), host.storage().data_ptr().get_context(), stream);
   } else {
@@ -80,7 +80,7 @@ void copy_between_devices(const at::Tensor& destination, const at::Tensor& sourc
   if (other != stream) {
     queue_of(stream).wait_for(queue_of(other).mark());
   }
-  queue_of(stream).enqueue(copy_operation("d2d", destination, source));
+  enqueue(stream, copy_operation("d2d", destination, source));
   if (other != stream) {
     queue_of(other).wait_for(queue_of(stream).mark());
   }

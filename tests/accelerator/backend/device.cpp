@@ -4,9 +4,15 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "copy.h"
 #include "stream.h"
@@ -34,17 +40,12 @@ thread_local std::array<c10::StreamId, kDeviceCount> this_threads_streams{};
 
 }  // namespace
 
-std::shared_mutex& running_operations() {
-  static auto& mutex = *new std::shared_mutex;
-  return mutex;
-}
-
 void watch_forks() {
-  const auto lock = [] { running_operations().lock(); };
-  const auto unlock = [] { running_operations().unlock(); };
+  const auto lock = [] { simulated::running_operations().lock(); };
+  const auto unlock = [] { simulated::running_operations().unlock(); };
   const auto unlock_in_child = [] {
     is_forked_child = true;
-    running_operations().unlock();
+    simulated::running_operations().unlock();
   };
   const int failed = pthread_atfork(lock, unlock, unlock_in_child);
   TORCH_CHECK(failed == 0, "fake: cannot watch forks: ", std::strerror(failed));
@@ -66,9 +67,21 @@ StreamQueue& queue_of(const c10::Stream& stream) {
   const std::lock_guard lock(device.mutex);
   auto& queue = device.queues.at(static_cast<std::size_t>(stream.id()));
   if (queue == nullptr) {
-    queue = std::make_unique<StreamQueue>(stream.device_index(), stream.id());
+    queue = std::make_unique<StreamQueue>();
   }
   return *queue;
+}
+
+void enqueue(const c10::Stream& stream, simulated::Operation operation) {
+  queue_of(stream).enqueue([operation = std::move(operation), device = stream.device_index()] {
+    try {
+      operation();
+    } catch (const c10::Error& error) {
+      set_pending_error(device, error.what_without_backtrace());
+    } catch (const std::exception& error) {
+      set_pending_error(device, error.what());
+    }
+  });
 }
 
 void Uses::free() {
@@ -125,9 +138,7 @@ void release_streams() {
     const std::lock_guard lock(state.mutex);
     for (const auto& queue : state.queues) {
       if (queue != nullptr) {
-        queue->set_delay(std::nullopt);
-        queue->set_held(false);
-        queue->set_capturing(false);
+        queue->release();
       }
     }
   }

@@ -2,7 +2,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
-#include <chrono>
+#include <mutex>
+#include <utility>
 
 #include "copy.h"
 #include "memory.h"
@@ -146,11 +147,6 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     const AtDevice at_device(device);
     delete static_cast<Event*>(event);
   }
-  double elapsedTime(void* first, void* second, const c10::DeviceIndex /*device*/) const override {
-    const auto span = static_cast<Event*>(second)->marker()->completed_at() -
-                      static_cast<Event*>(first)->marker()->completed_at();
-    return std::chrono::duration<double, std::milli>(span).count();
-  }
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     device_allocator().recordStream(data, stream);
@@ -161,7 +157,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(device.is_privateuseone(), "fake: not a device of this backend: ", device);
   }
   // As CUDA waits by default.
-  static void wait_busily(const Marker& marker) {
+  static void wait_busily(const simulated::Marker& marker) {
     if (!marker.is_complete()) {
       count("busy_waits");
     }

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "address_space.h"
+#include "context.h"
 #include "memory.h"
 #include "stream.h"
 
@@ -43,7 +45,7 @@ class Allocator final : public at::HostAllocator {
       block = take_fresh(rounded);
     }
     // Whoever still reads or writes the block of before is to notice.
-    std::memset(block->address, kPoison, block->size);
+    std::memset(block->address, simulated::kPoison, block->size);
     stats_.active_requests.increase(1);
     stats_.active_bytes.increase(block->size);
     return {block->address, block, &free_block, c10::Device(c10::DeviceType::CPU)};

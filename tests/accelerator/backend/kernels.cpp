@@ -38,16 +38,14 @@ at::Scalar local_scalar_dense(const at::Tensor& self) { return cpu_copy_of(self)
 // One operation on the current stream of `device`.
 void enqueue_copies(at::Device device, std::vector<ViewPair> pairs) {
   const OnDevice on_device(device.index());
-  queue_of(current_stream(device.index())).enqueue([pairs = std::move(pairs)] {
-    std::for_each(pairs.begin(), pairs.end(), copy);
-  });
+  enqueue(current_stream(device.index()),
+          [pairs = std::move(pairs)] { std::for_each(pairs.begin(), pairs.end(), copy); });
 }
 
 at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
   const OnDevice on_device(self.device().index());
-  queue_of(current_stream(self.device().index())).enqueue([view = View(self), value] {
-    view.as_cpu_tensor().fill_(value);
-  });
+  enqueue(current_stream(self.device().index()),
+          [view = View(self), value] { view.as_cpu_tensor().fill_(value); });
   return self;
 }
 

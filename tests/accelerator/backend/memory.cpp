@@ -14,51 +14,24 @@
 #include <utility>
 #include <vector>
 
+#include "address_space.h"
+#include "context.h"
 #include "stream.h"
 
 namespace fake {
 namespace {
 
+using simulated::AddressSpace;
+
 constexpr std::size_t kAlignment = 512;
 constexpr std::size_t kPageSize = 4096;
 
-std::byte* map_shared(int fd, int protection) {
-  void* address = mmap(nullptr, AddressSpace::kSize, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  TORCH_CHECK(address != MAP_FAILED, "fake: cannot map device memory: ", std::strerror(errno));
-  return static_cast<std::byte*>(address);
-}
-
 AddressSpace& address_space(c10::DeviceIndex device) {
-  static const std::array<AddressSpace*, kDeviceCount> kSpaces = {new AddressSpace,
-                                                                  new AddressSpace};
-  return *kSpaces.at(static_cast<std::size_t>(device));
+  static auto& spaces = *new std::array<AddressSpace, kDeviceCount>;
+  return spaces.at(static_cast<std::size_t>(device));
 }
 
 }  // namespace
-
-AddressSpace::AddressSpace() {
-  const int fd = memfd_create("fake-device", MFD_CLOEXEC);
-  TORCH_CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(kSize)) == 0,
-              "fake: cannot create device memory: ", std::strerror(errno));
-  device_ = map_shared(fd, PROT_NONE);
-  accessible_ = map_shared(fd, PROT_READ | PROT_WRITE);
-  close(fd);
-}
-
-bool AddressSpace::contains(const void* address) const {
-  const auto* byte = static_cast<const std::byte*>(address);
-  return byte >= device_ && byte < device_ + kSize;
-}
-
-std::byte* AddressSpace::accessible(const void* address) const {
-  return accessible_ + (static_cast<const std::byte*>(address) - device_);
-}
-
-std::byte* AddressSpace::take(std::size_t size) {
-  TORCH_CHECK_WITH(OutOfMemoryError, size <= size_left(), "fake: out of memory: tried to allocate ",
-                   size, " bytes, ", size_left(), " of ", kSize, " are left");
-  return device_ + std::exchange(taken_, taken_ + size);
-}
 
 std::optional<c10::Device> device_of_address(const void* address) {
   for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
@@ -94,8 +67,8 @@ c10::CachingAllocator::Stat& aggregate(c10::CachingAllocator::StatArray& stats) 
 }
 
 void poison(const Block& block) {
-  queue_of(block.stream).enqueue_undelayed([data = accessible(block.address), size = block.size] {
-    std::memset(data, kPoison, size);
+  queue_of(block.stream).enqueue_poison([data = accessible(block.address), size = block.size] {
+    std::memset(data, simulated::kPoison, size);
   });
 }
 
@@ -205,19 +178,11 @@ class Allocator final : public c10::DeviceAllocator {
     }
   }
 
-  std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex device) override {
-    const std::lock_guard lock(mutex_);
-    check_device(device);
-    return {address_space(device).size_left(), AddressSpace::kSize};
-  }
-
   void copy_data(void* dest, const void* src, std::size_t count) const override {
     const auto device = device_of_address(dest);
     TORCH_CHECK(device.has_value(), "fake: ", dest, " is not an address of a device");
-    queue_of(current_stream(device->index()))
-        .enqueue([to = accessible(dest), from = accessible(src), count] {
-          std::memcpy(to, from, count);
-        });
+    enqueue(current_stream(device->index()), [to = accessible(dest), from = accessible(src),
+                                              count] { std::memcpy(to, from, count); });
   }
 
  private:
@@ -245,6 +210,7 @@ class Allocator final : public c10::DeviceAllocator {
 
   static Block* take_fresh(Pool& pool, const c10::Stream& stream, std::size_t size) {
     std::byte* address = address_space(stream.device_index()).take(size);
+    TORCH_CHECK_WITH(OutOfMemoryError, address != nullptr, "fake: no memory for ", size, " bytes");
     auto* block = new Block{stream, address, size, 0, 0, {}};
     aggregate(pool.stats.segment).increase(1);
     aggregate(pool.stats.reserved_bytes).increase(size);

@@ -8,33 +8,7 @@
 #include <cstddef>
 #include <optional>
 
-#include "context.h"
-
 namespace fake {
-
-// What freed and fresh memory is filled with.
-constexpr int kPoison = 0xDB;
-
-// The addresses of one device.  They fault when touched; the same memory can be read and written
-// at addresses that only operations on streams are given.
-class AddressSpace : Fixed {
- public:
-  AddressSpace();
-  ~AddressSpace() = delete;  // as long as the process
-
-  bool contains(const void* address) const;
-  std::byte* accessible(const void* address) const;
-  // Addresses that were not used before; throws c10::OutOfMemoryError when there are no more.
-  std::byte* take(std::size_t size);
-  std::size_t size_left() const { return kSize - taken_; }
-
-  static constexpr std::size_t kSize = std::size_t{1} << 36;
-
- private:
-  std::byte* device_ = nullptr;
-  std::byte* accessible_ = nullptr;
-  std::size_t taken_ = 0;
-};
 
 // The address where an operation on a stream may touch what is at a device's address.
 std::byte* accessible(const void* device_address);

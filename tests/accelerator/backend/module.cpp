@@ -64,11 +64,11 @@ void set_delay(std::int64_t min_us, std::int64_t max_us, std::optional<StreamIds
   if (min_us < 0 || min_us > max_us) {
     throw py::value_error("a delay is from 0 or more to as much or more microseconds");
   }
-  const Delay delay{std::chrono::microseconds(min_us), std::chrono::microseconds(max_us)};
   if (stream.has_value()) {
-    queue_of_ids(*stream).set_delay(delay);
+    queue_of_ids(*stream).set_delay({min_us, max_us});
   } else {
-    set_default_delay(delay);
+    simulated::default_min_us = min_us;
+    simulated::default_max_us = max_us;
   }
 }
 
@@ -92,7 +92,7 @@ py::dict stats() {
 
 void reset() {
   release_streams();
-  set_default_delay({std::chrono::microseconds(0), std::chrono::microseconds(300)});
+  set_delay(0, 300, std::nullopt);
   for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
     drain(device);
   }
@@ -144,6 +144,6 @@ PYBIND11_MODULE(_fake_accelerator, module) {
   module.def("fail_copy", &fail_copy, py::arg("after"), py::arg("asynchronous"));
   module.def("refuse_pinned", &refuse_pinned, py::arg("after"));
   module.def("stats", &stats);
-  module.def("operations_in_flight", &operations_in_flight);
+  module.def("operations_in_flight", [] { return simulated::operations_in_flight.load(); });
   module.def("reset", &reset, without_gil());
 }

@@ -34,7 +34,9 @@ void enqueue_poison(void* stream, int device, const void* address, std::size_t n
   if (state().is_forked_child()) return;
   const Place place = place_of(address, nbytes);
   if (!place.is(Place::kDevice)) return;
-  stream_at(stream, device).enqueue_poison([=] { std::memset(place.data, kPoison, nbytes); });
+  stream_at(stream, device).enqueue_poison([=] {
+    std::memset(place.data, simulated::kPoison, nbytes);
+  });
 }
 
 void set_counting(bool counts) { is_counting = counts; }
@@ -46,26 +48,19 @@ using namespace standin;
 const char* standin_report() {
   static auto& text = *new std::string;
   text = state().report();
-  text += "pinned " + std::to_string(pinned_memory().nbytes()) + "\n";
-  text += "pinned_peak " + std::to_string(pinned_memory().peak()) + "\n";
   return text.c_str();
 }
 
 void standin_reset() {
   standin_set_default_delay(0, 300);
-  for (Stream* stream : streams().all()) {
-    stream->set_delay(std::nullopt);
-    stream->set_capturing(false);
-    stream->set_held(false);
-  }
+  for (Stream* stream : streams().all()) stream->release();
   for (int device = 0; device < kDevices; ++device) streams().drain(device);
   state().reset();
-  pinned_memory().reset_peak();
 }
 
 void standin_forget_contexts() { state().forget_contexts(); }
 
-std::int64_t standin_in_flight() { return operations_in_flight; }
+std::int64_t standin_in_flight() { return simulated::operations_in_flight; }
 
 void standin_fail(const char* call, std::int64_t after, int error, int extent, int is_late) {
   state().plan({call, after, static_cast<cudaError_t>(error), static_cast<Failure::Extent>(extent),
@@ -73,12 +68,12 @@ void standin_fail(const char* call, std::int64_t after, int error, int extent, i
 }
 
 void standin_set_default_delay(std::int64_t min_us, std::int64_t max_us) {
-  default_min_us = min_us;
-  default_max_us = max_us;
+  simulated::default_min_us = min_us;
+  simulated::default_max_us = max_us;
 }
 
 void standin_set_delay(void* stream, int device, std::int64_t min_us, std::int64_t max_us) {
-  stream_at(stream, device).set_delay(Delay{min_us, max_us});
+  stream_at(stream, device).set_delay({min_us, max_us});
 }
 
 void standin_set_held(void* stream, int device, int held) {

@@ -111,7 +111,7 @@ def fail(
     Parameters
     ----------
     call
-        A name such as ``"cudaHostAlloc"``; ``"*"`` is any call.
+        A name such as ``"cudaHostAlloc"``.
     extent
         ``"once"`` fails one call, ``"always"`` all calls of this name from then on. ``"sticky"``
         fails all calls from then on.
@@ -140,6 +140,17 @@ def report() -> dict[str, list[int]]:
         name, _, number = line.rpartition(" ")
         numbers.setdefault(name, []).append(int(number))
     return numbers
+
+
+def calls() -> Counter[str]:
+    """Return how often each call of the runtime was made: ``cudaMalloc: 3``."""
+    return Counter(
+        {
+            name.removeprefix("calls."): values[0]
+            for name, values in report().items()
+            if name.startswith("calls.")
+        }
+    )
 
 
 def stats() -> dict[str, Any]:

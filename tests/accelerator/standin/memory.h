@@ -2,23 +2,19 @@
 #pragma once
 
 #include <sys/mman.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
 #include <iterator>
 #include <map>
 #include <mutex>
-#include <stdexcept>
 
+#include "../backend/address_space.h"
 #include "state.h"
 
 namespace standin {
 
-// What fresh and freed memory of a device holds.
-inline constexpr int kPoison = 0xDB;
 inline constexpr std::size_t kDeviceNbytes = std::size_t{8} << 30;
 inline constexpr std::size_t kPageNbytes = 4096;
 
@@ -29,7 +25,6 @@ class Blocks {
     const std::lock_guard lock(mutex_);
     sizes_[address] = nbytes;
     nbytes_ += nbytes;
-    peak_ = std::max(peak_, nbytes_);
   }
   // Returns the size of the removed block, 0 if there is none.
   std::size_t remove(const void* address) {
@@ -56,46 +51,24 @@ class Blocks {
     const std::lock_guard lock(mutex_);
     return nbytes_;
   }
-  std::size_t peak() {
-    const std::lock_guard lock(mutex_);
-    return peak_;
-  }
-  void reset_peak() {
-    const std::lock_guard lock(mutex_);
-    peak_ = nbytes_;
-  }
 
  private:
   std::mutex mutex_;
   std::map<const void*, std::size_t> sizes_;
   std::size_t nbytes_ = 0;
-  std::size_t peak_ = 0;
 };
 
-// A device's addresses.  The host cannot touch them; operations use a second mapping of the same
-// memory.  No address is used twice, so that uses of freed memory are found.
+// The memory of a device.  No address is used twice, so that uses of freed memory are found.
 class DeviceMemory {
  public:
-  DeviceMemory() {
-    const int fd = ::memfd_create("standin", MFD_CLOEXEC);
-    if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(kAddresses)) != 0) {
-      throw std::runtime_error("no memory for a device");
-    }
-    device_ = mapped(fd, PROT_NONE);
-    accessible_ = mapped(fd, PROT_READ | PROT_WRITE);
-    ::madvise(accessible_, kAddresses, MADV_DONTFORK);
-    ::close(fd);
-  }
-
   // Returns null if the device is full.
   void* allocate(std::size_t nbytes) {
     nbytes = (nbytes + kPageNbytes - 1) / kPageNbytes * kPageNbytes;
     const std::lock_guard lock(mutex_);
-    if (nbytes > free_nbytes() || nbytes > kAddresses - taken_) return nullptr;
-    std::byte* const block = device_ + taken_;
-    taken_ += nbytes;
+    std::byte* const block = nbytes > free_nbytes() ? nullptr : addresses_.take(nbytes);
+    if (block == nullptr) return nullptr;
     blocks_.add(block, nbytes);
-    std::memset(accessible(block), kPoison, nbytes);
+    std::memset(accessible(block), simulated::kPoison, nbytes);
     return block;
   }
   bool release(const void* block) {
@@ -104,33 +77,17 @@ class DeviceMemory {
     return nbytes > 0;
   }
 
-  bool has_address(const void* address) const {
-    const auto* byte = static_cast<const std::byte*>(address);
-    return byte >= device_ && byte < device_ + kAddresses;
-  }
+  bool has_address(const void* address) const { return addresses_.contains(address); }
   bool is_allocated(const void* address, std::size_t nbytes) {
     return blocks_.have(address, nbytes);
   }
-  std::byte* accessible(const void* address) const {
-    return accessible_ + (static_cast<const std::byte*>(address) - device_);
-  }
+  std::byte* accessible(const void* address) const { return addresses_.accessible(address); }
   std::size_t free_nbytes() { return kDeviceNbytes - blocks_.nbytes(); }
 
  private:
-  static constexpr std::size_t kAddresses = std::size_t{1} << 38;
-
-  static std::byte* mapped(int fd, int protection) {
-    void* address = ::mmap(nullptr, kAddresses, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
-    if (address == MAP_FAILED) throw std::runtime_error("no addresses for a device");
-    ::madvise(address, kAddresses, MADV_DONTDUMP);
-    return static_cast<std::byte*>(address);
-  }
-
-  std::byte* device_ = nullptr;
-  std::byte* accessible_ = nullptr;
+  simulated::AddressSpace addresses_;
   Blocks blocks_;
   std::mutex mutex_;
-  std::size_t taken_ = 0;
 };
 
 inline DeviceMemory& device_memory(int device) {

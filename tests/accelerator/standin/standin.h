@@ -31,7 +31,7 @@ class Uncounted {
 
 extern "C" {
 
-// Counts, contexts and pinned memory since the last reset, as lines of a name and a number.
+// Counts and contexts since the last reset, as lines of a name and a number.
 STANDIN_API const char* standin_report();
 STANDIN_API void standin_reset();
 STANDIN_API void standin_forget_contexts();

@@ -20,6 +20,8 @@
 #include <utility>
 #include <vector>
 
+#include "../backend/stream_queue.h"
+
 namespace standin {
 
 inline constexpr int kDevices = 2;
@@ -30,7 +32,7 @@ struct Failure {
   // any name from then on, as an illegal address does.
   enum class Extent { kOnce, kAlways, kSticky };
 
-  std::string call;        // such as "cudaMemcpyAsync"; "*" is any call
+  std::string call;        // such as "cudaMemcpyAsync"
   std::int64_t after = 0;  // that many such calls succeed first
   cudaError_t error = cudaSuccess;
   Extent extent = Extent::kOnce;
@@ -43,12 +45,7 @@ inline thread_local cudaError_t last_error = cudaSuccess;
 inline thread_local bool is_counting = true;
 inline thread_local std::optional<Failure> lost_work;  // fails in place of the work queued next
 
-// A stream's thread holds it shared during an operation.  Forks and the exit hold it alone, because
-// an operation may hold locks of torch.
-inline std::shared_mutex& running_operations() {
-  static auto& instance = *new std::shared_mutex;
-  return instance;
-}
+using simulated::running_operations;
 
 class State {
  public:
@@ -59,7 +56,7 @@ class State {
     const std::lock_guard lock(mutex_);
     if (is_counting) ++counts_["calls." + std::string(call)];
     if (sticky_ != cudaSuccess || !is_counting || !failure_) return sticky_;
-    if (failure_->call != "*" && failure_->call != call) return cudaSuccess;
+    if (failure_->call != call) return cudaSuccess;
     if (failure_->after > 0) {
       --failure_->after;
       return cudaSuccess;
