@@ -392,7 +392,9 @@ def test_a_module_takes_its_own_state_dict_plainly(monkeypatch: pytest.MonkeyPat
     assert [parameter._version for parameter in module.parameters()] == [n + 2 for n in versions]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # forward_ad uses it
+@pytest.mark.filterwarnings(  # forward_ad uses it
+    "ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning"
+)
 def test_forward_gradients_are_copied() -> None:
     def load(run: Callable[[nn.Module, dict[str, Tensor]], object]) -> Tensor:
         module = nn.Linear(2, 2)
