@@ -6,16 +6,23 @@ fails where there is none. ``make accelerator-standin`` makes a stand-in for CUD
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from accelerator import controlled
 from accelerator.standin import control as standin
+
+_COUNTS = pytest.StashKey[list[list[object]]]()
 
 
 def pytest_configure() -> None:
@@ -36,27 +43,56 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.accelerator)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the accelerator, the numbers of outcomes, and the reasons for skipped tests."""
+def accelerator_name() -> str:
     if controlled.CHOICE == "fake":
-        return
-    name = "the stand-in" if standin.is_there() else torch.cuda.get_device_name()
-    outcomes = {
-        outcome: len(terminalreporter.getreports(outcome))
+        return "fake backend"
+    return "stand-in for CUDA" if standin.is_there() else torch.cuda.get_device_name()
+
+
+def reason_of(report: Any) -> str:
+    """Return why a test was skipped, or failed as expected."""
+    reason = getattr(report, "wasxfail", "") or report.longrepr[2]
+    return reason.removeprefix("reason: ").removeprefix("Skipped: ")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # after pytest's own list of tests
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Print the accelerator, the numbers of outcomes, and the reasons for tests that did not pass.
+
+    The file ``PTSAVE_ACCELERATOR_RESULT`` gets the same as JSON, with the rows of ``record``.
+    """
+    yield
+    reports = {
+        outcome: terminalreporter.getreports(outcome)
         for outcome in ("passed", "failed", "error", "xfailed", "xpassed", "skipped")
     }
-    counts = ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items() if n)
-    terminalreporter.section("accelerator")
-    terminalreporter.write_line(f"torch {torch.__version__} on {name}: {counts}")
     reasons = Counter(
-        report.longrepr[2]
-        for report in terminalreporter.getreports("skipped")
-        if isinstance(report.longrepr, tuple)
+        f"{outcome}: {reason_of(report)}"
+        for outcome in ("xfailed", "skipped")
+        for report in reports[outcome]
     )
+    result = {
+        "accelerator": accelerator_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "tests": ", ".join(f"{len(found)} {name}" for name, found in reports.items() if found),
+        "reasons": dict(reasons.most_common()),
+        "counts": terminalreporter.config.stash.get(_COUNTS, []),
+    }
+    terminalreporter.section("accelerator")
+    terminalreporter.write_line("{accelerator}, torch {torch}: {tests}".format(**result))
     for reason, n in reasons.most_common():
         terminalreporter.write_line(f"{n} {reason}")
     for kernel in standin.missing_kernels() if standin.is_there() else []:
         terminalreporter.write_line(f"not emulated: {kernel}")
+    if path := os.environ.get("PTSAVE_ACCELERATOR_RESULT"):
+        Path(path).write_text(json.dumps(result))
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> Callable[[list[object]], None]:
+    """Return a function that adds a row of counts to the result."""
+    return request.config.stash.setdefault(_COUNTS, []).append
 
 
 @pytest.fixture(scope="session")
