@@ -125,9 +125,15 @@ test-cpp: build/core/build.ninja  ## C++ unit tests of core
 test-python: $(SETUP_STAMP) build  ## pytest without what is slow or large
 	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_TIMEOUT) $(PYTEST_ARGS)
 
+# With RECORD=1, docs/tested.md gets the results of the accelerator's tests.
+RESULT := build/accelerator-result.json
+TEST_ACCELERATOR = $(if $(RECORD),PTSAVE_ACCELERATOR_RESULT=$(RESULT)) $(1) -m pytest tests/accelerator $(2) $(PYTEST_ARGS)
+RECORD_RESULT = $(if $(RECORD),$(PYTHON) tools/wheels/report.py $(RESULT))
+
 # In a process of its own: a backend that is registered stays.
 test-accelerator: $(SETUP_STAMP) build  ## tests on two devices that are made of memory and threads
-	$(RUN) -m pytest tests/accelerator $(PYTEST_TIMEOUT) $(PYTEST_ARGS)
+	$(call TEST_ACCELERATOR,$(RUN),$(PYTEST_TIMEOUT))
+	$(RECORD_RESULT)
 
 build/fake-accelerator/build.ninja: $(BUILD_STAMP)
 	$(RUN) setup.py --quiet build_fake_accelerator
@@ -150,7 +156,8 @@ $(STANDIN_STAMP):
 accelerator-standin: $(STANDIN_STAMP) build  ## the same tests with torch for CUDA, on a stand-in for its runtime
 	$(STANDIN_VENV)/bin/python setup.py --quiet build_standin
 	LD_PRELOAD=$(abspath build/standin/libstandin.so) PTSAVE_ACCELERATOR=real PYTHONPATH=$(CURDIR) \
-	  $(STANDIN_VENV)/bin/python -m pytest tests/accelerator $(PYTEST_TIMEOUT) $(PYTEST_ARGS)
+	  $(call TEST_ACCELERATOR,$(STANDIN_VENV)/bin/python,$(PYTEST_TIMEOUT))
+	$(RECORD_RESULT)
 
 # For a machine with a GPU that may have no network: everything is taken from PYTHON's environment.
 # It may be lent for minutes, so neither a failed test nor one that hangs costs the benchmark.
@@ -159,8 +166,10 @@ accelerator:  ## the same tests (3 minutes at most), and the benchmark, on this 
 	$(PYTHON) setup.py --quiet build_ext --inplace
 	rm -f build/accelerator.md
 	status=0; \
-	PTSAVE_ACCELERATOR=real PYTHONPATH="$(CURDIR):$$PYTHONPATH" timeout --signal INT --kill-after 10 180 \
-	  $(PYTHON) -m pytest tests/accelerator -rfEX -o faulthandler_timeout=60 $(PYTEST_ARGS) || status=1; \
+	PTSAVE_ACCELERATOR=real PYTHONPATH="$(CURDIR):$$PYTHONPATH" \
+	  $(call TEST_ACCELERATOR,timeout --signal INT --kill-after 10 180 $(PYTHON),-rfEX -o faulthandler_timeout=60) \
+	  || status=1; \
+	$(if $(RECORD),$(RECORD_RESULT) || status=1;) \
 	$(PYTHON) -m benchmarks.accelerator --rounds $(ROUNDS) --rest 2 --output build/accelerator.md || status=1; \
 	! grep --silent "(failed)" build/accelerator.md || status=1; \
 	exit $$status

@@ -99,3 +99,9 @@ def test_what_is_compiled_in_has_its_license_here() -> None:
     """Of headers of other projects that the extension modules include."""
     assert "pybind11" in (ROOT / "NOTICE").read_text()
     assert "Redistributions in binary form" in (ROOT / "NOTICE").read_text()
+
+
+def test_the_page_of_tested_releases_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools" / "wheels")
+    report = runpy.run_path(str(ROOT / "tools" / "wheels" / "report.py"))
+    assert report["PAGE"].read_text() == report["Report"]().page()

@@ -3,8 +3,8 @@
     .venv/bin/python tools/wheels [--python 3.11]... [--torch 2.13]...
 
 Everything is below build/wheels (some GB: pip's index has torch for CUDA only), the wheels are
-copied to dist/; what is there already is used again. docs/tested.md says what ran, and why anything
-did not.
+copied to dist/; what is there already is used again. docs/tested.json gets the results, and
+docs/tested.md says what ran, and why anything did not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from environments import ROOT, Tools, copy_tree
 from pairs import Pair, PythonWheel, SkippedError, torches_for
-from report import Report, number
+from report import PAGE, Report, number
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def main() -> int:
         make(
             report, options.dist, wheel, [Pair(wheel, torch) for torch in wanted if torch in there]
         )
-    report.write(ROOT / "docs" / "tested.md")
+    PAGE.write_text(report.page())
     return 1 if report.failures else 0
 
 
