@@ -59,13 +59,9 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     }
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kDeviceCount; }
-  c10::DeviceCapability getDeviceCapability(c10::Device /*device*/) const override { return {}; }
 
   c10::Stream getStream(c10::Device device) const override {
     return current_stream(index_of(device));
-  }
-  c10::Stream getDefaultStream(c10::Device device) const override {
-    return stream_of(index_of(device), kDefaultStream);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool /*high_priority*/) const override {
     return next_pool_stream(index_of(device));
@@ -79,7 +75,6 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     set_current_stream(stream);
     return previous;
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const override { return &queue_of(stream); }
   bool queryStream(const c10::Stream& stream) const override {
     const OnDevice on_device(stream.device_index());
     if (!queue_of(stream).is_idle()) {
@@ -146,10 +141,6 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     }
     const AtDevice at_device(device);
     delete static_cast<Event*>(event);
-  }
-
-  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    device_allocator().recordStream(data, stream);
   }
 
  private:

@@ -3,9 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
-#include <ATen/native/TypeProperties.h>
 #include <ATen/ops/_foreach_copy_native.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/WrapDimMinimal.h>
 #include <torch/library.h>
 
@@ -108,13 +106,6 @@ at::Tensor& cat_out(const at::ITensorListRef& tensors, std::int64_t dim, at::Ten
   return out;
 }
 
-at::Tensor cat(const at::ITensorListRef& tensors, std::int64_t dim) {
-  auto parts = parts_of_cat(tensors);
-  at::Tensor out = at::empty({0}, parts.front().options().dtype(at::native::result_type(tensors)));
-  cat_into(out, std::move(parts), dim);
-  return out;
-}
-
 void foreach_copy(at::TensorList self, at::TensorList src, bool non_blocking) {
   const bool on_one_device =
       self.size() == src.size() && !self.empty() &&
@@ -148,7 +139,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("record_stream", TORCH_FN(record_stream));
   library.impl("fill_.Scalar", TORCH_FN(fill));
   library.impl("zero_", TORCH_FN(zero));
-  library.impl("cat", TORCH_FN(cat));
   library.impl("cat.out", TORCH_FN(cat_out));
   library.impl("_foreach_copy_", TORCH_FN(foreach_copy));
 }

@@ -2,14 +2,11 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/util/Exception.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -24,7 +21,6 @@ namespace {
 using simulated::AddressSpace;
 
 constexpr std::size_t kAlignment = 512;
-constexpr std::size_t kPageSize = 4096;
 
 AddressSpace& address_space(c10::DeviceIndex device) {
   static auto& spaces = *new std::array<AddressSpace, kDeviceCount>;
@@ -57,7 +53,6 @@ struct Block {
   std::size_t allocated;  // of which that much was, as the statistics have it
   std::size_t requested;
   Uses uses;
-  bool was_given_back = false;  // its pages were, so it holds zeros
 };
 
 using Stats = c10::CachingDeviceAllocator::DeviceStats;
@@ -70,13 +65,6 @@ void poison(const Block& block) {
   queue_of(block.stream).enqueue_poison([data = accessible(block.address), size = block.size] {
     std::memset(data, simulated::kPoison, size);
   });
-}
-
-void give_back_pages(std::byte* data, std::size_t size) {
-  void* begin = data;
-  if (std::align(kPageSize, kPageSize, begin, size) != nullptr) {
-    madvise(begin, size / kPageSize * kPageSize, MADV_REMOVE);
-  }
 }
 
 void free_block(void* block);
@@ -99,9 +87,6 @@ class Allocator final : public c10::DeviceAllocator {
     Block* block = take_cached(own, stream.id(), rounded);
     if (block == nullptr) {
       block = take_fresh(own, stream, rounded);
-    }
-    if (std::exchange(block->was_given_back, false)) {
-      poison(*block);
     }
     block->allocated = rounded;
     block->requested = size;
@@ -128,21 +113,8 @@ class Allocator final : public c10::DeviceAllocator {
     }
   }
 
-  // The addresses are kept, the pages behind them are given back.
   void emptyCache(c10::MempoolId_t /*pool*/) override {
-    const std::lock_guard lock(mutex_);
-    for (c10::DeviceIndex device = 0; device < kDeviceCount; ++device) {
-      drain(device);
-      Pool& own = pool(device);
-      release_unused(own);
-      drain(device);  // the poisoning of what was just released
-      for (auto& [stream, blocks] : own.free) {
-        for (auto& [size, block] : blocks) {
-          give_back_pages(accessible(block->address), size);
-          block->was_given_back = true;
-        }
-      }
-    }
+    C10_THROW_ERROR(NotImplementedError, "fake: memory of a device is not given back");
   }
 
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {

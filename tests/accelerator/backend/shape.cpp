@@ -75,19 +75,6 @@ at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
   return set_storage(self, std::move(source), 0, {n}, {});
 }
 
-at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
-  if (!self.is_same(source)) {
-    set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
-  }
-  return self;
-}
-
-at::Tensor& set_nothing(at::Tensor& self) {
-  const c10::DeviceGuard guard(self.device());
-  at::Storage nothing(c10::Storage::use_byte_size_t(), 0, &device_allocator(), true);
-  return set_storage(self, std::move(nothing), 0, {0}, {});
-}
-
 at::Tensor as_strided(const at::Tensor& self, at::IntArrayRef size, at::IntArrayRef stride,
                       std::optional<std::int64_t> storage_offset) {
   return at::native::as_strided_tensorimpl(self, size, stride, storage_offset);
@@ -97,8 +84,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", TORCH_FN(empty));
   library.impl("empty_strided", TORCH_FN(empty_strided));
   library.impl("resize_", TORCH_FN(resize));
-  library.impl("set_", TORCH_FN(set_nothing));
-  library.impl("set_.source_Tensor", TORCH_FN(set_tensor));
   library.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
   library.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
   library.impl("as_strided", TORCH_FN(as_strided));

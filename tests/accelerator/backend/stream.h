@@ -14,7 +14,6 @@
 namespace fake {
 
 constexpr c10::DeviceIndex kDeviceCount = 2;
-constexpr c10::StreamId kDefaultStream = 0;
 // As many as CUDA has: streams are handed out again only after that many.
 constexpr c10::StreamId kPoolSize = 32;
 
