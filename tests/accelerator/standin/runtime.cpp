@@ -123,10 +123,6 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   });
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
-  return call(__func__, [&] { *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9 : 0; });
-}
-
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return call_there(__func__, [&] {
     *least = 0;
@@ -146,13 +142,6 @@ cudaError_t cudaDeviceSynchronize() {
 }
 
 // ------------------------------------------------------------------------------------------ memory
-
-cudaError_t cudaMemGetInfo(std::size_t* n_free, std::size_t* total) {
-  return call_there(__func__, [&] {
-    *n_free = device_memory(current_device).free_nbytes();
-    *total = kDeviceNbytes;
-  });
-}
 
 cudaError_t cudaMalloc(void** address, std::size_t nbytes) {
   return call_there(__func__, [&] {
@@ -210,20 +199,6 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t nbytes, cudaMemcpyKind /*kind*/,
                             cudaStream_t stream) {
   return call_there(__func__, [&] { return copy(to, from, nbytes, stream); });
-}
-
-cudaError_t cudaMemcpyPeerAsync(void* to, int /*to_device*/, const void* from, int /*from_device*/,
-                                std::size_t nbytes, cudaStream_t stream) {
-  return call_there(__func__, [&] { return copy(to, from, nbytes, stream); });
-}
-
-cudaError_t cudaMemsetAsync(void* to, int value, std::size_t nbytes, cudaStream_t stream) {
-  return call_there(__func__, [&] {
-    const Place place = place_of(to, nbytes);
-    if (!place.is(Place::kDevice)) return cudaErrorInvalidValue;
-    stream_of(stream).enqueue([=] { std::memset(place.data, value, nbytes); });
-    return cudaSuccess;
-  });
 }
 
 // ----------------------------------------------------------------------------------------- streams
