@@ -27,7 +27,7 @@ Stream& stream_at(void* handle, int device) {
 std::byte* accessible(const void* address) { return place_of(address, 1).data; }
 
 void enqueue_kernel(void* stream, int device, std::function<void()> kernel) {
-  stream_at(stream, device).enqueue(std::move(kernel));
+  stream_at(stream, device).submit(std::move(kernel));
 }
 
 void enqueue_poison(void* stream, int device, const void* address, std::size_t nbytes) {

@@ -141,7 +141,7 @@ cudaError_t launch(const void* function, dim3 grid, void** arguments, cudaStream
       part = {to.data, from.data, part.nbytes};
     }
     state().count(kernel.emulation);
-    stream.enqueue([parts = std::move(parts)] {
+    stream.submit([parts = std::move(parts)] {
       for (const Part& part : parts) std::memcpy(part.to, part.from, part.nbytes);
     });
     return cudaSuccess;

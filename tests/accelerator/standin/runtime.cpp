@@ -57,7 +57,7 @@ cudaError_t copy(void* to, const void* from, std::size_t nbytes, cudaStream_t ha
   if (source.is(Place::kPageable)) {
     staged = std::make_shared<std::vector<std::byte>>(source.data, source.data + nbytes);
   }
-  stream.enqueue([to = target.data, from = source.data, nbytes, staged] {
+  stream.submit([to = target.data, from = source.data, nbytes, staged] {
     std::memcpy(to, staged ? staged->data() : from, nbytes);
   });
   if (!target.is(Place::kPageable)) return cudaSuccess;

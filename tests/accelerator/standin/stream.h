@@ -27,11 +27,11 @@ class Stream : public simulated::StreamQueue {
 
   // The work is lost if a test wants the current call to fail late.  A device that has failed does
   // no more.
-  void enqueue(Operation operation) {
+  void submit(Operation operation) {
     if (auto failure = std::exchange(lost_work, std::nullopt)) {
       operation = [failure = *failure, device = device_] { state().fail(device, failure); };
     }
-    StreamQueue::enqueue([operation = std::move(operation)] {
+    enqueue([operation = std::move(operation)] {
       if (state().sticky_error() == cudaSuccess) operation();
     });
   }
@@ -62,6 +62,7 @@ class Streams {
   std::vector<Stream*> all() {
     const std::lock_guard lock(mutex_);
     std::vector<Stream*> streams;
+    streams.reserve(streams_.size());
     for (const auto& stream : streams_) streams.push_back(stream.get());
     return streams;
   }
