@@ -20,6 +20,7 @@
 #include "core/crc/crc32.h"
 #include "core/io/file.h"
 #include "core/read/checked_read.h"
+#include "device/accelerator_copies.h"
 #include "device/side_streams.h"
 #include "tensors/dtypes.h"
 #include "tensors/storage.h"
@@ -133,6 +134,17 @@ py::object new_huge_page_storage(std::uint64_t nbytes) {
   return py::reinterpret_steal<py::object>(THPStorage_Wrap(huge_page_storage(nbytes)));
 }
 
+// Returns None if the system refuses to lock memory.
+py::object page_locked_storage(std::uint64_t nbytes, const py::object& object) {
+  const c10::Device device = unpack_device(object);
+  c10::Storage storage = without_gil([&] { return HostMemory(device).locked(nbytes); });
+  if (!storage) {
+    used_ordinary_memory().store(true);
+    return py::none();
+  }
+  return py::reinterpret_steal<py::object>(THPStorage_Wrap(std::move(storage)));
+}
+
 // The number of references to the storage, including its Python object's.
 std::size_t storage_use_count(const py::object& storage) {
   return unpack_storage(storage).use_count();
@@ -208,6 +220,7 @@ void bind_ranges(py::module_& module) {
   module.def("is_remote", &is_remote_file, "fd"_a, "name"_a);
   module.def("detach_from_file", &detach_storage, "storage"_a, "name"_a);
   module.def("huge_page_storage", &new_huge_page_storage, "nbytes"_a);
+  module.def("page_locked_storage", &page_locked_storage, "nbytes"_a, "device"_a);
   module.def("storage_use_count", &storage_use_count, "storage"_a);
   module.attr("CHECKED_BLOCK_NBYTES") = kCheckedBlockNbytes;
   module.def("crc_of_blocks", &crc_of_blocks, "table"_a);

@@ -385,6 +385,10 @@ void bind_writing(py::module_& module) {
       "can_stage",
       [](const py::handle& device) { return SideStreams::are_supported(unpack_device(device)); },
       "device"_a);
+  module.def(
+      "refuse_capture",
+      [](const py::handle& device) { SideStreams::refuse_capture(unpack_device(device)); },
+      "device"_a);
   py::class_<WriteOptions>(module, "WriteOptions")
       .def(py::init([](bool compute_crcs, std::size_t n_threads, std::size_t chunk_nbytes,
                        bool payloads_are_still, std::size_t max_pinned_nbytes,

@@ -49,6 +49,19 @@ inline LastPinned& last_pinned() {
   return instance;
 }
 
+// Lets memory of torch's pinned allocator be lost if the device has failed.  To free a block, the
+// allocator records events.  Their error would leave a destructor, which ends the process.
+inline void lose_on_failure(c10::DataPtr& block) {
+  static const c10::DeleterFnPtr free_block = block.get_deleter();  // a process has one allocator
+  static_cast<void>(block.compare_exchange_deleter(free_block, [](void* context) {
+    try {
+      free_block(context);
+    } catch (const std::exception&) {
+      return;
+    }
+  }));
+}
+
 // Memory from the host allocator of a device's type.  Throws c10::Error if memory cannot be locked.
 inline c10::Storage pinned_storage(c10::Device device, std::size_t nbytes) {
   {
@@ -56,7 +69,9 @@ inline c10::Storage pinned_storage(c10::Device device, std::size_t nbytes) {
     last_pinned().use.emplace(device, ::getpid());
   }
   at::HostAllocator* const allocator = at::getHostAllocator(device.type());
-  return {c10::Storage::use_byte_size_t(), nbytes, allocator->allocate(nbytes), allocator,
+  c10::DataPtr block = allocator->allocate(nbytes);
+  lose_on_failure(block);
+  return {c10::Storage::use_byte_size_t(), nbytes, std::move(block), allocator,
           /*resizable=*/false};
 }
 

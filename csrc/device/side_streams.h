@@ -251,6 +251,7 @@ class SideStreams {
   struct Stream {
     std::mutex is_queued_to;  // keeps the copies of one queue() call together
     std::optional<c10::Stream> stream;
+    bool waits = false;  // for the caller's earlier work
     at::Tensor scratch;  // undefined if the device had no room for it
   };
   struct Side {
@@ -302,9 +303,15 @@ class SideStreams {
   }
   // The caller holds the stream's lock, and the device is the current one.
   const c10::Stream& ready(Side& side, Stream& stream) {
-    if (!stream.stream) {
-      stream.stream = stock().take(side.device);
+    if (!stream.stream) stream.stream = stock().take(side.device);
+    if (is_capturing(c10::impl::VirtualGuardImpl(side.device.type()), *stream.stream)) {
+      throw std::runtime_error(  // else the copies would become a part of the graph
+          "a graph is being captured on a stream of " + side.device.str() +
+          " that copies tensors: wait for wait_staged() before the capture begins");
+    }
+    if (!stream.waits) {
       side.begin->block(*stream.stream);
+      stream.waits = true;  // not if block() failed: the next copies try again
     }
     return *stream.stream;
   }

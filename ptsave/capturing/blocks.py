@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ptsave import _C
 from ptsave.appending.archive_writer import MeasuringWriter, WhenFull
 from ptsave.capturing.schema import VALUE_FIELDS, block_key, block_to_plain
 from ptsave.capturing.tensors import keeps_storage, statistics_of, stored_nbytes, unexpanded
@@ -164,8 +165,10 @@ class Blocks:
             if not self._reserve(nbytes):
                 return self._drop(_NO_ROOM)
         with _current(tensor.device):
-            # Page-locked memory: without it, the copy would wait for the device.
-            host = torch.empty_like(whole, device="cpu", pin_memory=True, requires_grad=False)
+            host = torch.empty_like(whole, device="cpu", requires_grad=False)
+            locked = _C.page_locked_storage(host.nbytes, whole.device)
+            if locked is not None:  # without page-locked memory, the copy waits for the device
+                host.set_(locked, 0, host.shape, host.stride())
             host.copy_(whole, non_blocking=True)
             event = torch.Event(device=tensor.device)
             event.record(torch.accelerator.current_stream(tensor.device))

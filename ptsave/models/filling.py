@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from itertools import compress
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,7 +174,7 @@ class Filling:
             there = torch.empty(shape, dtype=entry.dtype, device=item.target.device)
             return Read(entry, there, begin, part.index)
         if item.loader is not None and self._sent_to and item.target.device in self._sent_to:
-            pinned = self._pinned.tensor(entry.shape, entry.dtype)
+            pinned = self._pinned.tensor(entry.shape, entry.dtype, self._sent_to)
             if pinned is not None:
                 return Read(entry, pinned, piece.begin)
         if isinstance(entry.shard, OpenShard) and part.index is None:
@@ -191,6 +192,8 @@ class Filling:
             for device in {each.target.device for each in items if each.loader}
             if _C.can_stage(device)
         }
+        for device in self._sent_to:
+            _C.refuse_capture(device)  # loaders' copies would be captured instead of made
         if self._sent_to:
             return min(MAX_AHEAD_NBYTES, config.current().max_pinned_nbytes)
         return MAX_AHEAD_NBYTES
@@ -361,26 +364,53 @@ def note_changes(tensors: Iterable[Tensor]) -> None:
 
 
 class PinnedMemory:
-    """Allocates page-locked tensors; all that are in use take at most `max_nbytes` together.
+    """Lends page-locked tensors that take at most `max_nbytes` together.
 
-    A loader may start copies without waiting: torch reuses memory only after its copies are done.
+    A loader may start copies without waiting.  Torch reuses freed memory only after its copies, so
+    freed memory counts until the streams on which loaders copy are idle.
     """
 
     def __init__(self, max_nbytes: int) -> None:
         self._max_nbytes = max_nbytes
         self._lent: list[torch.UntypedStorage] = []
+        self._freed_nbytes = 0
 
-    def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return an uninitialized tensor; None if it would be small, or exceed `max_nbytes`."""
-        busy = [not is_idle(self._lent, number) for number in range(len(self._lent))]
-        self._lent = [storage for storage, keep in zip(self._lent, busy, strict=True) if keep]
+    def tensor(
+        self, shape: torch.Size, dtype: torch.dtype, devices: Set[torch.device]
+    ) -> Tensor | None:
+        """Return an uninitialized tensor; None if it would be small, or exceed `max_nbytes`.
+
+        The result is None, too, if the system refuses to lock memory.  This may wait for the
+        current streams of `devices`, to which the tensors are copied.
+        """
         nbytes = shape.numel() * dtype.itemsize
+        self._free_idle()
         lent_nbytes = sum(_rounded(storage.nbytes()) for storage in self._lent)
-        if nbytes < MIN_NBYTES or lent_nbytes + _rounded(nbytes) > self._max_nbytes:
+        free_nbytes = self._max_nbytes - lent_nbytes - _rounded(nbytes)
+        if nbytes < MIN_NBYTES or free_nbytes < 0:
             return None
-        tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
-        self._lent.append(tensor.untyped_storage())
-        return tensor
+        if free_nbytes < self._freed_nbytes:
+            for device in devices:
+                _wait_until_idle(torch.accelerator.current_stream(device))
+            self._freed_nbytes = 0
+        storage = _C.page_locked_storage(nbytes, next(iter(devices)))
+        if storage is None:
+            self._max_nbytes = 0
+            return None
+        self._lent.append(storage)
+        strides = torch.empty(shape, device="meta").stride()
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+
+    def _free_idle(self) -> None:
+        idle = [is_idle(self._lent, number) for number in range(len(self._lent))]
+        sizes = [_rounded(storage.nbytes()) for storage in self._lent]
+        self._freed_nbytes += sum(compress(sizes, idle))
+        self._lent = [storage for storage, gone in zip(self._lent, idle, strict=True) if not gone]
+
+
+def _wait_until_idle(stream: torch.Stream) -> None:
+    while not stream.query():  # synchronize() would keep a core busy
+        sleep(0.0001)
 
 
 def _rounded(nbytes: int) -> int:

@@ -157,10 +157,7 @@ def test_weight_loaders(
     fake.set_delay(0, 0)
     assert n_pinned == (3 if loader == "keeps" else 8)  # of 4 MiB
     assert_loaded(model, tensors)
-    peak = fake.stats()["pinned_peak"]
-    if loader == "does not wait" and peak > BUDGET:
-        pytest.xfail("issue 31: torch keeps a freed block until its copies end; ptsave forgets it")
-    assert peak <= BUDGET
+    assert fake.stats()["pinned_peak"] <= BUDGET
 
 
 def test_load_into_another_dtype(devices: list[str], tmp_path: Path, fake: Any) -> None:

@@ -62,8 +62,6 @@ class Allocator final : public at::HostAllocator {
       return;
     }
     const std::lock_guard lock(mutex_);
-    stats_.active_requests.decrease(1);
-    stats_.active_bytes.decrease(block->size);
     block->uses.free();
     if (block->uses.have_ended()) {
       release(block);
@@ -110,6 +108,7 @@ class Allocator final : public at::HostAllocator {
 
   at::HostStats get_stats() override {
     const std::lock_guard lock(mutex_);
+    release_unused();
     return stats_;
   }
 
@@ -169,7 +168,10 @@ class Allocator final : public at::HostAllocator {
     return block;
   }
 
+  // As CUDA: a block is active until the streams that use it have ended.
   void release(Block* block) {
+    stats_.active_requests.decrease(1);
+    stats_.active_bytes.decrease(block->size);
     // What was freed last is handed out first: that is where a mistake shows.
     free_.emplace_hint(free_.lower_bound(block->size), block->size, block);
   }
