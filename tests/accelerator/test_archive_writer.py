@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 
 import ptsave
+from accelerator.test_fake import run_on_fake
 
 
 def test_the_values_are_those_of_the_calls(devices: list[str], tmp_path: Path) -> None:
@@ -59,3 +60,31 @@ def test_a_storage_is_written_once(devices: list[str], tmp_path: Path) -> None:
         writer.add("b", tensor[5:10])
         assert writer.nbytes - nbytes < 4000
     assert torch.load(path)["b"].tolist() == [5, 6, 7, 8, 9]
+
+
+def test_forked_children_leave_accelerators_alone(fake: ModuleType, tmp_path: Path) -> None:
+    run_on_fake(
+        f"""
+        import os, sys
+        import ptsave
+        there = torch.ones(500_000, device=fake.FIRST)
+        there.record_stream(torch.Stream(device=fake.FIRST))
+        pinned = torch.ones(500_000).pin_memory()
+        pinned.to(fake.FIRST, non_blocking=True)
+        writer = ptsave.ArchiveWriter({str(tmp_path / "run.pt")!r})
+        fake.set_delay(200_000, 200_000)
+        for i in range(3):
+            writer.add(f"first{{i}}", there)  # the thread that writes waits for its values
+        writer.add("there", there, copy=False)
+        writer.add("pinned", pinned, copy=False)
+        del there, pinned
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(0)
+        status = os.waitpid(pid, 0)[1]
+        fake.set_delay(0, 0)
+        writer.close()
+        assert status == 0, status
+        """
+    )
+    assert len(torch.load(tmp_path / "run.pt", "cpu")) == 5

@@ -165,9 +165,11 @@ def test_forked_children_leave_accelerators_alone(fake: ModuleType, staging: str
 
         target = Gate()
         tensors = [torch.ones(2_000_000).to(device) for device in (fake.FIRST, fake.LAST, "cpu")]
+        tensors[0].record_stream(torch.Stream(device=fake.FIRST))
         tensors.append(torch.ones(1000).pin_memory())
-        futures = [ptsave.async_save(tensors, target, staging="{staging}")]
+        tensors[-1].to(fake.FIRST, non_blocking=True)  # whoever frees it asks for this copy
         fake.set_delay(50_000, 50_000)
+        futures = [ptsave.async_save(tensors, target, staging="{staging}")]
         futures.append(ptsave.async_save(tensors, io.BytesIO(), staging="{staging}"))
         del tensors
         pid = os.fork()
@@ -176,6 +178,7 @@ def test_forked_children_leave_accelerators_alone(fake: ModuleType, staging: str
                 assert isinstance(future.exception(), RuntimeError)
             del future, futures, target
             gc.collect()
+            ptsave.release_staging_memory()
             ptsave.async_save(torch.ones(10), io.BytesIO()).result()
             sys.exit(0)
         status = os.waitpid(pid, 0)[1]

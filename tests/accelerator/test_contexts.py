@@ -124,13 +124,14 @@ _CALLS = """
         "ArchiveWriter": grow,
         "capture": capture,
         "capture of statistics": lambda: capture(tensors=False),
-        "release_staging_memory": ptsave.release_staging_memory,
     }}
     touched = {{}}
     for name, call in calls.items():
         fake.forget_contexts()
         call()
         touched[name] = sorted(fake.contexts())
+        ptsave.release_staging_memory()
+        touched[name + ", released"] = sorted(fake.contexts())
     print(json.dumps(touched))
 """
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from stock_comparison import assert_same_object
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ptsave
 
@@ -178,15 +179,16 @@ def test_errors_of_copies_come_out(
     assert all(map(torch.equal, (tensor.cpu() for tensor in loaded), tensors))
 
 
+@pytest.mark.parametrize(("after", "asynchronous"), [(0, True), (1, False)])
 def test_errors_of_one_device_wait_for_the_others(
-    devices: list[str], tmp_path: Path, fake: ModuleType
+    devices: list[str], tmp_path: Path, fake: ModuleType, after: int, asynchronous: bool
 ) -> None:
     """Memory that copies are under way to must not be freed."""
     tensors = [torch.randn(10)] + [torch.randn(70_000) for _ in range(6)]
     placed = [tensors[0].to(devices[0])] + [tensor.to(devices[-1]) for tensor in tensors[1:]]
     path = saved(placed, tmp_path / "tensors.pt")
-    fake.set_delay(5000, 5000)
-    fake.fail_copy(after=0, asynchronous=True)
+    fake.set_delay(20_000, 20_000)
+    fake.fail_copy(after, asynchronous=asynchronous)
     with pytest.raises(RuntimeError, match="fail"):
         ptsave.load(path)
     assert fake.operations_in_flight() == 0
@@ -203,3 +205,30 @@ def test_load_into_modules_there(devices: list[str], tmp_path: Path) -> None:
     for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
         assert ours.device == torch.device(devices[-1])
         assert torch.equal(ours.detach().cpu(), theirs.detach())
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators that reach Python modes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_do_not_see_copies(devices: list[str], tmp_path: Path) -> None:
+    """A mode of Python needs the GIL, for which copies do not wait."""
+    model = torch.nn.Linear(30, 20).to(devices[-1])
+    expected = {name: value.cpu() for name, value in model.state_dict().items()}
+    with Seen() as seen:
+        ptsave.save_model(model, tmp_path)
+        for parameter in model.parameters():
+            parameter.detach().zero_()
+        ptsave.load_model(model, tmp_path)
+    found = {name: value.cpu() for name, value in model.state_dict().items()}
+    assert_same_object(found, expected)
+    assert "aten::zero_" in seen.names
+    assert not [name for name in seen.names if "copy" in name]

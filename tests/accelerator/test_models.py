@@ -115,14 +115,14 @@ def test_load_model_from_a_side_stream(devices: list[str], tmp_path: Path, fake:
     tensors = weights()
     ptsave.save_model(tensors, tmp_path)
     model = model_of(tensors, devices[-1], torch.float64)
-    fake.set_delay(500, 1000)
     with torch.Stream(devices[-1]) as stream:
+        fake.set_delay(50_000, 50_000, stream)
         spoilt = [torch.full((1024, 1024), 7.0, device=devices[-1]) for _ in range(3)]
         copies = [tensor.clone() for tensor in spoilt]
         del spoilt
         ptsave.load_model(model, tmp_path)
+    fake.set_delay(0, 0, stream)
     stream.synchronize()
-    fake.set_delay(0, 0)
     for copy in copies:
         assert (copy.cpu() == 7.0).all()
     assert_loaded(model, tensors, torch.float64)
@@ -244,6 +244,19 @@ def test_get_tensor(devices: list[str], tmp_path: Path, fake: Any, kind: str) ->
     assert found.stride() == tensor.stride()
     assert torch.equal(found.cpu(), tensor)
     assert torch.equal(small.cpu(), tensor[7])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_of_copies_come_out(
+    devices: list[str], tmp_path: Path, fake: Any, kind: str
+) -> None:
+    ptsave.save_model({"a": torch.randn(1 << 20)}, tmp_path, format=kind)  # type: ignore[arg-type]
+    (file,) = tmp_path.iterdir()
+    with ptsave.open(file) as archive:
+        fake.fail_copy(0, asynchronous=True)
+        with pytest.raises(RuntimeError, match="fail"):
+            archive.get_tensor("a", device=devices[-1])
+    assert fake.operations_in_flight() == 0
 
 
 def test_get_tensor_of_a_record(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -34,3 +35,16 @@ def test_several_devices(devices: list[str], tmp_path: Path) -> None:
     path, stock_path = tmp_path / "ptsave" / "file.pt", tmp_path / "stock" / "file.pt"
     ptsave.save(obj, path, fsync=True)
     assert path.read_bytes() == stock_path.read_bytes()
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_an_error_waits_for_the_copies_before_it(
+    devices: list[str], tmp_path: Path, fake: ModuleType, after: int
+) -> None:
+    """One chunk has these tensors, and each is large enough for a copy of its own."""
+    tensors = [torch.randn(300_000).to(devices[0]) for _ in range(3)]
+    fake.set_delay(20_000, 20_000)
+    fake.fail_copy(after)
+    with pytest.raises(RuntimeError, match="fail"):
+        ptsave.save(tensors, tmp_path / "file.pt")
+    assert fake.operations_in_flight() == 0

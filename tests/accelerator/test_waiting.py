@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +17,7 @@ import ptsave
 
 MIB = 1 << 20
 N_THREADS = 3
+POOL = 32  # torch's streams of a device
 
 
 def many_chunks(device: str) -> dict[str, torch.Tensor]:
@@ -69,6 +72,17 @@ def test_waiting_keeps_no_core_busy(calls: Calls, fake: Any) -> None:
         assert fake.stats()["busy_waits"] == before, name
 
 
+def test_a_wait_is_asleep(calls: Calls, fake: Any) -> None:
+    """A loop that asks again and again is no busy wait for the device, but keeps a core busy."""
+    for name, call in calls.items():
+        fake.set_delay(0, 0)
+        call()
+        fake.set_delay(100_000, 100_000)
+        start, busy = time.perf_counter(), time.process_time()
+        call()
+        assert time.process_time() - busy < (time.perf_counter() - start) / 2, name
+
+
 def test_memory_on_the_device_is_given_back(calls: Calls, devices: list[str], fake: Any) -> None:
     """To the caller's stream, which can use it again at once."""
     device = torch.device(devices[-1])
@@ -102,6 +116,32 @@ def test_page_locked_memory_is_released(calls: Calls, fake: Any) -> None:
     assert fake.stats()["pinned_peak"] > 0
 
 
+class Gate(io.BytesIO):
+    """A target of saves that waits until it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+
+    def write(self, data: Any) -> int:
+        assert self.opened.wait(60)
+        return super().write(data)
+
+
+def test_page_locked_memory_of_busy_streams_is_released(devices: list[str], fake: Any) -> None:
+    """The allocator frees memory only when streams that have used it are done."""
+    target = Gate()
+    future = ptsave.async_save(torch.ones(MIB, device=devices[-1]), target)
+    fake.set_delay(500_000, 500_000)
+    for _ in range(POOL):
+        with torch.Stream(device=devices[-1]):
+            torch.zeros(10, device=devices[-1])
+    target.opened.set()
+    future.result()
+    ptsave.release_staging_memory()
+    assert fake.stats()["pinned_reserved"] == 0
+
+
 def test_no_copies_while_a_graph_is_captured(
     calls: Calls, devices: list[str], tmp_path: Path, fake: Any
 ) -> None:
@@ -118,8 +158,9 @@ def test_no_copies_while_a_graph_is_captured(
 def test_streams_that_capture_are_left_alone(calls: Calls, devices: list[str], fake: Any) -> None:
     """Torch's pool hands streams out to everybody: one that ptsave keeps may be in use."""
     calls["load"]()
-    pool = [torch.Stream(device=devices[-1]) for _ in range(32)]
+    pool = [torch.Stream(device=devices[-1]) for _ in range(POOL)]
     with ExitStack() as stack:
         for stream in pool[1:]:
             stack.enter_context(fake.capturing(stream))
         calls["load"]()
+        ptsave.release_staging_memory()

@@ -96,6 +96,9 @@ class Allocator final : public at::HostAllocator {
   void empty_cache() override {
     const std::lock_guard lock(mutex_);
     release_unused();
+    if (!free_.empty()) {
+      use_current_device();  // as cudaFreeHost, without a guard
+    }
     for (const auto& [size, block] : std::exchange(free_, {})) {
       blocks_.erase(block->address);
       munmap(block->address, size);

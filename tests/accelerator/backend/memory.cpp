@@ -96,8 +96,13 @@ class Allocator final : public c10::DeviceAllocator {
     return {block->address, block, &free_block, device_of(device)};
   }
 
+  // As CUDA: only other streams' uses need the driver, which fails in a forked child.
   void free(Block* block) {
-    if (block == nullptr || in_forked_child()) {
+    if (block == nullptr) {
+      return;
+    }
+    if (in_forked_child()) {
+      TORCH_CHECK(block->uses.are_none(), "fake: cannot use the device in a forked child");
       return;
     }
     const std::lock_guard lock(mutex_);
