@@ -210,7 +210,6 @@ class SideStreams {
   // wait for it would be captured instead of made.  Before torch 2.13 ptsave cannot detect this;
   // the driver's own error then comes during the wait.
   static void refuse_capture(c10::Device device) {
-    const c10::DeviceGuard guard(device);
     const c10::impl::VirtualGuardImpl impl(device.type());
     if (!is_capturing(impl, impl.getStream(device))) return;
     throw std::runtime_error(
@@ -219,10 +218,10 @@ class SideStreams {
         "save or load them before the capture begins or after it has ended");
   }
 
-  // Waits until all unused streams have finished their work.
+  // Waits until all unused streams have finished their work.  The current device must have a
+  // context.
   static void wait_for_idle_streams() {
     for (const c10::Stream& stream : stock().streams()) {
-      const c10::DeviceGuard guard(stream.device());
       if (is_capturing(c10::impl::VirtualGuardImpl(stream.device_type()), stream)) continue;
       c10::Event event(stream.device_type());
       event.record(stream);
@@ -289,7 +288,6 @@ class SideStreams {
     try {
       const c10::DeviceGuard guard(ending.device);
       ending.begin.reset();
-      for (Stream& stream : ending.streams) stream.scratch.reset();
       for (const std::unique_ptr<Events>& events : free_events_) (*events)[side].reset();
     } catch (const std::exception&) {
       return;  // the device and its events are lost

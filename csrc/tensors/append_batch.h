@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/Storage.h>
 #include <c10/util/Exception.h>
@@ -420,7 +419,6 @@ class AppendBatch {
   // copies to host memory, and waits.
   static c10::Storage copy_on_device(const c10::Storage& storage) {
     try {
-      const c10::DeviceGuard guard(storage.device());
       return bytes_of(storage, 0, storage.nbytes()).clone().storage();
     } catch (const c10::OutOfMemoryError&) {
       return copy_on_host(storage);
