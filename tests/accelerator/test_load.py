@@ -148,6 +148,19 @@ def test_nothing_is_early(
         assert torch.equal(ours.cpu(), theirs)
 
 
+def test_threads_take_turns_on_a_stream(
+    devices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are more threads than streams, and each stream has one memory for joined pieces."""
+    tensors = [torch.full((400,), float(i)) for i in range(20_000)]
+    path = saved(tensors, tmp_path / "tensors.pt")
+    monkeypatch.setenv("PTSAVE_NUM_THREADS", "16")
+    expected = torch.cat(tensors)
+    for _ in range(3):
+        found = torch.cat(ptsave.load(path, devices[-1])).cpu()
+        assert torch.equal(found, expected)
+
+
 def test_memory_that_was_let_go_of_is_not_overwritten_early(
     devices: list[str], tmp_path: Path, fake: ModuleType
 ) -> None:
