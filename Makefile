@@ -31,7 +31,7 @@ CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build compare demo docs release-check test test-cpp test-python test-accelerator test-torch test-all accelerator accelerator-sanitizer accelerator-standin lint format asan tsan fuzz \
+.PHONY: help setup build compare demo docs release-check test test-cpp test-python test-accelerator test-torch test-all accelerator accelerator-sanitizer accelerator-standin negative-controls lint format asan tsan fuzz \
         fuzz-short wheels fuzz-parser fuzz-unpickler fuzz-unpickler-asan fuzz-outline kill stress benchmark wheel clean \
         lint-python lint-types lint-format lint-cpp asan-build tsan-build
 
@@ -158,6 +158,10 @@ accelerator-standin: $(STANDIN_STAMP) build  ## the same tests with torch for CU
 	LD_PRELOAD=$(abspath build/standin/libstandin.so) PTSAVE_ACCELERATOR=real PYTHONPATH=$(CURDIR) \
 	  $(call TEST_ACCELERATOR,$(STANDIN_VENV)/bin/python,$(PYTEST_TIMEOUT))
 	$(RECORD_RESULT)
+
+# In a copy of the tree; tests/accelerator/negative_controls.md is the list.
+negative-controls: $(SETUP_STAMP)  ## tests notice each missing wait: make negative-controls [CONTROLS="3 17"]
+	$(RUN) tools/negative_controls.py $(CONTROLS)
 
 # For a machine with a GPU that may have no network: everything is taken from PYTHON's environment.
 # It may be lent for minutes, so neither a failed test nor one that hangs costs the benchmark.
