@@ -38,7 +38,7 @@ from ptsave.training.rank_parts import RankParts, check_ranks, rank_parts
 from ptsave.writing.planning import SaveOptions
 
 if TYPE_CHECKING:
-    from ptsave.support.rank_groups import GroupRanks
+    from ptsave.support.rank_groups import FileRanks, GroupRanks
     from ptsave.training.checkpoint import RestoredEntries
     from ptsave.training.options import KeyMapping, Match
 
@@ -370,13 +370,21 @@ class AsyncCheckpointer:
         """
         self._check_process()
         came = self._stop_signals.came
+        ranks = self._ranks()
+        return came if ranks is None else any(ranks.gather(came))
+
+    def _ranks(self) -> FileRanks | GroupRanks | None:
+        """Return the ranks of this job, also if only one of them saves; None if they cannot meet.
+
+        The first call in a job where only one rank saves is collective.
+        """
         if self._parts is not None:
-            return self._parts.any_rank(came)
+            return self._parts.ranks
         if self._job is None and (group := group_of_job()) is not None:
             from ptsave.support.rank_groups import GroupRanks
 
             self._job = GroupRanks(group, str(self._directory.path))
-        return came if self._job is None else any(self._job.gather(came))
+        return self._job
 
     # ------------------------------------------------------------------------- saved checkpoints
 
@@ -417,6 +425,7 @@ class AsyncCheckpointer:
         step: int | None = None,
         /,
         *,
+        fallback: bool = False,
         strict: bool = True,
         assign: bool = False,
         map_location: Any = None,
@@ -438,6 +447,9 @@ class AsyncCheckpointer:
             Step of the checkpoint.  None: the highest complete step; call :meth:`wait` first if
             saves are pending.  If another process removes that step before it is opened, `restore`
             chooses again.  Not a keyword: ``restore(1000, model=model)``.
+        fallback : bool, default False
+            Whether to restore the highest step that is whole, if higher steps are damaged.  Each
+            step's file is read and verified before anything is overwritten; see Notes.
         strict, assign, map_location, weights_only, verify, progress
         ignore_mismatched_sizes, match, key_mapping, device, rename
             As for :func:`ptsave.load_checkpoint`.
@@ -457,7 +469,33 @@ class AsyncCheckpointer:
             A target has the name of an option, or the call has an option that only other functions
             have.
         KeyError, RuntimeError, CorruptCheckpointError
-            As from :func:`ptsave.load_checkpoint`.
+            As from :func:`ptsave.load_checkpoint`.  With `fallback`, if no step is whole: the error
+            of the highest step, with a note that names the damage of the others.
+        ValueError
+            The call has both a `step` and ``fallback=True``.
+
+        Warns
+        -----
+        CheckpointWarning
+            With `fallback`: which step is restored, and which files of higher steps are damaged,
+            with their damaged entries.
+
+        Notes
+        -----
+        With `fallback`, a step is verified as ``ptsave verify`` does: all checksums are compared,
+        and the object is unpickled without its tensors.  If a file is damaged
+        (:class:`CorruptCheckpointError`, :class:`NotCheckpointError`), is missing, or has a sector
+        that the disk cannot read (``EIO`` of a local file), the next lower step is verified.  Other
+        errors are raised: a missing key, a wrong shape, a missing permission, a server that does
+        not answer.  So the targets get the values of one whole checkpoint or keep their own.  The
+        restore reads the file again, and compares the checksums again (unless `verify` is False).
+        Damage that arises between the two reads raises as without `fallback`: then some entries may
+        be overwritten.
+
+        With `fallback`, all ranks must call `restore`, also if only one rank saves, and they
+        restore the same step: the highest that is whole on each rank.  If only one rank saves, the
+        ranks can agree only if ``torch.distributed`` is initialized.  Incomplete steps do not count
+        as checkpoints, so nothing warns of them.
 
         Examples
         --------
@@ -477,7 +515,12 @@ class AsyncCheckpointer:
             )
         options = RestoreOptions.of(locals())
         check_named("AsyncCheckpointer.restore", options, targets)
+        check_flags(fallback=fallback)
         step = None if step is None else _checked(step, "step", 0)
+        if fallback:
+            if step is not None:
+                raise ValueError("fallback=True chooses the step: leave the step out")
+            return self._restored_whole(targets, options)
         if self._parts is None:
             return self._restored(self._directory.opened(step), targets, options)
         name = self._parts.agreed(lambda: self._directory.choose(step)[1])
@@ -507,22 +550,12 @@ class AsyncCheckpointer:
 
         Examples
         --------
-        Restore the newest checkpoint that is not damaged:
-
-        >>> import os, tempfile, torch, ptsave
-        >>> model = torch.nn.Linear(2, 2)
+        >>> import tempfile, torch, ptsave
         >>> folder = tempfile.TemporaryDirectory()
         >>> checkpointer = ptsave.AsyncCheckpointer(folder.name)
         >>> for step in (1, 2):
-        ...     _ = checkpointer.save(step, model=model).result()
-        >>> os.truncate(checkpointer.latest(), 100)
-        >>> while True:
-        ...     step = checkpointer.steps()[-1]
-        ...     try:
-        ...         _ = checkpointer.restore(step, model=model)
-        ...         break
-        ...     except ptsave.CorruptCheckpointError:
-        ...         checkpointer.remove(step)
+        ...     _ = checkpointer.save(step, model=torch.nn.Linear(2, 2)).result()
+        >>> checkpointer.remove(2)
         >>> checkpointer.steps()
         [1]
         >>> checkpointer.close()
@@ -540,6 +573,14 @@ class AsyncCheckpointer:
         with self._parts.together("remove a step"):
             if self._parts.is_first:
                 self._directory.remove_step(step)
+
+    def _restored_whole(self, targets: dict[str, Any], options: RestoreOptions) -> RestoredEntries:
+        from ptsave.training.fallback import newest_whole
+
+        parts = self._parts
+        together = nullcontext() if parts is None else parts.together("restore its part")
+        with newest_whole(self._directory, self._ranks()) as source, together:
+            return self._restored(nullcontext(source), targets, options)
 
     def _restored(
         self, opened: AbstractContextManager[Any], targets: dict[str, Any], options: RestoreOptions

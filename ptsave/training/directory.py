@@ -24,7 +24,7 @@ from ptsave.sources.locations import LocalFolder, sync_path
 from ptsave.writing.targets import resolve_folder
 
 # Errors when opening a file that another process, or another host, has removed.
-_GONE = {errno.ENOENT, errno.ESTALE}
+GONE = {errno.ENOENT, errno.ESTALE}
 _MAX_TRIES = 100  # a try fails only if the file was removed meanwhile
 
 
@@ -124,11 +124,17 @@ class CheckpointDirectory:
                 try:
                     stream = stack.enter_context(self.open_file(name))
                 except OSError as error:
-                    if error.errno in _GONE and n_left:
+                    if error.errno in GONE and n_left:
                         continue
                     raise
                 yield stream
                 return
+
+    @contextmanager
+    def held_open(self, step: int) -> Iterator[Any]:
+        """Yield the open file of a step as `opened` does, but do not choose again if it is gone."""
+        with self._held_back(step) as name, self.open_file(name) as stream:
+            yield stream
 
     @contextmanager
     def _held_back(self, step: int | None) -> Iterator[str]:
@@ -154,7 +160,7 @@ class CheckpointDirectory:
         names = self._names()
         chosen = max(names, default=None) if step is None else step
         if chosen is None or chosen not in names:
-            raise self._no_checkpoint(step, sorted(names))
+            raise self.no_checkpoint(step, sorted(names))
         return chosen, names[chosen][0]
 
     def open_file(self, name: str) -> AbstractContextManager[Any]:
@@ -228,7 +234,8 @@ class CheckpointDirectory:
         """Return each complete step's file names; this process reads the first of them."""
         return self._naming.checkpoints(self.folder.regular_files())
 
-    def _no_checkpoint(self, step: int | None, steps: list[int]) -> FileNotFoundError:
+    def no_checkpoint(self, step: int | None, steps: list[int]) -> FileNotFoundError:
+        """Return the error for a `step` (None: any step) that is not among the `steps`."""
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         some = ", ".join(map(str, steps[-8:]))
         there = f"only of {'..., ' if len(steps) > 8 else ''}{some}" if steps else "nor any other"

@@ -73,7 +73,7 @@ class RankParts:
     def __init__(self, ranks: GroupRanks | FileRanks, place: Path | str) -> None:
         from ptsave.support.rank_groups import FileRanks
 
-        self._ranks = ranks
+        self.ranks = ranks
         self._place = place
         # Without a process group, ranks find each other by their locks, so the lock exists already.
         self._lock = ranks.lock if isinstance(ranks, FileRanks) else None
@@ -85,14 +85,14 @@ class RankParts:
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0."""
-        return self._ranks.rank == 0
+        return self.ranks.rank == 0
 
     def begin(self) -> None:
         """Lock the directory for this rank; raise RuntimeError if another job has locked it."""
         if self._lock is None and isinstance(self._place, Path):
             from ptsave.support.rank_groups import RankLock
 
-            self._lock = RankLock(self._place, self._ranks.rank, self._ranks.size)
+            self._lock = RankLock(self._place, self.ranks.rank, self.ranks.size)
 
     @property
     def tidies(self) -> bool:
@@ -118,7 +118,7 @@ class RankParts:
             choice: list[Any] = [choose() if self.is_first else None]
         except OSError as error:
             choice = [error.errno, error.strerror, error.filename]
-        choice = self._ranks.gather(choice)[0]
+        choice = self.ranks.gather(choice)[0]
         if len(choice) > 1:
             raise OSError(*choice)
         return self.naming.own(choice[0])
@@ -131,7 +131,7 @@ class RankParts:
         """
         saved, failures = self._saved, self._failures
         self._saved, self._failures = [], []
-        everyone = self._ranks.gather({"saved": saved, "failures": failures})
+        everyone = self.ranks.gather({"saved": saved, "failures": failures})
         begun = [{self.naming.save_of(name) for name in theirs["saved"]} for theirs in everyone]
         messages = self._messages(everyone, begun)
         # If all parts exist, the save counts as complete, even if a rank reports a failure.  An
@@ -158,14 +158,14 @@ class RankParts:
         """Return an error message if another rank's part of a complete save is not here, or ''."""
         if not isinstance(self._place, Path):
             return ""
-        other = self._ranks.size - 1 if self.is_first else 0
+        other = self.ranks.size - 1 if self.is_first else 0
         theirs = self._place / self.naming.of_rank(other, name)
         deadline = time.monotonic() + _REMOVAL_S
         while not theirs.exists() and (self._place / name).exists():
             if time.monotonic() > deadline:  # so it is not just being removed
                 return (
                     f"the part of rank {other}, {theirs.name}, is not in this directory of rank "
-                    f"{self._ranks.rank}: all ranks have to save to one shared directory"
+                    f"{self.ranks.rank}: all ranks have to save to one shared directory"
                 )
             time.sleep(_PAUSE_S)
         return ""
@@ -187,13 +187,9 @@ class RankParts:
                 )
         return messages
 
-    def any_rank(self, value: bool) -> bool:
-        """Return whether a value is true on any rank."""
-        return any(self._ranks.gather(value))
-
     def meet(self) -> None:
         """Wait until all ranks have called this."""
-        self._ranks.gather(None)
+        self.ranks.gather(None)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -204,7 +200,7 @@ class RankParts:
         """
         from ptsave.support.group_call import together
 
-        ranks, name = self._ranks, str(self._place)
+        ranks, name = self.ranks, str(self._place)
         what = f"rank {{}} could not {what}"
         meet = partial(together, ranks.gather, ranks.rank, name=name, what=what)
         try:

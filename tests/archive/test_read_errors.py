@@ -5,6 +5,7 @@ A library between Python and the C library fails the n-th call that reads a file
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -224,3 +225,43 @@ def test_memory_with_a_name_that_no_file_can_have() -> None:
     memory.seek(0)
     memory.name = "\ud800"
     assert torch.equal(ptsave.load(memory)["weight"], torch.ones(2))
+
+
+_FALLBACK = """
+import ctypes, json, os, sys, warnings
+import torch, ptsave
+warnings.simplefilter("ignore")
+shim = ctypes.CDLL(None)
+run = ptsave.AsyncCheckpointer(sys.argv[1])
+for step in (1, 2):
+    run.save(step, value={"x": torch.full((400,), float(step))}).result()
+run.wait()
+name = os.fsencode(run.latest())
+found = []
+for n in range(1, 60):
+    target = {"x": torch.zeros(400)}
+    shim.fail_read(n, name)
+    try:
+        run.restore(value=target, fallback=True)
+        found.append(target["x"].unique().tolist())
+    except OSError as error:
+        found.append(error.errno)
+    left = shim.reads_left()
+    shim.fail_read(0, b"")
+    if left > 0:
+        break
+print(json.dumps(found))
+"""
+
+
+def test_a_sector_that_cannot_be_read_makes_a_restore_fall_back(shim: Path, tmp_path: Path) -> None:
+    """While the newest file is verified; when it is read again, the restore raises."""
+    environment = {**os.environ, "LD_PRELOAD": str(shim)}
+    ended = run_python(_FALLBACK, tmp_path / "run", env=environment)
+    found = json.loads(ended.stdout)
+    *failed, last = found
+    assert last == [2]  # no read has failed
+    n_verifying = failed.index(errno.EIO)
+    assert failed[:n_verifying] == [[1]] * n_verifying
+    assert n_verifying > 3
+    assert {*failed[n_verifying:]} == {errno.EIO}

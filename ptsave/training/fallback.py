@@ -1,0 +1,169 @@
+"""Finds the newest checkpoint that is whole on all ranks, before a restore changes any target."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+from ptsave.archive.damage import entries_using, find_damage
+from ptsave.archive.opening import open_source_archive, spans_of
+from ptsave.contents.opening import open_file
+from ptsave.errors import CheckpointWarning, CorruptCheckpointError, add_note
+from ptsave.sources.locations import position_kept
+from ptsave.sources.ranges import RangeSource, open_source
+from ptsave.support.calls import warn_user
+from ptsave.support.text import some_of
+from ptsave.training.directory import GONE, CheckpointDirectory
+
+if TYPE_CHECKING:
+    from ptsave.archive.damage import Damage
+    from ptsave.archive.reader import RecordReader
+    from ptsave.support.rank_groups import FileRanks, GroupRanks
+
+_MAX_NAMED = 8
+
+
+@contextmanager
+def newest_whole(
+    directory: CheckpointDirectory, ranks: FileRanks | GroupRanks | None
+) -> Iterator[Any]:
+    """Yield the open file, or the URL, of the highest step that is whole on all `ranks`.
+
+    During the `with` block, `prune` keeps the step.  Warns of damaged steps.  If no step is whole,
+    all ranks raise the error of the highest step, with a note on the others.
+    """
+
+    def share(what: str, call: Callable[[], Any]) -> list[Any]:
+        return [call()] if ranks is None else _shared(ranks, str(directory.path), what, call)
+
+    looked_at: list[_Candidate] = []
+    damaged: dict[_Candidate, str] = {}
+    while True:
+        steps = share("list the checkpoints", directory.steps)[0]
+        step = max({*steps} - {each.step for each in looked_at}, default=None)
+        if step is None:
+            break
+        with ExitStack() as stack:
+            candidate = _Candidate(directory, step, stack)
+            found = share("verify its checkpoint", candidate.verify)
+            if all(each is None for each in found):
+                if damaged:
+                    message = f"step {step} is restored, because later steps are damaged: "
+                    message += "; ".join(damaged.values())
+                    warn_user(f"{directory.path}: {message}", CheckpointWarning)
+                yield candidate.source
+                return
+        looked_at.append(candidate)
+        if reports := [*dict.fromkeys(filter(None, found))]:
+            damaged[candidate] = "; ".join(reports)
+
+    def refuse() -> None:
+        for candidate in damaged:
+            if candidate.damage is not None:
+                raise candidate.damage
+            return  # another rank raises the error
+        raise directory.no_checkpoint(None, [])
+
+    try:
+        share("find a checkpoint", refuse)
+    except Exception as error:
+        if others := [*damaged.values()][1:]:
+            add_note(error, f"no other step is whole: {'; '.join(others)}")
+        raise
+
+
+def _shared(
+    ranks: FileRanks | GroupRanks, name: str, what: str, call: Callable[[], Any]
+) -> list[Any]:
+    """Return what `call` returns on each rank; if one rank's call raises, all ranks raise."""
+    from ptsave.support.group_call import together
+
+    value = error = None
+    try:
+        value = call()
+    except Exception as failure:
+        error = failure
+    what = f"rank {{}} could not {what}"
+    return together(ranks.gather, ranks.rank, value, error, name=name, what=what)
+
+
+class _Candidate:
+    """A step's checkpoint, or this rank's part of it; `stack` closes the file."""
+
+    source: Any = None  # the open file, or the URL
+    damage: Exception | None = None
+
+    def __init__(self, directory: CheckpointDirectory, step: int, stack: ExitStack) -> None:
+        self.step = step
+        self._directory = directory
+        self._stack = stack
+
+    def verify(self) -> str | None:
+        """Read the whole file; return None if it is whole, "" if it was removed, or its damage.
+
+        An OSError that does not show damage is raised.
+        """
+        directory = self._directory
+        try:
+            self.source = self._stack.enter_context(directory.held_open(self.step))
+            read_whole(self.source, directory.folder.storage_options)
+        except CorruptCheckpointError as error:
+            self.damage = error
+            return error.brief
+        except OSError as error:
+            if error.errno in GONE and self.step not in directory.steps():
+                return ""
+            if error.errno not in GONE and not _is_unreadable(error, directory.path):
+                raise
+            self.damage = error
+            return str(error)
+        return None
+
+
+def _is_unreadable(error: Exception, place: Path | str) -> bool:
+    """Whether a disk cannot read a sector; at a URL, this number may mean a lost connection."""
+    return isinstance(error, OSError) and error.errno == errno.EIO and isinstance(place, Path)
+
+
+def read_whole(f: Any, storage_options: Mapping[str, Any] | None) -> None:
+    """Read all of a checkpoint; raise a CorruptCheckpointError for damage, and name its entries.
+
+    A file without checksums is loaded completely, because only this shows its damage.
+    """
+    with position_kept(f), closing(open_source(f, storage_options)) as source:
+        if source.kind == "zip":
+            _compare(source)
+        try:
+            open_file(source)
+        except CorruptCheckpointError:
+            raise
+        except UnpicklingError:
+            return  # not damage: the restore decides whether it may unpickle such an object
+
+
+def _compare(source: RangeSource) -> None:
+    """Compare all records of an archive with their checksums."""
+    with closing(open_source_archive(source, verify=True)) as reader:
+        if damage := find_damage(reader, spans_of(reader).find_damage, None):
+            raise _error_of(reader, damage)
+
+
+def _error_of(reader: RecordReader, damage: list[Damage]) -> Exception:
+    for each in damage:
+        place = reader.path if reader.is_fetched else Path(reader.path)
+        if isinstance(each.error, OSError) and not _is_unreadable(each.error, place):
+            return each.error
+    first = damage[0]
+    message = f"{reader.path}: record {first.record} at offset {first.offset}: {first.reason}"
+    if len(damage) > 1:
+        message += f"; the file has {len(damage) - 1} more damaged records"
+    entries = entries_using(reader, {each.record for each in damage})
+    if entries:
+        message += f"; the damaged data is used by {some_of(entries, _MAX_NAMED)}"
+    return CorruptCheckpointError(
+        message, path=reader.path, record=first.record, offset=first.offset, entries=entries
+    )
