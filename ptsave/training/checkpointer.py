@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch.utils.serialization import config as torch_config
 
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from ptsave.support.rank_groups import FileRanks, GroupRanks
     from ptsave.training.checkpoint import RestoredEntries
     from ptsave.training.options import KeyMapping, Match
+
+
+OnError: TypeAlias = Literal["raise", "warn"]
 
 
 class AsyncCheckpointer:
@@ -87,6 +90,11 @@ class AsyncCheckpointer:
         In a forked child, SIGTERM ends the child; the other stop signals do nothing there.
     staging, max_staged_bytes, when_full, storage_options, weights_only_check
         As for :func:`ptsave.async_save`.
+    on_error : {"raise", "warn"}, default "raise"
+        What an :class:`OSError` of a save does (disk full, directory gone, URL unreachable).
+        ``"raise"``: :meth:`wait` and :meth:`close` raise it, unless the program has read it from
+        the save's future.  ``"warn"``: the save warns once, and the run goes on; the future still
+        has the error.  Other errors are always raised.
 
     Raises
     ------
@@ -169,6 +177,7 @@ class AsyncCheckpointer:
         when_full: Literal["wait", "raise"] = "wait",
         storage_options: Mapping[str, Any] | None = None,
         weights_only_check: bool = False,
+        on_error: OnError = "raise",
     ) -> None:
         numbers = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
         checked = {
@@ -181,6 +190,7 @@ class AsyncCheckpointer:
         world_size = None if world_size is None else _checked(world_size, "world_size", 1)
         check_ranks(os.fsdecode(directory), self._rank, world_size, process_group)
         check_flags(fsync=fsync, weights_only_check=weights_only_check)
+        self._only_warns = _only_warns(on_error)
         self._options = SaveOptions.of(locals())
         self._closed = False
         self._last_step: int | None = None
@@ -205,6 +215,7 @@ class AsyncCheckpointer:
         atomic: bool = True,
         progress: bool = False,
         weights_only_check: bool | None = None,
+        on_error: OnError | None = None,
         **objects: Any,
     ) -> SaveFuture:
         """Save named objects in the background, as the checkpoint of a step.
@@ -227,6 +238,8 @@ class AsyncCheckpointer:
             Whether to show a progress bar.
         weights_only_check : bool, optional
             As for :func:`ptsave.save`.  Default: the checkpointer's `weights_only_check`.
+        on_error : {"raise", "warn"}, optional
+            What an :class:`OSError` of this save does.  Default: the checkpointer's `on_error`.
         **objects : object
             Models, optimizers, schedulers, and any other objects that can be saved.  An object
             cannot have the name of an option.
@@ -254,7 +267,7 @@ class AsyncCheckpointer:
         CheckpointWarning
             A higher step exists, because training went back to an earlier step; :meth:`latest`
             still returns the higher step.  The writing thread also warns if it cannot
-            remove an old checkpoint.
+            remove an old checkpoint, and with ``on_error="warn"`` if the save fails.
         """
         self._check_process()
         step = _checked(step, "step", 0)
@@ -268,6 +281,7 @@ class AsyncCheckpointer:
         given = {name: value for name, value in given.items() if value is not None}
         options = replace(self._options, atomic=atomic, progress=progress, **given)
         check_named("AsyncCheckpointer.save", options, objects)
+        warns = self._only_warns if on_error is None else _only_warns(on_error)
         entries = entries_of(objects)
         self._retention.check(entries)
         try:
@@ -281,7 +295,9 @@ class AsyncCheckpointer:
             self._pending[future] = step
             self._last_step = step
         # Do not call the method of the future itself, which marks the save's result as read.
-        Future.add_done_callback(future, lambda _: self._finish(step, str(path), future, atomic))
+        Future.add_done_callback(
+            future, lambda _: self._finish(step, str(path), future, atomic, warns)
+        )
         return future
 
     def _begin(self, path: Path | Any, entries: dict[str, Any], options: SaveOptions) -> SaveFuture:
@@ -308,19 +324,24 @@ class AsyncCheckpointer:
             )
             warnings.warn(message, CheckpointWarning, stacklevel=3)
 
-    def _finish(self, step: int, path: str, future: SaveFuture, atomic: bool) -> None:
+    def _finish(self, step: int, path: str, future: SaveFuture, atomic: bool, warns: bool) -> None:
         """Remove old checkpoints, or note the error, after a save; runs in the writing thread."""
         error = CancelledError() if future.cancelled() else Future.exception(future)
+        warns = warns and isinstance(error, OSError)
         try:
             if error is None:
                 self._tidy(step)
             elif self._parts is not None:
                 is_there = atomic and self._directory.holds(os.path.basename(path))
-                self._parts.fail(path, error, is_there=is_there)
+                self._parts.fail(path, error, is_there=is_there, warns=warns)
+            if warns:
+                future.exception()  # marks it as read, so nothing else reports it
+                message = f"{self._directory.path}: step {step} was not saved: {error}"
+                warnings.warn(message, CheckpointWarning, stacklevel=2)
         finally:
             with self._changed:
                 del self._pending[future]
-                if not (error is None or future.cancelled()):
+                if not (error is None or future.cancelled() or warns):
                     self._failed.append(future)
                 self._changed.notify_all()
 
@@ -603,7 +624,7 @@ class AsyncCheckpointer:
         ------
         Exception
             A save has failed, and the program has not read the error from the save's future.  Each
-            call raises one such error, the oldest first.
+            call raises one such error, the oldest first; not those of ``on_error="warn"``.
         """
         self._check_process()
         unknown = self._wait_here()
@@ -697,6 +718,12 @@ def _failed_save(target: str, error: OSError) -> SaveFuture:
     future.set_staged(error)
     future.set_exception(error)
     return future
+
+
+def _only_warns(on_error: OnError) -> bool:
+    if on_error not in ("raise", "warn"):
+        raise ValueError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
+    return on_error == "warn"
 
 
 def _checked(value: Any, name: str, minimum: int) -> int:

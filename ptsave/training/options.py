@@ -125,6 +125,7 @@ def _all_options() -> Iterator[tuple[str, str, tuple[type, ...]]]:
         for each in fields(options):
             yield _OWNERS.get(each.name, owner), each.name, _KINDS[each.type]
     yield "ptsave.AsyncCheckpointer.restore", "fallback", (bool,)
+    yield "ptsave.AsyncCheckpointer", "on_error", (str,)
     yield "ptsave.load", "mmap", (bool, _NONE)
     yield "ptsave.load_into", "named_parameters", (GeneratorType,)
 

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ptsave.errors import SaveError
+from ptsave.errors import CheckpointWarning, SaveError
+from ptsave.support.calls import warn_user
 from ptsave.support.ranks import check_rank_is_named, group_of_job
 from ptsave.training.directory import Parts
 
@@ -79,7 +80,7 @@ class RankParts:
         self._lock = ranks.lock if isinstance(ranks, FileRanks) else None
         # Saves and failures since the last `settle`:
         self._saved: list[str] = []
-        self._failures: list[tuple[str, str, bool]] = []
+        self._failures: list[tuple[str, str, bool, bool]] = []
         self.naming = Parts(ranks.rank, ranks.size, ranks.session)
 
     @property
@@ -103,10 +104,13 @@ class RankParts:
         """Remember the path of a part that this rank begins to write."""
         self._saved.append(posixpath.basename(path))
 
-    def fail(self, path: str, error: BaseException, *, is_there: bool) -> None:
-        """Remember a failed save, and whether its file exists; any thread may call this."""
+    def fail(self, path: str, error: BaseException, *, is_there: bool, warns: bool = False) -> None:
+        """Remember a failed save, and whether its file exists; any thread may call this.
+
+        With `warns`, it is a warning on the other ranks.
+        """
         message = str(error) or type(error).__name__
-        self._failures.append((posixpath.basename(path), message, is_there))
+        self._failures.append((posixpath.basename(path), message, is_there, warns))
 
     def agreed(self, choose: Callable[[], str]) -> str:
         """Return the name of this rank's part of the save that rank 0 chooses.
@@ -139,7 +143,7 @@ class RankParts:
         missing = {
             self.naming.save_of(name)
             for theirs in everyone
-            for name, _, is_there in theirs["failures"]
+            for name, _, is_there, _ in theirs["failures"]
             if not is_there
         }
         whole = set.intersection(*begun) - missing
@@ -152,6 +156,9 @@ class RankParts:
         if not unknown:
             return lost, None
         message = unknown[0][0].upper() + unknown[0][1:]
+        if any(failure[-1] for theirs in everyone for failure in theirs["failures"]):
+            warn_user(f"{self._place}: {message}", CheckpointWarning)
+            return lost, None
         return lost, SaveError(errno.EIO, message, str(self._place))
 
     def _part_not_seen(self, name: str) -> str:
@@ -175,7 +182,7 @@ class RankParts:
         messages = {
             self.naming.save_of(name): f"the part of rank {rank}, {name}, was not saved: {message}"
             for rank, theirs in enumerate(everyone)
-            for name, message, _ in theirs["failures"]
+            for name, message, *_ in theirs["failures"]
         }
         for rank, theirs in enumerate(begun):
             for save in sorted(begun[0] ^ theirs):

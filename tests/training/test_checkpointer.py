@@ -7,6 +7,7 @@ import errno
 import fcntl
 import itertools
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -479,6 +480,31 @@ def test_failures_that_are_known_are_not_raised_again(tmp_path: Path) -> None:
     with pytest.raises(ptsave.SaveError) as caught:
         checkpointer.close()
     assert caught.value is error
+
+
+def test_failed_saves_that_only_warn(tmp_path: Path) -> None:
+    """Each warns once; the future has the error.  Errors of the program are raised as ever."""
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path, on_error="warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        errors = [save_too_much(checkpointer, step) for step in (1, 2)]
+        checkpointer.wait()
+    assert [str(each.message) for each in caught] == [
+        f"{tmp_path}: step {step} was not saved: {error}"
+        for step, error in zip((1, 2), errors, strict=True)
+    ]
+    assert {each.category for each in caught} == {ptsave.CheckpointWarning}
+    assert {type(error) for error in errors} == {ptsave.SaveError}
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        checkpointer.save(4, value=lambda: None)
+    with pytest.raises(ValueError, match="on_error must be 'raise' or 'warn', not 'no'"):
+        checkpointer.save(4, value=1, on_error="no")  # type: ignore[arg-type]
+    save_all(checkpointer, 4)
+    with file_size_limit(MIB):
+        concurrent.futures.wait([checkpointer.save(5, w=torch.ones(MIB), on_error="raise")])
+    with pytest.raises(ptsave.SaveError):
+        checkpointer.close()
+    assert checkpointer.steps() == [4]
 
 
 def test_interrupted_wait(checkpointer: ptsave.AsyncCheckpointer) -> None:

@@ -97,6 +97,13 @@ def test_options_of_others_are_no_entries(tmp_path: Path, save: Saver) -> None:
         assert_same_object(stock_load(save(tmp_path, **saved)), saved)
 
 
+def test_an_option_of_the_checkpointer_alone(tmp_path: Path) -> None:
+    calls: list[Callable[..., Any]] = [partial(save_checkpoint, tmp_path), *restores_of(tmp_path)]
+    for call in calls:
+        with pytest.raises(TypeError, match=OF_ANOTHER.format("on_error")):
+            call(on_error="warn")
+
+
 OF_ANOTHER = r"{}=.* is an option of \S+, which \S+ does not have"
 OWN_OF_LOADING = {"strict", "map_location", "weights_only", "verify", "assign"}
 OWN_OF_LOADING |= {"ignore_mismatched_sizes", "match", "key_mapping"}

@@ -487,3 +487,31 @@ def test_names_that_are_no_parts(name: str) -> None:
     assert not naming.is_checkpoint(name)
     assert naming.dead([name]) == []
     assert WholeFiles().is_checkpoint(name) == (name == "step-00000007.pt")
+
+
+def test_a_part_that_fails_with_a_warning(tmp_path: Path) -> None:
+    """`wait` raises on no rank, and each rank warns once."""
+    program = """
+    import resource, warnings
+    run = make(on_error="warn")
+    run.save(1, value=values(1))
+    run.wait()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank == 1:
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+        run.save(2, value=torch.ones(1 << 20)).exception()
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        run.wait()
+    found["texts"] = [str(each.message) for each in caught]
+    found["steps"] = run.steps()
+    run.close()
+    """
+    zero, one = run(tmp_path, program, 2)
+    assert zero["steps"] == one["steps"] == [1]
+    assert len(zero["texts"]) == len(one["texts"]) == 1
+    assert "The part of rank 1" in zero["texts"][0]
+    assert "step 2 was not saved" in one["texts"][0]
+    assert len(part_names(tmp_path / "run")) == 2

@@ -104,6 +104,18 @@ def test_other_files_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("method", ["open", "write", "mv", "ls"])
+def test_failed_saves_that_only_warn(method: str) -> None:
+    checkpointer = ptsave.AsyncCheckpointer("plain://run", keep=1)
+    checkpointer.save(1, value=1).result()
+    checkpointer.wait()
+    with failing(method, ConnectionError("gone")), pytest.warns(ptsave.CheckpointWarning) as caught:
+        assert isinstance(checkpointer.save(2, value=2, on_error="warn").exception(), OSError)
+    assert ["plain://run: step 2 was not saved" in str(each.message) for each in caught] == [True]
+    checkpointer.close()
+    assert checkpointer.steps() == [1]
+
+
+@pytest.mark.parametrize("method", ["open", "write", "mv", "ls"])
 def test_failed_saves(method: str) -> None:
     checkpointer = ptsave.AsyncCheckpointer("plain://run", keep=1)
     checkpointer.save(1, value=1).result()
