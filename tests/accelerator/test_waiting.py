@@ -86,7 +86,8 @@ def test_a_wait_is_asleep(calls: Calls, fake: Any) -> None:
         without_waits = cpu_seconds(call)
         fake.set_delay(100_000, 100_000)
         start = time.perf_counter()
-        assert cpu_seconds(call) - without_waits < (time.perf_counter() - start) / 2, name
+        busy = cpu_seconds(call) - without_waits
+        assert busy < 0.8 * (time.perf_counter() - start), name  # a thread that asks takes 1.0
 
 
 def test_memory_on_the_device_is_given_back(calls: Calls, devices: list[str], fake: Any) -> None:
