@@ -52,10 +52,10 @@ inline LastPinned& last_pinned() {
 // Lets memory of torch's pinned allocator be lost if the device has failed.  To free a block, the
 // allocator records events.  Their error would leave a destructor, which ends the process.
 inline void lose_on_failure(c10::DataPtr& block) {
-  static const c10::DeleterFnPtr free_block = block.get_deleter();  // a process has one allocator
-  static_cast<void>(block.compare_exchange_deleter(free_block, [](void* context) {
+  static const c10::DeleterFnPtr kFreeBlock = block.get_deleter();  // a process has one allocator
+  static_cast<void>(block.compare_exchange_deleter(kFreeBlock, [](void* context) {
     try {
-      free_block(context);
+      kFreeBlock(context);
     } catch (const std::exception&) {
       return;
     }

@@ -242,27 +242,30 @@ def test_a_capture_that_begins_during_a_background_save(
     work.check("background_save")
 
 
-def test_a_capture_that_begins_on_a_stream_of_a_save(
-    devices: list[str], standin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch's pool has given the stream to other code, too: no copy becomes a part of the graph.
+def result_while_pool_captures(future: Any, fake: Any, device: str) -> None:
+    with ExitStack() as stack:
+        for _ in range(32):
+            stack.enter_context(fake.capturing(torch.Stream(device=device)))
+        future.result()
 
-    The fake backend's allocator records events of freed memory in a capture, as torch before 2.14.
-    """
+
+def test_a_capture_that_begins_on_a_stream_of_a_save(
+    devices: list[str], fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's pool has given the stream to other code, too: no copy becomes a part of the graph."""
     monkeypatch.setenv("PTSAVE_NUM_THREADS", "1")  # so that copies are queued one after the other
     work = Work(tmp_path, devices[-1])
     work.saved.mkdir()
-    standin.set_delay(200_000, 200_000)
+    fake.set_delay(200_000, 200_000)
     future = ptsave.async_save(work.there, work.target, staging="background")
-    while standin.operations_in_flight() == 0:
+    while fake.operations_in_flight() == 0:
         time.sleep(0.001)
     time.sleep(0.05)  # the first chunk's copies are all queued, and the second chunk's are not
-    with ExitStack() as stack:
-        for _ in range(32):
-            stack.enter_context(standin.capturing(torch.Stream(device=devices[-1])))
-        with pytest.raises(RuntimeError, match="before the capture begins"):
-            future.result()
-    standin.reset()
+    n_copies = len(fake.stats()["d2h"])
+    with pytest.raises(RuntimeError, match="before the capture begins"):
+        result_while_pool_captures(future, fake, devices[-1])
+    assert len(fake.stats()["d2h"]) == n_copies
+    fake.reset()
     assert not list(work.saved.iterdir())
     work.start("background_save")
     work.check("background_save")
