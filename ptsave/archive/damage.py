@@ -66,20 +66,24 @@ def damage_of(
     """Return the error to raise for records that do not match their checksums."""
     first = damaged[0]
     entries = entries_using(reader, {record.name for record in damaged})
-    others = f"; the file has {len(damaged) - 1} more damaged records" if len(damaged) > 1 else ""
-    used_by = f"; the damaged data is used by {', '.join(entries[:8])}" if entries else ""
-    more = ", ..." if len(entries) > 8 else ""
+    users = ", ".join(entries[:8]) + (", ..." if len(entries) > 8 else "")
     advice = ", or pass verify=False to load it as it is"
     return CorruptCheckpointError(
         f"{reader.path}: record {first.name} at offset {first.payload_offset} is damaged: its "
         f"CRC-32 is {first.actual_crc:08x}, not {first.expected_crc:08x}"
-        f"{others}{used_by}{more}. Restore the file from a copy{advice}.",
+        f"{consequences(len(damaged), users)}. Restore the file from a copy{advice}.",
         path=reader.path,
         record=first.name,
         offset=first.payload_offset,
         entries=entries,
         advice=advice,
     )
+
+
+def consequences(n_damaged: int, users: str) -> str:
+    """Return the end of a message about the first damaged record; `users` use all of the data."""
+    others = f"; the file has {n_damaged - 1} more damaged records" if n_damaged > 1 else ""
+    return others + (f"; the damaged data is used by {users}" if users else "")
 
 
 def entries_using(

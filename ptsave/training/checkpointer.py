@@ -91,7 +91,7 @@ class AsyncCheckpointer:
     staging, max_staged_bytes, when_full, storage_options, weights_only_check
         As for :func:`ptsave.async_save`.
     on_error : {"raise", "warn"}, default "raise"
-        What an :class:`OSError` of a save does (disk full, directory gone, URL unreachable).
+        The effect of an :class:`OSError` of a save (disk full, directory gone, URL unreachable).
         ``"raise"``: :meth:`wait` and :meth:`close` raise it, unless the program has read it from
         the save's future.  ``"warn"``: the save warns once, and the run goes on; the future still
         has the error.  Other errors are always raised.
@@ -239,7 +239,7 @@ class AsyncCheckpointer:
         weights_only_check : bool, optional
             As for :func:`ptsave.save`.  Default: the checkpointer's `weights_only_check`.
         on_error : {"raise", "warn"}, optional
-            What an :class:`OSError` of this save does.  Default: the checkpointer's `on_error`.
+            The effect of an :class:`OSError` of this save.  Default: the checkpointer's `on_error`.
         **objects : object
             Models, optimizers, schedulers, and any other objects that can be saved.  An object
             cannot have the name of an option.

@@ -9,7 +9,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from ptsave.archive.damage import entries_using, find_damage
+from ptsave.archive.damage import consequences, entries_using, find_damage
 from ptsave.archive.opening import open_source_archive, spans_of
 from ptsave.contents.opening import open_file
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError, add_note
@@ -37,8 +37,8 @@ def newest_whole(
     all ranks raise the error of the highest step, with a note on the others.
     """
 
-    def share(what: str, call: Callable[[], Any]) -> list[Any]:
-        return [call()] if ranks is None else _shared(ranks, str(directory.path), what, call)
+    def share(task: str, call: Callable[[], Any]) -> list[Any]:
+        return [call()] if ranks is None else _shared(ranks, str(directory.path), task, call)
 
     looked_at: list[_Candidate] = []
     damaged: dict[_Candidate, str] = {}
@@ -77,7 +77,7 @@ def newest_whole(
 
 
 def _shared(
-    ranks: FileRanks | GroupRanks, name: str, what: str, call: Callable[[], Any]
+    ranks: FileRanks | GroupRanks, name: str, task: str, call: Callable[[], Any]
 ) -> list[Any]:
     """Return what `call` returns on each rank; if one rank's call raises, all ranks raise."""
     from ptsave.support.group_call import together
@@ -87,8 +87,8 @@ def _shared(
         value = call()
     except Exception as failure:
         error = failure
-    what = f"rank {{}} could not {what}"
-    return together(ranks.gather, ranks.rank, value, error, name=name, what=what)
+    failure_of = f"rank {{}} could not {task}"
+    return together(ranks.gather, ranks.rank, value, error, name=name, what=failure_of)
 
 
 class _Candidate:
@@ -158,12 +158,9 @@ def _error_of(reader: RecordReader, damage: list[Damage]) -> Exception:
         if isinstance(each.error, OSError) and not _is_unreadable(each.error, place):
             return each.error
     first = damage[0]
-    message = f"{reader.path}: record {first.record} at offset {first.offset}: {first.reason}"
-    if len(damage) > 1:
-        message += f"; the file has {len(damage) - 1} more damaged records"
     entries = entries_using(reader, {each.record for each in damage})
-    if entries:
-        message += f"; the damaged data is used by {some_of(entries, _MAX_NAMED)}"
+    message = f"{reader.path}: record {first.record} at offset {first.offset}: {first.reason}"
+    message += consequences(len(damage), some_of(entries, _MAX_NAMED))
     return CorruptCheckpointError(
         message, path=reader.path, record=first.record, offset=first.offset, entries=entries
     )
