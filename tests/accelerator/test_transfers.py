@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,21 @@ def test_no_pinned_memory(
     assert ["lock host memory" in each for each in warnings_of(work, name)] == [True]
     fake.reset()
     assert warnings_of(work, name) == []
+
+
+def test_two_at_once_without_pinned_memory(devices: list[str], tmp_path: Path, fake: Any) -> None:
+    works = []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        works.append(Work(folder, devices[-1]))
+    ptsave.release_staging_memory()
+    fake.refuse_pinned()
+    with warnings.catch_warnings(), ThreadPoolExecutor(2) as pool:
+        warnings.simplefilter("ignore", ptsave.CheckpointWarning)
+        list(pool.map(Work.start, works, ["load", "save"]))
+    works[0].check("load")
+    works[1].check("save")
 
 
 def test_fewer_leases(
