@@ -369,7 +369,7 @@ class BackgroundSave:
         self.is_queued = True
         _unfinished[self.future] = self
         if self.is_remote:
-            _wait_before_executors_end()
+            wait_before_executors_end(_wait_for_remote_saves)
         _writing.put(self.write)
 
     def stage_in_background(self) -> None:
@@ -583,8 +583,8 @@ def release_own() -> None:
 
 
 @functools.cache
-def _wait_before_executors_end() -> None:
-    """Let the interpreter's exit wait for remote saves while their network clients still work.
+def wait_before_executors_end(wait: Callable[[], None]) -> None:
+    """Let the interpreter's exit call `wait` while network clients still work.
 
     The clients look up host names in executors.  When the exit begins, executors stop accepting
     work, long before the exit waits for the lanes.  The exit calls the newest callback first.
@@ -592,7 +592,7 @@ def _wait_before_executors_end() -> None:
     register = getattr(threading, "_register_atexit", None)  # Python has it for its executors
     if register is not None:
         with suppress(RuntimeError):  # the exit has begun
-            register(_wait_for_remote_saves)
+            register(wait)
 
 
 def _wait_for_remote_saves() -> None:

@@ -704,6 +704,16 @@ def write_bytes(
         writer.write_file(target)
 
 
+def write_copy(file: LocalFile, target: FileTarget, *, fsync: bool) -> None:
+    """Replace a file atomically by the bytes of another one."""
+    with ExitStack() as stack:
+        sources = PayloadSources(stack, scratch_folder(target))
+        number = sources.add_file(file.descriptor, file.name)
+        plan = _packed_plan(b"", sources, [StoragePlace(number, file.begin, file.nbytes)])
+        writer = FileWriter(plan, compute_crcs=False, fsync=fsync, atomic=True, progress=None)
+        writer.write_file(target)
+
+
 def check_safetensors(tensors: Mapping[str, Tensor]) -> None:
     """Raise TypeError or ValueError for tensors that safetensors files cannot hold."""
     _check_names(tensors)

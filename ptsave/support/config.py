@@ -85,6 +85,20 @@ def local_world_size() -> int:
     return max(1, int(text)) if re.fullmatch("[0-9]{1,6}", text) else 1
 
 
+def failure_domain() -> str:
+    """Return ``PTSAVE_FAILURE_DOMAIN``, or else a text that is the same only on this machine.
+
+    Containers of one machine fail together, so they are one domain.
+    """
+    given = os.environ.get("PTSAVE_FAILURE_DOMAIN")
+    if given:
+        return given
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
 def read_integer(variable: str, default: int, *, minimum: int = 1) -> int:
     """Return the integer in an environment variable; the smallest allowed one is `minimum`, 0 or 1.
 

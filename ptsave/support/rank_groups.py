@@ -18,15 +18,17 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import distributed
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from ptsave.support.group_call import timeout_of_group
 from ptsave.support.locks import HeldLock, is_locked
 
 _TIMEOUT_S = 1800.0  # torch.distributed's default
 _LONGEST_PAUSE_S = 0.1
+_N_TOKEN_DIGITS = 16
 
 
 class GroupRanks:
@@ -43,6 +45,8 @@ class GroupRanks:
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
         self.session = str(self.gather(new_token())[0])
+        timeout = timeout_of_group(group)
+        self.timeout_s = _TIMEOUT_S if timeout is None else timeout.total_seconds()
 
     def gather(self, value: Any) -> list[Any]:
         group = self._group()
@@ -69,7 +73,7 @@ class FileRanks:
 
     def __init__(self, folder: Path, rank: int, size: int, timeout: float = _TIMEOUT_S) -> None:
         self.rank, self.size = rank, size
-        self._folder, self._timeout = folder, timeout
+        self._folder, self.timeout_s = folder, timeout
         self._n_gathered = 0
         self.lock = RankLock(folder, rank, size)
         self.session = ""
@@ -120,12 +124,14 @@ class FileRanks:
         return bytes(self._store.get(key))
 
     def _wait(self, look: Callable[[], bool], who_has: str, ended: Callable[[], bool]) -> None:
-        end, pause = time.monotonic() + self._timeout, 0.001
+        end, pause = time.monotonic() + self.timeout_s, 0.001
         while not look():
             if ended():
                 raise RuntimeError(f"{self._folder}: {who_has} ended")
             if time.monotonic() > end:
-                raise RuntimeError(f"{self._folder}: {who_has} not joined in {self._timeout:.0f} s")
+                raise RuntimeError(
+                    f"{self._folder}: {who_has} not joined in {self.timeout_s:.0f} s"
+                )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -136,10 +142,26 @@ class FileRanks:
                 path.unlink(missing_ok=True)
 
 
+class LoneRank:
+    """A rank that cannot communicate with the others, so it can restore but not save."""
+
+    session = "0" * _N_TOKEN_DIGITS
+    timeout_s = _TIMEOUT_S
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return only this rank's value."""
+        return [value]
+
+
+Ranks: TypeAlias = "GroupRanks | FileRanks | LoneRank"
+
+
 # ----------------------------------------------------------------------------- a file for each rank
 
 # A file is locked before it gets its final name, so if a file has no lock, its rank has ended.
-_N_TOKEN_DIGITS = 16
 
 
 def new_token() -> str:

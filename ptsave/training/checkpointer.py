@@ -11,11 +11,13 @@
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import signal
 import threading
 import warnings
+import weakref
 from collections.abc import Collection, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -28,7 +30,7 @@ from torch.utils.serialization import config as torch_config
 
 from ptsave.background.async_save import async_save_with
 from ptsave.background.save_future import PendingSave, SaveFuture
-from ptsave.background.saves import release_own
+from ptsave.background.saves import release_own, wait_before_executors_end
 from ptsave.errors import CheckpointWarning, SaveError, add_note
 from ptsave.support.calls import check_flags
 from ptsave.support.ranks import check_rank_saves, group_of_job
@@ -38,9 +40,10 @@ from ptsave.training.rank_parts import RankParts, check_ranks, rank_parts
 from ptsave.writing.planning import SaveOptions
 
 if TYPE_CHECKING:
-    from ptsave.support.rank_groups import FileRanks, GroupRanks
+    from ptsave.support.rank_groups import GroupRanks, Ranks
     from ptsave.training.checkpoint import RestoredEntries
     from ptsave.training.options import KeyMapping, Match
+    from ptsave.training.tiers import Tiers
 
 
 OnError: TypeAlias = Literal["raise", "warn"]
@@ -58,10 +61,11 @@ class AsyncCheckpointer:
     directory : str or os.PathLike
         Directory of the checkpoints, or a URL (``"s3://bucket/run"``).  A missing directory is
         created.
-    keep : int or None, default 3
+    keep : int, None or dict, default 3
         Number of checkpoints to keep.  If there are more after a save, the lowest steps are
         removed.  The step just saved, the highest step and a step that this object is restoring
-        always stay.  With None, all checkpoints stay.
+        always stay.  With None, all checkpoints stay.  With `local`, it may be a dict with a number
+        for each place, ``{"local": 2, "remote": 10}``; the other rules are for `directory` only.
     keep_every : int, optional
         Steps that are divisible by this number are kept as well.
     keep_best, metric, mode : int, str and {"min", "max"}, optional
@@ -136,6 +140,25 @@ class AsyncCheckpointer:
     ranks call :meth:`save` independently.  The same number of ranks must save and restore; if the
     number may change, use ``torch.distributed.checkpoint``.
 
+    With `local`, a save's future is done when the file is in that directory.  Then one thread
+    computes the file's digest, writes its manifest (``step-<number>.pt.json``), and sends copies to
+    other hosts over TCP.  Another thread copies the file to `directory`.  :meth:`wait` waits for
+    these copies, too, and raises an error of a copy, unless ``on_error="warn"``.  If `directory` is
+    slower than the run, the oldest steps that wait for it are skipped, with a warning: at most
+    `keep` steps wait.  :meth:`protected` returns the highest step that survives the loss of a host.
+    With `peers`, no host removes older steps until a newer one has all its copies.
+
+    With `local`, :meth:`restore` verifies a file before it overwrites anything, so it reads the
+    file twice.  It takes each rank's part from the nearest place that has it undamaged: the local
+    directory, another host, `directory`.  It warns of each damaged copy.  In a job of several
+    hosts, all ranks use the same `directory`, and the ranks of one host the same `local`.  Without
+    a process group, ranks with a `rank` and `world_size` can restore steps that are complete in
+    `directory`; if it is a URL, they cannot save.
+
+    Hosts reach each other at the address of the interface that leads to ``MASTER_ADDR``, or at
+    ``PTSAVE_PEER_ADDRESS``.  Processes of one machine fail together.  If several machines do (a
+    rack), give them the same text in ``PTSAVE_FAILURE_DOMAIN``.
+
     The interpreter waits for pending saves before it exits, even without :meth:`close`.  A forked
     process has no pending saves.
 
@@ -178,7 +201,18 @@ class AsyncCheckpointer:
         storage_options: Mapping[str, Any] | None = None,
         weights_only_check: bool = False,
         on_error: OnError = "raise",
+        local: str | os.PathLike[str] | None = None,
+        every: Mapping[str, int] | None = None,
+        peers: int = 0,
     ) -> None:
+        tiers = None
+        if local is not None:
+            from ptsave.training.tiers import TierOptions
+
+            tiers = TierOptions.of(local, keep, every, peers)
+            keep = tiers.keep
+        elif every is not None or peers:
+            raise TypeError("every and peers need local: a directory for the newest checkpoints")
         numbers = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
         checked = {
             name: None if number is None else _checked(number, name, 1)
@@ -193,16 +227,24 @@ class AsyncCheckpointer:
         self._only_warns = _only_warns(on_error)
         self._options = SaveOptions.of(locals())
         self._closed = False
+        self._job: GroupRanks | None = None
         self._last_step: int | None = None
         self._announced: int | None = None  # highest step in a warning so far
         self._place = create_directory(directory, storage_options, fsync=fsync)
-        self._parts = rank_parts(self._place, self._rank, world_size, process_group)
+        local_place = None if tiers is None else create_directory(tiers.folder, None, fsync=fsync)
+        self._parts = rank_parts(self._place, self._rank, world_size, process_group, local_place)
+        self._tier_options = tiers
+        if tiers is not None and local_place is not None:
+            self._tier_options = tiers._replace(
+                remote=self._place, retention=self._retention, storage_options=storage_options
+            )
+            self._options = replace(self._options, storage_options=None)  # only for the URL
+            self._place = local_place
         self._start_afresh()
         self._directory.remove_leftovers()
         together = nullcontext() if self._parts is None else self._parts.together("handle signals")
         with together:
             self._stop_signals = StopSignals(stop_signals)
-        self._job: GroupRanks | None = None
 
     # ------------------------------------------------------------------------------------- saving
 
@@ -284,8 +326,11 @@ class AsyncCheckpointer:
         warns = self._only_warns if on_error is None else _only_warns(on_error)
         entries = entries_of(objects)
         self._retention.check(entries)
+        save = ""
         try:
             path, highest = self._directory.place(step)
+            if self._tiers is not None:
+                save = self._tiers.begin(os.path.basename(path))
         except OSError as error:  # the directory is gone: put the error in the future
             path, future = self._directory.path, _failed_save(str(self._directory.path), error)
         else:
@@ -296,7 +341,8 @@ class AsyncCheckpointer:
             self._last_step = step
         # Do not call the method of the future itself, which marks the save's result as read.
         Future.add_done_callback(
-            future, lambda _: self._finish(step, str(path), future, atomic, warns)
+            future,
+            lambda _: self._finish(step, str(path), future, atomic=atomic, warns=warns, save=save),
         )
         return future
 
@@ -324,12 +370,16 @@ class AsyncCheckpointer:
             )
             warnings.warn(message, CheckpointWarning, stacklevel=3)
 
-    def _finish(self, step: int, path: str, future: SaveFuture, atomic: bool, warns: bool) -> None:
+    def _finish(
+        self, step: int, path: str, future: SaveFuture, *, atomic: bool, warns: bool, save: str
+    ) -> None:
         """Remove old checkpoints, or note the error, after a save; runs in the writing thread."""
         error = CancelledError() if future.cancelled() else Future.exception(future)
-        warns = warns and isinstance(error, OSError)
+        warns_of_copies, warns = warns, warns and isinstance(error, OSError)
         try:
-            if error is None:
+            if error is None and self._tiers is not None:
+                self._tiers.saved(step, path, save, warns=warns_of_copies)
+            elif error is None:
                 self._tidy(step)
             elif self._parts is not None:
                 is_there = atomic and self._directory.holds(os.path.basename(path))
@@ -344,6 +394,20 @@ class AsyncCheckpointer:
                 if not (error is None or future.cancelled() or warns):
                     self._failed.append(future)
                 self._changed.notify_all()
+
+    def _copy_failed(self, name: str, error: BaseException, warns: bool) -> None:
+        """Note that a saved file could not be copied to another place; runs in a copying thread."""
+        message = f"{self._directory.path}: {name} was saved, but a copy was not: {error}"
+        if warns:
+            warnings.warn(message, CheckpointWarning, stacklevel=2)
+            return
+        if self._parts is not None:
+            self._parts.fail(name, error, is_there=True)
+        number = (isinstance(error, OSError) and error.errno) or errno.EIO
+        failure = SaveError(number, message, str(self._directory.path))
+        failure.__cause__ = error
+        with self._changed:
+            self._failed.append(_failed_save(name, failure))
 
     def _tidy(self, step: int) -> None:
         if self._parts is not None and not self._parts.tidies:
@@ -394,7 +458,7 @@ class AsyncCheckpointer:
         ranks = self._ranks()
         return came if ranks is None else any(ranks.gather(came))
 
-    def _ranks(self) -> FileRanks | GroupRanks | None:
+    def _ranks(self) -> Ranks | None:
         """Return the ranks of this job, also if only one of them saves; None if they cannot meet.
 
         The first call in a job where only one rank saves is collective.
@@ -410,8 +474,46 @@ class AsyncCheckpointer:
     # ------------------------------------------------------------------------- saved checkpoints
 
     def steps(self) -> list[int]:
-        """Return the steps that have a complete checkpoint, lowest first."""
-        return self._directory.steps()
+        """Return the steps that have a complete checkpoint, lowest first.
+
+        With `local` and several ranks, all ranks must call this.
+        """
+        if self._tiers is None:
+            return self._directory.steps()
+        return sorted({step for step, _ in self._tiers.keys(self._listings())})
+
+    def protected(self) -> int | None:
+        """Return the highest step that survives the loss of any host, or None.
+
+        Each part of the step is complete in the slow place (`directory`), or in the local
+        directories of two hosts.  With several ranks, all ranks must call this.
+
+        Raises
+        ------
+        TypeError
+            The checkpointer has no `local` directory.
+
+        Examples
+        --------
+        >>> import tempfile, torch, ptsave
+        >>> with tempfile.TemporaryDirectory() as slow, tempfile.TemporaryDirectory() as fast:
+        ...     with ptsave.AsyncCheckpointer(slow, local=fast, every={"remote": 2}) as run:
+        ...         for step in (1, 2, 3):
+        ...             _ = run.save(step, model=torch.nn.Linear(2, 2))
+        ...         run.wait()
+        ...         print(run.steps(), run.protected())
+        [1, 2, 3] 2
+        """
+        self._check_process()
+        if self._tiers is None:
+            raise TypeError("protected() needs local: without it, all checkpoints are in one place")
+        return self._tiers.protected(self._listings())
+
+    def _listings(self) -> list[Any]:
+        """Return the checkpoints that each rank sees; a collective call."""
+        assert self._tiers is not None
+        ranks, own = self._ranks(), self._tiers.listing()
+        return [own] if ranks is None else ranks.gather(own)
 
     def latest(self) -> Path | Any | None:  # callers know whether they gave a path or a URL
         """Return the complete checkpoint with the highest step, or None if no step is complete.
@@ -423,6 +525,8 @@ class AsyncCheckpointer:
         With several ranks, rank 0 chooses the step, and each rank gets the path of its own part.
         """
         self._check_process()
+        if self._tiers is not None:
+            return self._tiers.latest(self._listings())
         if self._parts is None:
             return self._directory.latest()
         try:
@@ -542,6 +646,8 @@ class AsyncCheckpointer:
             if step is not None:
                 raise ValueError("fallback=True chooses the step: leave the step out")
             return self._restored_whole(targets, options)
+        if self._tiers is not None:
+            return self._restored_whole(targets, options, step, fallback=False)
         if self._parts is None:
             return self._restored(self._directory.opened(step), targets, options)
         name = self._parts.agreed(lambda: self._directory.choose(step)[1])
@@ -587,20 +693,36 @@ class AsyncCheckpointer:
         release_own()
         with self._changed:
             self._changed.wait_for(lambda: step not in self._pending.values())
+        if self._tiers is not None:
+            self._tiers.wait()
         if self._parts is None:
-            self._directory.remove_step(step)
+            self._remove_here(step)
             return
         self._parts.meet()  # after this, no rank is still writing its part
         with self._parts.together("remove a step"):
-            if self._parts.is_first:
-                self._directory.remove_step(step)
+            if self._parts.is_first or self._tiers is not None:
+                self._remove_here(step)
 
-    def _restored_whole(self, targets: dict[str, Any], options: RestoreOptions) -> RestoredEntries:
-        from ptsave.training.fallback import newest_whole
+    def _remove_here(self, step: int) -> None:
+        if self._tiers is None:
+            self._directory.remove_step(step)
+        else:
+            self._tiers.remove_step(step)
 
-        parts = self._parts
+    def _restored_whole(
+        self,
+        targets: dict[str, Any],
+        options: RestoreOptions,
+        step: int | None = None,
+        *,
+        fallback: bool = True,
+    ) -> RestoredEntries:
+        from ptsave.training.fallback import OneDirectory, newest_whole
+
+        parts, places = self._parts, self._tiers or OneDirectory(self._directory)
         together = nullcontext() if parts is None else parts.together("restore its part")
-        with newest_whole(self._directory, self._ranks()) as source, together:
+        whole = newest_whole(places, self._ranks(), step, fallback=fallback)
+        with whole as source, together:
             return self._restored(nullcontext(source), targets, options)
 
     def _restored(
@@ -610,7 +732,8 @@ class AsyncCheckpointer:
 
         with opened as source:
             if isinstance(source, str):
-                options = replace(options, storage_options=self._options.storage_options)
+                storage_options = (self._tier_options or self._options).storage_options
+                options = replace(options, storage_options=storage_options)
             # If torch's config asks for mmap, torch needs the path, because it maps only by path.
             maps = torch_config.load.mmap and not isinstance(source, str)
             return restore_entries(source.name if maps else source, targets, options)
@@ -640,7 +763,9 @@ class AsyncCheckpointer:
         for name in lost:
             with suppress(OSError):  # it may not exist
                 self._directory.folder.remove(name)
-        if parts.is_first and self._last_step is not None:
+        if self._tiers is not None:
+            self._tiers.settle()
+        elif parts.is_first and self._last_step is not None:
             self._tidy(self._last_step)
         parts.meet()
         return error
@@ -648,11 +773,17 @@ class AsyncCheckpointer:
     def _wait_here(self) -> SaveFuture | None:
         """Wait for this process's saves; return the first failed one with an unread error."""
         release_own()
+        self._wait_for_copies()
         with self._changed:
-            self._changed.wait_for(lambda: not self._pending)
             unknown = [future for future in self._failed if not future.observed()]
             self._failed[:] = unknown[1:]
         return unknown[0] if unknown else None
+
+    def _wait_for_copies(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending)
+        if self._tiers is not None:
+            self._tiers.wait()
 
     def close(self) -> None:
         """Refuse new saves, then call :meth:`wait`.  :meth:`restore` still works afterwards."""
@@ -661,6 +792,11 @@ class AsyncCheckpointer:
             self.wait()
         finally:
             self._stop_signals.release()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._tiers is not None:
+            self._tiers.close()
         if self._parts is not None:
             self._parts.release()
 
@@ -684,8 +820,7 @@ class AsyncCheckpointer:
             if failure is not error:
                 add_note(error, f"a checkpoint was also not saved: {failure}")
         self._stop_signals.release()
-        if self._parts is not None:
-            self._parts.release()
+        self._leave()
 
     # -------------------------------------------------------------------------------------- fork
 
@@ -697,6 +832,16 @@ class AsyncCheckpointer:
         self._changed = threading.Condition()
         self._pending: dict[SaveFuture, int] = {}
         self._failed: list[SaveFuture] = []
+        self._tiers: Tiers | None = None
+        if self._tier_options is not None:
+            from ptsave.training.tiers import Tiers
+
+            sees_all = self._rank is None or self._ranks() is not None
+            self._tiers = Tiers(
+                self._directory, self._parts, self._tier_options, self._copy_failed, sees_all
+            )
+            _with_copies.add(self)
+            wait_before_executors_end(_wait_for_copies)
 
     def _check_process(self) -> None:
         """In a forked child, forget the saves and locks of the parent process.
@@ -710,6 +855,14 @@ class AsyncCheckpointer:
                     "AsyncCheckpointer"
                 )
             self._start_afresh()
+
+
+_with_copies: weakref.WeakSet[AsyncCheckpointer] = weakref.WeakSet()
+
+
+def _wait_for_copies() -> None:
+    for each in list(_with_copies):
+        each._wait_for_copies()
 
 
 def _failed_save(target: str, error: OSError) -> SaveFuture:

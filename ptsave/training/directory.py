@@ -26,6 +26,7 @@ from ptsave.writing.targets import resolve_folder
 # Errors when opening a file that another process, or another host, has removed.
 GONE = {errno.ENOENT, errno.ESTALE}
 _MAX_TRIES = 100  # a try fails only if the file was removed meanwhile
+_MANIFEST = ".json"  # behind a file's name: the name of its manifest (manifests.py)
 
 
 def create_directory(
@@ -85,7 +86,7 @@ class CheckpointDirectory:
         self.path = path
         is_local = isinstance(path, Path)
         self.folder = LocalFolder(str(path)) if is_local else resolve_folder(path, storage_options)
-        self._naming = naming or WholeFiles()
+        self.naming = naming or WholeFiles()
         # Locked during `prune`, and while a restore chooses a checkpoint.
         self._lock = threading.Lock()
         self._held: list[int] = []
@@ -102,12 +103,12 @@ class CheckpointDirectory:
     def path_of(self, step: int) -> Path | Any:
         """Return the path or URL that a step's checkpoint has, or would have."""
         names = self._names().get(step)
-        return self.place_of(names[0] if names else self._naming.name_of(step))
+        return self.place_of(names[0] if names else self.naming.name_of(step))
 
     def place(self, step: int) -> tuple[Path | Any, int | None]:
         """Return the path or URL to save a step to, and the highest existing step or None."""
         names = self._names()
-        name = self._naming.new_name(step, names.get(step, []))
+        name = self.naming.new_name(step, names.get(step, []))
         return self.place_of(name), max(names, default=None)
 
     @contextmanager
@@ -191,7 +192,7 @@ class CheckpointDirectory:
 
             def read(step: int, wanted: Collection[str]) -> Mapping[str, Any] | None:
                 try:
-                    return self._entries_of(self._naming.judged(names[step]), wanted)
+                    return self._entries_of(self.naming.judged(names[step]), wanted)
                 except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
                     remarks.append(
                         f"a checkpoint of step {step} cannot be read, so it stays: {error}"
@@ -223,16 +224,27 @@ class CheckpointDirectory:
         return entries
 
     def remove_leftovers(self) -> None:
-        """Remove temporary files of killed processes, and parts that no checkpoint needs."""
-        self.folder.remove_leftovers(self._naming.is_checkpoint)
+        """Remove temporary files of killed processes, and files that no checkpoint needs."""
+        self.folder.remove_leftovers(self._is_own)
         with self._lock:
-            for name in self._naming.dead(self.folder.regular_files()):
+            files = {*self.folder.regular_files()}
+            orphans = [
+                name
+                for name in files
+                if name.endswith(_MANIFEST)
+                and name.removesuffix(_MANIFEST) not in files
+                and self._is_own(name)
+            ]
+            for name in [*self.naming.dead(files), *orphans]:
                 with suppress(FileNotFoundError):  # another rank has removed it
                     self.folder.remove(name)
 
+    def _is_own(self, name: str) -> bool:
+        return self.naming.is_checkpoint(name.removesuffix(_MANIFEST))
+
     def _names(self) -> dict[int, list[str]]:
         """Return each complete step's file names; this process reads the first of them."""
-        return self._naming.checkpoints(self.folder.regular_files())
+        return self.naming.checkpoints(self.folder.regular_files())
 
     def no_checkpoint(self, step: int | None, steps: list[int]) -> FileNotFoundError:
         """Return the error for a `step` (None: any step) that is not among the `steps`."""
@@ -240,7 +252,7 @@ class CheckpointDirectory:
         some = ", ".join(map(str, steps[-8:]))
         there = f"only of {'..., ' if len(steps) > 8 else ''}{some}" if steps else "nor any other"
         message = f"there is {wanted}" + ("" if step is None else f", {there}")
-        message += self._naming.remark(self.folder.regular_files())
+        message += self.naming.remark(self.folder.regular_files())
         return FileNotFoundError(errno.ENOENT, message, str(self.path))
 
     def place_of(self, name: str) -> Path | Any:
@@ -282,6 +294,14 @@ class WholeFiles:
     def is_checkpoint(self, name: str) -> bool:
         """Return whether `name` is the name of a checkpoint, or of a part of one."""
         return re.fullmatch(_WHOLE, name) is not None
+
+    def identify(self, name: str) -> tuple[int, str, int] | None:
+        """Return (step, save, rank) of a file, or None; a later save of a step has a greater text.
+
+        The text is empty if the name does not tell the save.
+        """
+        match = re.fullmatch(_WHOLE, name)
+        return (int(match[1]), "", 0) if match else None
 
     def name_of(self, step: int) -> str:
         """Return the file name for a step that has no checkpoint."""
@@ -369,6 +389,12 @@ class Parts:
     def is_checkpoint(self, name: str) -> bool:
         return _part(name) is not None
 
+    def identify(self, name: str) -> tuple[int, str, int] | None:
+        part = _part(name)
+        if part is None or part.size != self._size or part.rank >= part.size:
+            return None
+        return part.step, f"{part.session}-{part.repeat:09}", part.rank
+
     def name_of(self, step: int) -> str:
         count = sum(save[0] == step for save in self._saves)
         return _name((step, self._session, count), self._rank, self._size)
@@ -403,6 +429,46 @@ class Parts:
         if WholeFiles().checkpoints(files):
             return " (but checkpoints of one rank exist)"
         return ""
+
+
+class PartsOfHosts(Parts):
+    """Names of parts in a directory that only the ranks of one host share.
+
+    `known` has the saves of which all ranks have reported their parts.  Other saves are incomplete,
+    because a host does not see the parts of the others.
+    """
+
+    def __init__(self, rank: int, size: int, session: str) -> None:
+        super().__init__(rank, size, session)
+        self.known: set[tuple[int, str, int]] = set()
+
+    def checkpoints(self, files: Iterable[str]) -> dict[int, list[str]]:
+        steps: dict[int, list[str]] = {}
+        for name in sorted(files):
+            if (part := _part(name)) and part.size == self._size and part.save in self.known:
+                steps.setdefault(part.step, []).append(name)
+        return steps
+
+    def note_complete(self, keys: Iterable[tuple[int, str]]) -> None:
+        """Add saves to `known`; a key has the step and the text from `identify`."""
+        for step, save in keys:
+            session, _, repeat = save.partition("-")
+            self.known.add((step, session, int(repeat)))
+
+    def save_id(self, name: str) -> tuple[int, str, int]:
+        """Return the save of a part: its step, session and number."""
+        part = _part(name)
+        assert part is not None
+        return part.save
+
+    def in_shared_directory(self) -> Parts:
+        """Return the names of the same saves in a directory that all ranks share."""
+        shared = Parts(self._rank, self._size, self._session)
+        shared._saves = self._saves
+        return shared
+
+    def _complete(self, files: Iterable[str]) -> set[tuple[int, str, int]]:
+        return self.known
 
 
 def _name(save: tuple[int, str, int], rank: int, size: int) -> str:

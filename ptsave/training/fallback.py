@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ptsave.archive.damage import consequences, entries_using, find_damage
 from ptsave.archive.opening import open_source_archive, spans_of
@@ -22,42 +22,81 @@ from ptsave.training.directory import GONE, CheckpointDirectory
 if TYPE_CHECKING:
     from ptsave.archive.damage import Damage
     from ptsave.archive.reader import RecordReader
-    from ptsave.support.rank_groups import FileRanks, GroupRanks
+    from ptsave.support.rank_groups import Ranks
 
 _MAX_NAMED = 8
 
 
+class Candidate(Protocol):
+    """The part of one save that belongs to this rank."""
+
+    step: int
+    source: Any  # the open file, or the URL
+    damage: Exception | None
+
+    def verify(self) -> str | None:
+        """Read the whole file; return None if it is whole, "" if it was removed, or its damage."""
+
+
+class Places(Protocol):
+    """The checkpoints of a run, in one directory or in several places."""
+
+    @property
+    def path(self) -> Path | str: ...
+
+    def listing(self) -> Any:
+        """Return this rank's list of checkpoints."""
+
+    def keys(self, found: list[Any]) -> list[Any]:
+        """Return keys of saves, which sort by step; `found` has the `listing` of each rank."""
+
+    def candidate(self, key: Any, stack: ExitStack) -> Candidate:
+        """Return this rank's part of a save; `stack` will close its file."""
+
+    def no_checkpoint(self, step: int | None, steps: list[int]) -> FileNotFoundError:
+        """Return the error for a `step` (None: any step) that is not among the `steps`."""
+
+
 @contextmanager
 def newest_whole(
-    directory: CheckpointDirectory, ranks: FileRanks | GroupRanks | None
+    places: Places,
+    ranks: Ranks | None,
+    step: int | None = None,
+    *,
+    fallback: bool = True,
 ) -> Iterator[Any]:
     """Yield the open file, or the URL, of the highest step that is whole on all `ranks`.
 
-    During the `with` block, `prune` keeps the step.  Warns of damaged steps.  If no step is whole,
-    all ranks raise the error of the highest step, with a note on the others.
+    Without `fallback`, only the highest step (or `step`) is tried.  Warns of damaged steps.  If no
+    step is whole, all ranks raise the error of the highest step, with a note on the others.
     """
 
     def share(task: str, call: Callable[[], Any]) -> list[Any]:
-        return [call()] if ranks is None else _shared(ranks, str(directory.path), task, call)
+        return [call()] if ranks is None else _shared(ranks, str(places.path), task, call)
 
-    looked_at: list[_Candidate] = []
-    damaged: dict[_Candidate, str] = {}
-    while True:
-        steps = share("list the checkpoints", directory.steps)[0]
-        step = max({*steps} - {each.step for each in looked_at}, default=None)
-        if step is None:
+    looked_at: dict[Any, Candidate] = {}
+    damaged: dict[Candidate, str] = {}
+    steps: list[int] = []
+    while fallback or not looked_at:
+        keys = places.keys(share("list the checkpoints", places.listing))
+        steps = sorted(_step_of(key) for key in keys)
+        wanted = {key for key in keys if step is None or _step_of(key) == step}
+        key = max(wanted - looked_at.keys(), default=None)
+        if key is None:
             break
         with ExitStack() as stack:
-            candidate = _Candidate(directory, step, stack)
+            candidate = places.candidate(key, stack)
             found = share("verify its checkpoint", candidate.verify)
             if all(each is None for each in found):
                 if damaged:
-                    message = f"step {step} is restored, because later steps are damaged: "
+                    message = (
+                        f"step {candidate.step} is restored, because later steps are damaged: "
+                    )
                     message += "; ".join(damaged.values())
-                    warn_user(f"{directory.path}: {message}", CheckpointWarning)
+                    warn_user(f"{places.path}: {message}", CheckpointWarning)
                 yield candidate.source
                 return
-        looked_at.append(candidate)
+        looked_at[key] = candidate
         if reports := [*dict.fromkeys(filter(None, found))]:
             damaged[candidate] = "; ".join(reports)
 
@@ -66,7 +105,7 @@ def newest_whole(
             if candidate.damage is not None:
                 raise candidate.damage
             return  # another rank raises the error
-        raise directory.no_checkpoint(None, [])
+        raise places.no_checkpoint(step, steps)
 
     try:
         share("find a checkpoint", refuse)
@@ -76,9 +115,7 @@ def newest_whole(
         raise
 
 
-def _shared(
-    ranks: FileRanks | GroupRanks, name: str, task: str, call: Callable[[], Any]
-) -> list[Any]:
+def _shared(ranks: Ranks, name: str, task: str, call: Callable[[], Any]) -> list[Any]:
     """Return what `call` returns on each rank; if one rank's call raises, all ranks raise."""
     from ptsave.support.group_call import together
 
@@ -89,6 +126,26 @@ def _shared(
         error = failure
     failure_of = f"rank {{}} could not {task}"
     return together(ranks.gather, ranks.rank, value, error, name=name, what=failure_of)
+
+
+def _step_of(key: Any) -> int:
+    return int(key[0] if isinstance(key, tuple) else key)
+
+
+class OneDirectory:
+    """The checkpoints of one directory, as `Places`; `prune` keeps a step that is being read."""
+
+    def __init__(self, directory: CheckpointDirectory) -> None:
+        self.path = directory.path
+        self.listing = directory.steps
+        self.no_checkpoint = directory.no_checkpoint
+        self._directory = directory
+
+    def keys(self, found: list[Any]) -> list[Any]:
+        return list(found[0])
+
+    def candidate(self, key: Any, stack: ExitStack) -> Candidate:
+        return _Candidate(self._directory, key, stack)
 
 
 class _Candidate:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from ptsave.errors import CheckpointWarning, SaveError
 from ptsave.support.calls import warn_user
 from ptsave.support.ranks import check_rank_is_named, group_of_job
-from ptsave.training.directory import Parts
+from ptsave.training.directory import Parts, PartsOfHosts
 
 if TYPE_CHECKING:
-    from ptsave.support.rank_groups import FileRanks, GroupRanks
+    from ptsave.support.rank_groups import Ranks
 
 # How long another rank may take to remove its part of an old checkpoint.
 _REMOVAL_S, _PAUSE_S = 1.0, 0.02
@@ -40,12 +40,17 @@ def check_ranks(directory: str, rank: int | None, world_size: int | None, group:
 
 
 def rank_parts(
-    place: Path | str, rank: int | None, world_size: int | None, group: Any
+    place: Path | str,
+    rank: int | None,
+    world_size: int | None,
+    group: Any,
+    local: Path | str | None = None,
 ) -> RankParts | None:
     """Return the `RankParts` of a directory, or None if each checkpoint is one file.
 
     All ranks must call this, because it waits for them.  Without a process group, the ranks
-    communicate through files in the directory, so a URL raises a ValueError.
+    communicate through files in the directory.  So a URL raises a ValueError, unless there is a
+    `local` directory, which the ranks of one host share: then the ranks can only restore.
     """
     if rank is not None and world_size is None:
         return None
@@ -55,33 +60,48 @@ def rank_parts(
             return None
     if world_size == 1:
         return None
-    from ptsave.support.rank_groups import FileRanks, GroupRanks
+    from ptsave.support.rank_groups import FileRanks, GroupRanks, LoneRank
 
     if world_size is None:
-        return RankParts(GroupRanks(group, str(place)), place)
+        return RankParts(GroupRanks(group, str(place)), place, local)
+    assert rank is not None
+    if isinstance(place, str) and local is not None:
+        return RankParts(LoneRank(rank, world_size), place, local)
     if isinstance(place, str):
         raise ValueError(
             f"{place}: without a process group, ranks cannot save to a URL: call "
             "torch.distributed.init_process_group() first, and leave rank and world_size out"
         )
-    assert rank is not None
-    return RankParts(FileRanks(place, rank, world_size), place)
+    return RankParts(FileRanks(place, rank, world_size), place, local)
 
 
 class RankParts:
-    """The parts that this rank and the other ranks save to one directory or URL."""
+    """The parts that this rank and the other ranks save to one directory or URL.
 
-    def __init__(self, ranks: GroupRanks | FileRanks, place: Path | str) -> None:
-        from ptsave.support.rank_groups import FileRanks
+    If there is a `local` directory, parts are saved there, and only the ranks of one host share it.
+    """
+
+    naming: Parts
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        place: Path | str,
+        local: Path | str | None = None,
+    ) -> None:
+        from ptsave.support.rank_groups import FileRanks, LoneRank
 
         self.ranks = ranks
-        self._place = place
+        self._is_shared = local is None
+        self.is_alone = isinstance(ranks, LoneRank)  # so it can restore, but not save
+        self._place = place if local is None else local
         # Without a process group, ranks find each other by their locks, so the lock exists already.
         self._lock = ranks.lock if isinstance(ranks, FileRanks) else None
         # Saves and failures since the last `settle`:
         self._saved: list[str] = []
         self._failures: list[tuple[str, str, bool, bool]] = []
-        self.naming = Parts(ranks.rank, ranks.size, ranks.session)
+        kind = Parts if local is None else PartsOfHosts
+        self.naming = kind(ranks.rank, ranks.size, ranks.session)
 
     @property
     def is_first(self) -> bool:
@@ -89,7 +109,12 @@ class RankParts:
         return self.ranks.rank == 0
 
     def begin(self) -> None:
-        """Lock the directory for this rank; raise RuntimeError if another job has locked it."""
+        """Lock the directory for this rank; raise RuntimeError if this rank must not save."""
+        if self.is_alone:
+            raise RuntimeError(
+                f"{self._place}: without a process group, ranks can restore from a URL, but not "
+                "save to it: call torch.distributed.init_process_group() first"
+            )
         if self._lock is None and isinstance(self._place, Path):
             from ptsave.support.rank_groups import RankLock
 
@@ -163,7 +188,7 @@ class RankParts:
 
     def _part_not_seen(self, name: str) -> str:
         """Return an error message if another rank's part of a complete save is not here, or ''."""
-        if not isinstance(self._place, Path):
+        if not (self._is_shared and isinstance(self._place, Path)):
             return ""
         other = self.ranks.size - 1 if self.is_first else 0
         theirs = self._place / self.naming.of_rank(other, name)

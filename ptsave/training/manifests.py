@@ -1,0 +1,84 @@
+"""Manifests: small JSON files that say which bytes a checkpoint's file has, and where copies are.
+
+The manifest of ``step-00000010.pt`` is ``step-00000010.pt.json`` in the same directory.  It is
+written after the file, so it never describes an incomplete one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from ptsave.sources.locations import Location
+from ptsave.sources.ranges import RangeSource
+from ptsave.streaming.payload_sources import write_bytes
+
+MANIFEST = ".json"
+_PIECE_NBYTES = 16 << 20
+
+
+class Manifest(NamedTuple):
+    """The contents of a manifest."""
+
+    file: str  # the name of the checkpoint's file
+    nbytes: int
+    digest: str | None  # XXH3-128 of all bytes, 32 hexadecimal digits; None if it is unknown
+    save: str = ""  # differs between saves of one step; a later save has a greater text
+    places: tuple[str, ...] = ()  # failure domains and URLs that had a copy when this was written
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {**self._asdict(), "places": list(self.places)}
+
+    @classmethod
+    def parse(cls, fields: Any) -> Manifest | None:
+        """Return the manifest with these JSON values, or None if they are not a manifest."""
+        if not isinstance(fields, dict):
+            return None
+        file, save, digest = (fields.get(name) for name in ("file", "save", "digest"))
+        nbytes, places = fields.get("nbytes"), fields.get("places")
+        if not (isinstance(file, str) and isinstance(save, str) and isinstance(places, list)):
+            return None
+        if not all(isinstance(each, str) for each in places):
+            return None
+        if type(nbytes) is not int or nbytes < 0:
+            return None
+        if digest is not None and not re.fullmatch("[0-9a-f]{32}", str(digest)):
+            return None
+        return cls(file, nbytes, digest, save, tuple(places))
+
+    def write(self, folder: Location, *, fsync: bool) -> None:
+        """Write the manifest beside its file."""
+        text = json.dumps(self.fields(), indent=1).encode()
+        write_bytes(folder.file(self.file + MANIFEST), text, fsync=fsync)
+
+
+def manifest_of(folder: Location, name: str) -> Manifest | None:
+    """Return the manifest of the file `name`, or None if there is none, or it is damaged."""
+    try:
+        found = Manifest.parse(json.loads(folder.bytes_of(name + MANIFEST)))
+    except ValueError:
+        return None
+    return found if found is not None and found.file == name else None
+
+
+def hasher() -> Any:
+    """Return an object with the methods ``update`` and ``hexdigest`` that computes XXH3-128."""
+    try:
+        from xxhash import xxh3_128
+    except ImportError:
+        raise ImportError(
+            "checkpoints in several places need the xxhash library: pip install xxhash"
+        ) from None
+    return xxh3_128()
+
+
+def digest_of(source: RangeSource) -> str:
+    """Return the XXH3-128 of all bytes of a file."""
+    digest = hasher()
+    with source.stream() as stream:
+        buffer = memoryview(bytearray(min(_PIECE_NBYTES, source.nbytes)))
+        while n := stream.readinto(buffer):
+            digest.update(buffer[:n])
+    return str(digest.hexdigest())
