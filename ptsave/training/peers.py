@@ -19,7 +19,9 @@ import socketserver
 import struct
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -32,7 +34,8 @@ from ptsave.training.manifests import Manifest, hasher, manifest_of
 
 _LENGTH = struct.Struct(">I")
 _MAX_MESSAGE_NBYTES = 1 << 20
-_BUFFER_NBYTES = 16 << 20  # received by one call, so that the GIL is seldom needed
+_BUFFER_NBYTES = 8 << 20  # received by one call, so that the GIL is seldom needed
+_N_BUFFERS = 8  # one is received, and others are hashed and written at the same time
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}  # seconds, seconds, probes
 _DIRECT_ALIGNMENT = 4096
 
@@ -166,15 +169,14 @@ def store(
     """Write a file that `fill` delivers, compare its digest, and return the path.
 
     `fill` writes the next bytes into a buffer, and returns their number: fewer only at the end.
-    While a thread writes one buffer, the next one is filled.  The file gets its name at the end, so
-    a process that ends leaves at most a temporary file.
+    Meanwhile, one thread writes full buffers, and another one computes the digest.  The file gets
+    its name at the end, so a process that ends leaves at most a temporary file.
     """
     folder.check_room(manifest.nbytes)
     path, temporary = folder.join(manifest.file), folder.join(name_for(manifest.file))
     descriptor = _new_locked_file(temporary)
     try:
-        with ThreadPool(1, "ptsave-copying") as pool:
-            digest = _write(descriptor, manifest.nbytes, fill, pool)
+        digest = _write(descriptor, manifest.nbytes, fill)
         if manifest.digest is not None and digest != manifest.digest:
             raise CorruptCheckpointError(
                 f"{path}: the copy that arrived does not match the digest of the saved file",
@@ -207,51 +209,55 @@ def _new_locked_file(path: str) -> int:
         os.close(descriptor)
 
 
-def _write(
-    descriptor: int, nbytes: int, fill: Callable[[memoryview], int], pool: ThreadPool
-) -> str:
+def _write(descriptor: int, nbytes: int, fill: Callable[[memoryview], int]) -> str:
     """Write `nbytes` that `fill` delivers to a new file, and return their digest."""
     if config.current().direct_io and nbytes >= _BUFFER_NBYTES:
         _set_direct(descriptor, True)
     digest = hasher()
-    buffers = [memoryview(mmap.mmap(-1, _BUFFER_NBYTES)) for _ in range(2)]
-    writing = None
-    for number, begin in enumerate(range(0, nbytes, _BUFFER_NBYTES)):
-        view = buffers[number % 2][: min(_BUFFER_NBYTES, nbytes - begin)]
-        if fill(view) != len(view):
-            raise OSError(errno.ECONNRESET, f"the file ends before its {nbytes} bytes")
-        digest.update(view)
-        if writing is not None:
-            writing.result()
-        writing = pool.submit(_write_all, descriptor, view)
-    if writing is not None:
-        writing.result()
+    buffers = [memoryview(mmap.mmap(-1, _BUFFER_NBYTES)) for _ in range(_N_BUFFERS)]
+    using: deque[tuple[Future[None], Future[None]]] = deque()
+    with ThreadPool(4, "ptsave-writing") as writing, ThreadPool(1, "ptsave-hashing") as hashing:
+        for number, begin in enumerate(range(0, nbytes, _BUFFER_NBYTES)):
+            if len(using) == _N_BUFFERS:
+                _finish(using)
+            view = buffers[number % _N_BUFFERS][: min(_BUFFER_NBYTES, nbytes - begin)]
+            if fill(view) != len(view):
+                raise OSError(errno.ECONNRESET, f"the file ends before its {nbytes} bytes")
+            written = writing.submit(_write_all, descriptor, begin, view)
+            using.append((written, hashing.submit(digest.update, view)))
+        while using:
+            _finish(using)
     return str(digest.hexdigest())
 
 
-def _write_all(descriptor: int, view: memoryview) -> None:
+def _finish(using: deque[tuple[Future[None], Future[None]]]) -> None:
+    """Wait until the oldest buffer is written and hashed."""
+    for each in using.popleft():
+        each.result()
+
+
+def _write_all(descriptor: int, offset: int, view: memoryview) -> None:
     while view:
-        if len(view) % _DIRECT_ALIGNMENT:
+        if len(view) % _DIRECT_ALIGNMENT:  # the end of the file
             _set_direct(descriptor, False)
         try:
-            n = os.write(descriptor, view)
+            n = os.pwrite(descriptor, view, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not _set_direct(descriptor, False):
+            # Another thread may have seen the same error.
+            if error.errno != errno.EINVAL or offset % _DIRECT_ALIGNMENT:
                 raise
-            continue
-        view = view[n:]
+            _set_direct(descriptor, False)
+            n = os.pwrite(descriptor, view, offset)
+        view, offset = view[n:], offset + n
 
 
-def _set_direct(descriptor: int, on: bool) -> bool:
-    """Let writes bypass the page cache or not; return whether this was a change."""
+def _set_direct(descriptor: int, on: bool) -> None:
+    """Let writes bypass the page cache, or not; some file systems have no direct I/O."""
     import fcntl
 
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    if bool(flags & os.O_DIRECT) == on:
-        return False
-    with suppress(OSError):  # the file system has no direct I/O
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags ^ os.O_DIRECT)
-    return True
+    with suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
 
 
 # --------------------------------------------------------------------------------------- server
