@@ -526,7 +526,9 @@ class AsyncCheckpointer:
         """
         self._check_process()
         if self._tiers is not None:
-            return self._tiers.latest(self._listings())
+            found = self._listings()
+            with nullcontext() if self._parts is None else self._parts.together("fetch its part"):
+                return self._tiers.latest(found)
         if self._parts is None:
             return self._directory.latest()
         try:
@@ -862,7 +864,8 @@ _with_copies: weakref.WeakSet[AsyncCheckpointer] = weakref.WeakSet()
 
 def _wait_for_copies() -> None:
     for each in list(_with_copies):
-        each._wait_for_copies()
+        if each._pid == os.getpid():  # a forked child has no pending saves
+            each._wait_for_copies()
 
 
 def _failed_save(target: str, error: OSError) -> SaveFuture:

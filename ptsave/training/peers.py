@@ -38,6 +38,7 @@ _BUFFER_NBYTES = 8 << 20  # received by one call, so that the GIL is seldom need
 _N_BUFFERS = 8  # one is received, and others are hashed and written at the same time
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}  # seconds, seconds, probes
 _DIRECT_ALIGNMENT = 4096
+_POLL_S = 0.1  # how long `PeerServer.close` may take
 
 
 class Address(NamedTuple):
@@ -292,9 +293,8 @@ class PeerServer:
         self._server = _Server(("", 0), _Handler, bind_and_activate=True)
         self._server.owner = self
         self.port: int = self._server.server_address[1]
-        threading.Thread(
-            target=self._server.serve_forever, name="ptsave-peers", daemon=True
-        ).start()
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, args=(_POLL_S,), name="ptsave-peers", daemon=True).start()
         _servers.add(self)
 
     def close(self) -> None:

@@ -15,12 +15,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, closing, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError
-from ptsave.sources.locations import LocalFolder
+from ptsave.sources.locations import LocalFolder, refuse_url
 from ptsave.sources.ranges import LocalFile, open_source
 from ptsave.streaming.payload_sources import write_copy
 from ptsave.support import config
@@ -73,6 +72,7 @@ class TierOptions(NamedTuple):
                     raise ValueError(f"{name}[{place!r}] must be at least 1, not {number!r}")
         if every.get("local", 1) != 1:
             raise ValueError('every["local"] must be 1: each step is saved to the local directory')
+        refuse_url(local)
         if type(n_peers) is not int or n_peers < 0:
             raise ValueError(f"peers must be a number of at least 0, not {n_peers!r}")
         return cls(local, kept.get("remote", 3), kept.get("local", 3), dict(every), n_peers)
@@ -91,9 +91,10 @@ class _Copy(NamedTuple):
 
 
 class Tiers:
-    """The places of one run, as one rank sees them.  The calls of `listing` need no communication.
+    """The places of one run, as one rank sees them.
 
-    `failed` gets the path and the error of a copy that could not be made, and whether to warn only.
+    `failed` gets the name and the error of a file that could not be copied, and whether to warn
+    only.  With `sees_all`, this process knows all ranks of the job, or is the only one.
     """
 
     def __init__(
@@ -126,6 +127,8 @@ class Tiers:
             naming.in_shared_directory() if isinstance(naming, PartsOfHosts) else None,
             options.storage_options,
         )
+        if str(options.remote) == os.path.realpath(self.path):
+            raise ValueError(f"{self.path}: local and directory must be different directories")
         if parts is None and options.n_peers:
             raise TypeError("peers is for several ranks that each save a part of a checkpoint")
         if parts is not None and not self._is_alone:
@@ -148,9 +151,11 @@ class Tiers:
         except OSError as error:
             self._failed(name, error, warns)
             return
+        copy = self._near.submit(
+            self._reporting, name, warns, self._copy_near, step, file, save, warns
+        )
         with self._lock:
-            call = partial(self._copy_near, step, file, name, save, warns)
-            self._copies.append(self._near.submit(call))
+            self._copies.append(copy)
 
     def wait(self) -> None:
         """Wait until all copies are made, or have failed."""
@@ -165,33 +170,28 @@ class Tiers:
                 if self._copies and self._copies[0] is copy:
                     self._copies.popleft()
 
-    def _copy_near(self, step: int, file: LocalFile, name: str, save: str, warns: bool) -> None:
-        """Write the manifest, send copies to peers, begin the copy to the slow place, and prune."""
-        with ExitStack() as stack:
-            stack.callback(file.close)
-            try:
-                manifest = Manifest(name, file.nbytes, digest_of(file), save, (self.domain,))
-                manifest.write(self._folder, fsync=self._options.fsync)
-            except OSError as error:
-                self._failed(name, error, warns)
-                return
-            is_safe = True
-            if self._peers is not None and self._options.is_due(step, "peers"):
-                manifest, is_safe = self._send(file, manifest, warns)
-                if len(manifest.places) > 1:
-                    with suppress(OSError):  # the places are only information
-                        manifest.write(self._folder, fsync=self._options.fsync)
-            elif self._peers is not None:
-                is_safe = not self._peers.addresses
+    def _reporting(self, name: str, warns: bool, call: Callable[..., None], *args: Any) -> None:
+        try:
+            call(*args)
+        except Exception as error:  # also of file systems at URLs, which raise errors of any type
+            self._failed(name, error, warns)
+
+    def _copy_near(self, step: int, file: LocalFile, save: str, warns: bool) -> None:
+        """Write the manifest, begin the copy to the slow place, send copies to peers, and prune."""
+        name = os.path.basename(file.name)
+        with closing(file):
+            manifest = Manifest(name, file.nbytes, digest_of(file), save, (self.domain,))
+            manifest.write(self._folder, fsync=self._options.fsync)
             if self._options.is_due(step, "remote"):
-                stack.pop_all()  # the copy closes the file, which may be removed meanwhile
                 self._begin_upload(step, file, manifest, warns)
-            if is_safe:
+            if self._peers is None or not self._peers.addresses:
                 self._tell_done(name)
+            elif self._options.is_due(step, "peers"):
+                self._send(file, manifest, warns)
         self._prune_local()
 
-    def _send(self, file: LocalFile, manifest: Manifest, warns: bool) -> tuple[Manifest, bool]:
-        """Send a file to this rank's peers; return the manifest, and whether all have it."""
+    def _send(self, file: LocalFile, manifest: Manifest, warns: bool) -> None:
+        """Send a file to this rank's peers, and report it to rank 0 once all of them have it."""
         assert self._peers is not None
         is_safe = True
         for domain, address in self._peers.addresses:
@@ -201,8 +201,17 @@ class Tiers:
                 is_safe = False
                 self._failed(manifest.file, error, warns)
             else:
-                manifest = manifest._replace(places=(*manifest.places, domain))
-        return manifest, is_safe
+                self._note_place(manifest.file, domain)
+        if is_safe:
+            self._tell_done(manifest.file)
+
+    def _note_place(self, name: str, place: str) -> None:
+        """Add a place to the manifest in the local directory, if the file is still there."""
+        with self._lock:
+            manifest = manifest_of(self._folder, name)
+            if manifest is not None:
+                manifest = manifest._replace(places=(*manifest.places, place))
+                manifest.write(self._folder, fsync=self._options.fsync)
 
     def _tell_done(self, name: str) -> None:
         """Report this rank's part to rank 0, and learn which saves are complete on all ranks."""
@@ -217,7 +226,10 @@ class Tiers:
             warn_user(message, CheckpointWarning)
 
     def _begin_upload(self, step: int, file: LocalFile, manifest: Manifest, warns: bool) -> None:
-        upload = self._far.submit(self._upload, step, file, manifest, warns)
+        with file.stream() as stream:
+            own = LocalFile(stream, file.name)  # stays open if the file is removed
+        call = self._upload, step, own, manifest
+        upload = self._far.submit(self._reporting, manifest.file, warns, *call)
         with self._lock:
             self._copies.append(upload)
             self._uploads.append((step, upload))
@@ -231,23 +243,19 @@ class Tiers:
                 message = f"step {other} is not copied there, because later steps wait, too"
                 warn_user(f"{self._remote.path}: {message}", CheckpointWarning)
 
-    def _upload(self, step: int, file: LocalFile, manifest: Manifest, warns: bool) -> None:
-        folder = self._remote.folder
-        manifest = manifest._replace(places=(*manifest.places, str(self._remote.path)))
-        try:
-            with closing(file):
-                if self._parts is None:
-                    folder.remove(manifest.file + MANIFEST)  # of the file that is replaced
-                write_copy(file, folder.file(manifest.file), fsync=self._options.fsync)
-                manifest.write(folder, fsync=self._options.fsync)
-            with self._lock:
-                if manifest_of(self._folder, manifest.file) is not None:
-                    manifest.write(self._folder, fsync=self._options.fsync)
-            if self._parts is None or self._parts.is_first:
-                self._remote.prune(self._options.retention, step)
-                self._remote.remove_leftovers()
-        except OSError as error:
-            self._failed(manifest.file, error, warns)
+    def _upload(self, step: int, file: LocalFile, manifest: Manifest) -> None:
+        """Copy a file and its manifest to the slow place, and prune there."""
+        folder, place = self._remote.folder, str(self._remote.path)
+        with closing(file):
+            if self._parts is None:
+                folder.remove(manifest.file + MANIFEST)  # of the file that is replaced
+            write_copy(file, folder.file(manifest.file), fsync=self._options.fsync)
+            manifest = manifest._replace(places=(*manifest.places, place))
+            manifest.write(folder, fsync=self._options.fsync)
+        self._note_place(manifest.file, place)
+        if self._parts is None or self._parts.is_first:
+            self._remote.prune(self._options.retention, step)
+            self._remote.remove_leftovers()
 
     def _prune_local(self) -> None:
         """Remove old checkpoints from the local directory."""
