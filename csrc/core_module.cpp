@@ -14,6 +14,7 @@
 #include "core/crc/crc32.h"
 #include "core/format/archive.h"
 #include "core/io/file.h"
+#include "core/io/ranges.h"
 #include "core/read/reader.h"
 #include "pickle/outline/outline.h"
 
@@ -134,6 +135,16 @@ PYBIND11_MODULE(_core, module) {
       .def("outline", &Archive::outline, "pickle"_a)
       .def("are_whole", &Archive::are_whole, "begin"_a, "end"_a, py::kw_only(), "n_threads"_a)
       .def("limits", &Archive::limits);
+  module.def(
+      "crcs_of_ranges",
+      [](int fd, std::string name,
+         const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges,
+         std::size_t n_threads) {
+        const File file = File::duplicate(fd, std::move(name));
+        const Poll poll = make_poll();
+        return without_gil([&] { return crcs_of_ranges(file, ranges, n_threads, poll); });
+      },
+      "fd"_a, "name"_a, "ranges"_a, py::kw_only(), "n_threads"_a);
   module.def(
       "target_of_temporary",
       [](const std::string& entry) { return py::bytes(target_of_temporary(entry)); }, "entry"_a);

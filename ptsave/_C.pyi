@@ -171,11 +171,15 @@ class PackedPlan(_FilePlan):
         header: bytes,
         sources: PayloadSources,
         payloads: Sequence[tuple[int, int, int, int | None, Sequence[SourcePart]]],
+        # Where the header has eight hexadecimal digits for each payload's CRC-32.
+        crcs_at: int | None = None,
     ) -> None: ...
     # Plans the present values of contiguous tensors in CPU memory or on accelerators that
     # can_stage().
     @staticmethod
-    def of_tensors(header: bytes, tensors: Sequence[torch.Tensor]) -> PackedPlan: ...
+    def of_tensors(
+        header: bytes, tensors: Sequence[torch.Tensor], crcs_at: int | None = None
+    ) -> PackedPlan: ...
     # Like WritePlan.follow(); all payloads must be in host memory.
     def follow(self, copies: Snapshot) -> None: ...
     # Pairs (payload, CRC found) for the payloads with a wrong CRC in the last write.
@@ -542,16 +546,21 @@ class RangeFiles:
     ) -> None: ...
     # Reads (number of the file, offset, tensor) into contiguous tensors in CPU memory or on
     # accelerators that can_stage().  Neither a file's ranges nor the tensors may overlap.  Gaps of
-    # up to max_gap bytes may be read.
+    # up to max_gap bytes may be read.  Returns (number of the file, offset) of each range that does
+    # not have its CRC-32 in crcs; None is not compared.
     def read(
         self,
         ranges: Sequence[tuple[int, int, torch.Tensor]],
         *,
+        crcs: Sequence[int | None] = (),
         n_threads: int,
         max_pinned_nbytes: int,
         max_gap: int = ...,
         progress: Progress,
-    ) -> None: ...
+    ) -> list[tuple[int, int]]: ...
+
+# The CRC-32 of a contiguous tensor in CPU memory.
+def crc32_of(tensor: torch.Tensor, *, n_threads: int) -> int: ...
 
 # Copies (source, target): contiguous CPU tensors to contiguous tensors of the same size on
 # accelerators that can_stage().  Sources must not overlap.

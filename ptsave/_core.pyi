@@ -36,5 +36,10 @@ class Archive:
     # Where the next record, or the central directory, begins behind each record.
     def limits(self) -> list[int]: ...
 
+# The CRC-32 of each range (offset, nbytes) of a file.
+def crcs_of_ranges(
+    fd: int, name: bytes, ranges: list[tuple[int, int]], *, n_threads: int
+) -> list[int]: ...
+
 # The name of the file that a temporary file was to replace; b"" for any other directory entry.
 def target_of_temporary(entry: bytes) -> bytes: ...

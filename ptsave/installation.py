@@ -32,6 +32,7 @@ class _Options:
     verify: bool | None = None
     distributed: bool | None = None
     weights_only_check: bool | None = None
+    checksums: bool | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -58,6 +59,7 @@ def install(
     verify: bool | None = None,
     distributed: bool | None = None,
     weights_only_check: bool | None = None,
+    checksums: bool | None = None,
 ) -> None:
     """Replace ``torch.save`` and ``torch.load`` with ptsave's functions.
 
@@ -72,6 +74,8 @@ def install(
         Whether ptsave also replaces ``save_file`` and ``load_file`` of ``safetensors.torch``, which
         the library's ``save_model`` and ``load_model`` call.  Bytes, checks and errors stay the
         same.  Modules that have already imported the two functions by name get ptsave's, too.
+    checksums : bool, optional
+        Whether `save_file` adds checksums, as :func:`ptsave.save_model` does.
     fsync, atomic, verify, weights_only_check : bool, optional
         New defaults for these arguments of :func:`ptsave.save` and :func:`ptsave.load`.  For
         example, ``install(fsync=True)`` makes every file of ``torch.save`` survive power loss.
@@ -106,7 +110,9 @@ def install(
     >>> torch.save is ptsave.save
     False
     """
-    options = _Options(safetensors, fsync, atomic, verify, distributed, weights_only_check)
+    options = _Options(
+        safetensors, fsync, atomic, verify, distributed, weights_only_check, checksums
+    )
     _import_for(options)
     _to_the_end(_begin, options)
 
@@ -154,6 +160,7 @@ def installed(
     verify: bool | None = None,
     distributed: bool | None = None,
     weights_only_check: bool | None = None,
+    checksums: bool | None = None,
 ) -> Iterator[None]:
     """Install ptsave for a ``with`` block; the arguments are as for :func:`install`.
 
@@ -165,7 +172,9 @@ def installed(
     >>> with ptsave.installed():
     ...     torch.save(torch.ones(2), io.BytesIO())
     """
-    options = _Options(safetensors, fsync, atomic, verify, distributed, weights_only_check)
+    options = _Options(
+        safetensors, fsync, atomic, verify, distributed, weights_only_check, checksums
+    )
     _import_for(options)
     try:
         _to_the_end(_begin, options)
@@ -309,7 +318,11 @@ def _exchange_safetensors(options: _Options) -> None:
         if options.safetensors:
             new = _with_defaults(
                 getattr(safetensors_functions, name),
-                **({"fsync": options.fsync} if name == "save_file" else {}),
+                **(
+                    {"fsync": options.fsync, "checksums": options.checksums}
+                    if name == "save_file"
+                    else {"verify": options.verify}
+                ),
             )
         old = _current_safetensors.get(name, original)
         if new is not old:

@@ -68,7 +68,7 @@ CPP_ROOMS = {
     "core/format": "base memory",
     "core/memory": "base",
     "core/pipeline": "base",
-    "core/io": "base memory pipeline",
+    "core/io": "base crc memory pipeline",
     "core/statistics": "crc memory pipeline",
     "core/read": "base crc format memory pipeline io",
     "core/write": "base crc format memory pipeline io",

@@ -74,19 +74,29 @@ std::shared_ptr<RangeFiles> open_range_files(const std::vector<std::pair<int, st
   return std::make_shared<RangeFiles>(std::move(sources), n_threads);
 }
 
-void read_file_ranges(const std::shared_ptr<RangeFiles>& files,
-                      const std::vector<std::tuple<std::size_t, std::uint64_t, py::object>>& ranges,
-                      std::size_t n_threads, std::size_t max_pinned_nbytes, std::uint64_t max_gap,
-                      const py::object& callback) {
+// Returns (file, offset) of the ranges whose CRCs are not those of `crcs`, which is empty, or has
+// an integer or None for each range.
+std::vector<std::pair<std::size_t, std::uint64_t>> read_file_ranges(
+    const std::shared_ptr<RangeFiles>& files,
+    const std::vector<std::tuple<std::size_t, std::uint64_t, py::object>>& ranges,
+    const std::vector<std::optional<std::uint32_t>>& crcs, std::size_t n_threads,
+    std::size_t max_pinned_nbytes, std::uint64_t max_gap, const py::object& callback) {
+  if (!crcs.empty() && crcs.size() != ranges.size()) {
+    throw py::value_error("expected a checksum for each range");
+  }
   std::vector<TensorRange> targets;
   targets.reserve(ranges.size());
   for (const auto& [file, offset, object] : ranges) {
-    targets.push_back({file, offset, unpack_bytes_of(object)});
+    const auto crc = crcs.empty() ? std::nullopt : crcs[targets.size()];
+    targets.push_back({file, offset, unpack_bytes_of(object), crc});
   }
   // Without the GIL, use only C++ objects.
   RangeTargets read(files, targets, max_gap);
   const Poll poll = make_poll([&] { return read.nbytes_read(); }, callback);
   without_gil([&] { read.run(n_threads, max_pinned_nbytes, poll); });
+  std::vector<std::pair<std::size_t, std::uint64_t>> damaged;
+  for (const FileRange& range : read.damaged()) damaged.emplace_back(range.file, range.offset);
+  return damaged;
 }
 
 // Copies each source in CPU memory to its target, of the same size, on an accelerator.
@@ -203,7 +213,8 @@ std::vector<std::pair<std::size_t, std::uint64_t>> read_checked(
 void bind_ranges(py::module_& module) {
   py::class_<RangeFiles, std::shared_ptr<RangeFiles>>(module, "RangeFiles")
       .def(py::init(&open_range_files), "files"_a, py::kw_only(), "direct"_a, "n_threads"_a)
-      .def("read", &read_file_ranges, "ranges"_a, py::kw_only(), "n_threads"_a,
+      .def("read", &read_file_ranges, "ranges"_a, py::kw_only(),
+           "crcs"_a = std::vector<std::optional<std::uint32_t>>{}, "n_threads"_a,
            "max_pinned_nbytes"_a, "max_gap"_a = RangeList::kMaxGapNbytes, "progress"_a);
   module.def("copy_to_devices", &copy_to_devices, "copies"_a, py::kw_only(), "n_threads"_a,
              "max_pinned_nbytes"_a);
@@ -225,6 +236,16 @@ void bind_ranges(py::module_& module) {
   module.attr("CHECKED_BLOCK_NBYTES") = kCheckedBlockNbytes;
   module.def("crc_of_blocks", &crc_of_blocks, "table"_a);
   module.def("crc32_combine", &crc32_combine, "crc_a"_a, "crc_b"_a, "nbytes_b"_a);
+  module.def(
+      "crc32_of",
+      [](const py::object& object, std::size_t n_threads) {
+        const at::Tensor& tensor = unpack_bytes_of(object);
+        if (!tensor.is_cpu()) throw py::type_error("expected a tensor in CPU memory");
+        const std::span<const std::byte> memory = memory_of(tensor);
+        const Poll poll = make_poll();
+        return without_gil([&] { return crc32_of(memory, n_threads, poll); });
+      },
+      "tensor"_a, py::kw_only(), "n_threads"_a);
   module.def("read_checked", &read_checked, "files"_a, "boxes"_a, "tables"_a, py::kw_only(),
              "n_threads"_a, "max_gap"_a, "progress"_a);
 }

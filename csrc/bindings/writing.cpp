@@ -245,7 +245,8 @@ using PackedPayload = std::tuple<std::uint64_t, std::size_t, std::uint64_t,
                                  std::optional<std::uint32_t>, PartsOfPython>;
 
 std::unique_ptr<PackedPlan> make_packed_plan(std::string header, const PayloadSources& sources,
-                                             const std::vector<PackedPayload>& payloads) {
+                                             const std::vector<PackedPayload>& payloads,
+                                             std::optional<std::uint64_t> crcs_at) {
   std::vector<std::uint64_t> sizes;
   std::vector<SourcePayload> sourced;
   for (const auto& [nbytes, source, offset, crc, parts] : payloads) {
@@ -254,11 +255,12 @@ std::unique_ptr<PackedPlan> make_packed_plan(std::string header, const PayloadSo
   }
   return std::make_unique<PackedPlan>(
       std::move(header), std::move(sizes),
-      std::make_unique<SourcedPayloads>(sources.sources, std::move(sourced)));
+      std::make_unique<SourcedPayloads>(sources.sources, std::move(sourced)), crcs_at);
 }
 
 std::unique_ptr<PackedPlan> make_plan_of_tensors(std::string header,
-                                                 const std::vector<py::object>& tensors) {
+                                                 const std::vector<py::object>& tensors,
+                                                 std::optional<std::uint64_t> crcs_at) {
   std::vector<std::uint64_t> sizes;
   AcceleratorSources sources;
   for (const py::object& object : tensors) {
@@ -268,7 +270,8 @@ std::unique_ptr<PackedPlan> make_plan_of_tensors(std::string header,
     sizes.push_back(tensor.nbytes());
   }
   return std::make_unique<PackedPlan>(std::move(header), std::move(sizes),
-                                      std::make_unique<AcceleratorPayloads>(std::move(sources)));
+                                      std::make_unique<AcceleratorPayloads>(std::move(sources)),
+                                      crcs_at);
 }
 
 std::vector<std::pair<std::size_t, std::uint32_t>> damaged_payloads_of(const PackedPlan& plan) {
@@ -364,8 +367,11 @@ void bind_plans(py::module_& module) {
   py::class_<PayloadSources>(module, "PayloadSources")
       .def(py::init(&open_sources), "items"_a, py::kw_only(), "direct"_a);
   py::class_<PackedPlan> packed(module, "PackedPlan");
-  packed.def(py::init(&make_packed_plan), "header"_a, "sources"_a, "payloads"_a)
-      .def_static("of_tensors", &make_plan_of_tensors, "header"_a, "tensors"_a)
+  packed
+      .def(py::init(&make_packed_plan), "header"_a, "sources"_a, "payloads"_a,
+           "crcs_at"_a = std::nullopt)
+      .def_static("of_tensors", &make_plan_of_tensors, "header"_a, "tensors"_a,
+                  "crcs_at"_a = std::nullopt)
       .def(
           "follow", [](PackedPlan& self, Snapshot& copies) { self.follow(copies.payloads()); },
           "copies"_a, py::keep_alive<1, 2>())

@@ -24,9 +24,11 @@
 #include <vector>
 
 #include "core/base/error.h"
+#include "core/crc/crc32.h"
 #include "core/io/file.h"
 #include "core/io/ranges.h"
 #include "core/memory/pages.h"
+#include "core/pipeline/pipeline.h"
 #include "core/read/reader.h"
 #include "device/accelerator_copies.h"
 #include "device/side_streams.h"
@@ -77,6 +79,23 @@ inline void detach_from_file(const c10::Storage& storage, const std::string& nam
     ::munmap(copy, pages.size());
     throw IoError(errnum, "mremap", name);
   }
+}
+
+// The CRC-32 of memory, by several threads.
+inline std::uint32_t crc32_of(std::span<const std::byte> memory, std::size_t n_threads,
+                              const Poll& poll) {
+  constexpr std::size_t kPieceNbytes = std::size_t{1} << 20;
+  std::vector<std::uint32_t> crcs((memory.size() + kPieceNbytes - 1) / kPieceNbytes);
+  const auto piece = [&](std::size_t i) {
+    return memory.subspan(i * kPieceNbytes)
+        .first(std::min(kPieceNbytes, memory.size() - i * kPieceNbytes));
+  };
+  run_chunks(
+      crcs.size(), n_threads,
+      [&](std::size_t i) { crcs[i] = crc32(0, piece(i).data(), piece(i).size()); }, poll);
+  std::uint32_t crc = 0;
+  for (std::size_t i = 0; i < crcs.size(); ++i) crc = crc32_combine(crc, crcs[i], piece(i).size());
+  return crc;
 }
 
 // A block for resharding.  Describes where a CPU tensor's elements are in a file: the first is at
@@ -133,6 +152,7 @@ struct TensorRange {
   std::size_t file = 0;
   std::uint64_t offset = 0;
   at::Tensor target;
+  std::optional<std::uint32_t> crc = std::nullopt;  // the expected one
 };
 
 // One read of many ranges.  Not safe for concurrent use, except nbytes_read().
@@ -152,18 +172,20 @@ class RangeTargets {
     read_.run(unstager.n_workers(), poll, &unstager);
   }
   std::uint64_t nbytes_read() const { return read_.nbytes_read(); }
+  // The ranges that do not have their expected CRCs; call after run().
+  std::vector<FileRange> damaged() const { return read_.damaged(); }
 
  private:
   std::vector<FileRange> file_ranges(const std::vector<TensorRange>& ranges) {
     std::vector<FileRange> result;
     result.reserve(ranges.size());
-    for (const auto& [file, offset, target] : ranges) {
+    for (const auto& [file, offset, target, crc] : ranges) {
       const std::uint64_t nbytes = target.nbytes();
       if (target.is_cpu()) {
-        result.push_back(
-            {file, offset, nbytes, static_cast<std::byte*>(target.mutable_data_ptr())});
+        auto* const place = static_cast<std::byte*>(target.mutable_data_ptr());
+        result.push_back({file, offset, nbytes, place, std::nullopt, crc});
       } else {
-        result.push_back({file, offset, nbytes, nullptr, targets_.size()});
+        result.push_back({file, offset, nbytes, nullptr, targets_.size(), crc});
         targets_.push_back(bytes_of(target, 0, nbytes));
       }
     }

@@ -164,10 +164,17 @@ def read_ranges(
     files: _C.RangeFiles,
     ranges: Sequence[Range],
     progress: ProgressCallback | None = None,
+    *,
+    crcs: Sequence[int | None] = (),
     **options: int,
-) -> None:
-    """Fill tensors from ranges of files, with several threads."""
-    files.read(ranges, progress=progress, **resources(config.current()), **options)
+) -> list[tuple[int, int]]:
+    """Fill tensors from ranges of files, with several threads.
+
+    `crcs` is empty, or has the checksum of each range or None.  Returns (file, offset) of the
+    ranges that do not match.
+    """
+    limits = resources(config.current())
+    return files.read(ranges, crcs=crcs, progress=progress, **limits, **options)
 
 
 def divided(engine: _C.Reader, spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:

@@ -59,6 +59,11 @@ ptsave convert model.pt checkpoint --format dcp         # for torch.distributed.
 @click.option("--drop", is_flag=True, help="Leave out what the format cannot hold.")
 @click.option("-f", "--force", is_flag=True, help="Replace TARGET if it exists.")
 @click.option("--fsync", is_flag=True, help="Wait until all data is on the disk.")
+@click.option(
+    "--checksums/--no-checksums",
+    default=True,
+    help="Whether a safetensors file gets checksums of its tensors. Default: yes.",
+)
 @with_json
 @with_recovery
 @with_trust

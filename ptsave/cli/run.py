@@ -27,6 +27,7 @@ _TO_THE_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": Fa
 @click.option("--no-verify", is_flag=True, help="Do not compare checksums.")
 @click.option("--distributed", is_flag=True, help="Replace torch.distributed.checkpoint's storage.")
 @click.option("--weights-only-check", is_flag=True, help="Warn of objects that need code to load.")
+@click.option("--checksums", is_flag=True, help="Add checksums to safetensors files.")
 @click.option("-m", "module", metavar="MODULE", help="Run a module, as python -m does.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [ARGUMENTS]...")
 def run_command(*, module: str | None, arguments: tuple[str, ...], **switches: bool) -> None:

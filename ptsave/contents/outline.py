@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any
 from ptsave import _core
 from ptsave._core import OutlinedTensor
 from ptsave.contents.files import metadata_of
-from ptsave.contents.safetensors_fields import DTYPES, SafetensorsFields, read_fields
+from ptsave.contents.safetensors_fields import (
+    DTYPES,
+    SafetensorsFields,
+    crcs_in,
+    read_fields,
+)
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError
 from ptsave.sources.kinds import what_it_is
 from ptsave.sources.ranges import LocalFile, RangeSource
@@ -61,6 +66,8 @@ class Outline:
     metadata: dict[str, str]
     nbytes: int
     archive: _core.Archive | None = None  # open; None for a safetensors file
+    # Of a safetensors file with checksums: the offset, size and CRC of each tensor.
+    checked: list[tuple[int, int, int | None]] | None = None
 
     def facts_of(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the facts of tensors, like `contents.facts_of`."""
@@ -145,13 +152,20 @@ def plain_pickle(source: RangeSource) -> bytes | None:
 def _outline_of_safetensors(source: RangeSource) -> Outline | None:
     try:
         fields = read_fields(source)
+        crcs = crcs_in(fields, source.name)
     except (CorruptCheckpointError, NotCheckpointError, ImportError):
         return None
     tensors = _tensors_in(fields, source.nbytes)
     if tensors is None:
         return None
     metadata = {"format": "safetensors", **fields.metadata}
-    return Outline(source.name, "safetensors", tensors, metadata, source.nbytes)
+    checked = None
+    if fields.checksums is not None and config.current().verify:
+        places = [(fields.nbytes + n for n in entry["data_offsets"]) for _, entry in fields.tensors]
+        checked = [
+            (begin, end - begin, crc) for (begin, end), crc in zip(places, crcs, strict=True)
+        ]
+    return Outline(source.name, "safetensors", tensors, metadata, source.nbytes, checked=checked)
 
 
 def _tensors_in(fields: SafetensorsFields, file_nbytes: int) -> dict[str, OutlinedTensor] | None:

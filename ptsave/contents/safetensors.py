@@ -31,16 +31,29 @@ from ptsave.archive.spans import (
 )
 from ptsave.archive.unpickling import fills_storages, is_meta_location
 from ptsave.contents.contents import CPU, OneFile, Place
-from ptsave.contents.safetensors_fields import DTYPES, LENGTH_NBYTES, SafetensorsFields, read_fields
+from ptsave.contents.safetensors_fields import (
+    CHECKSUMS,
+    DTYPES,
+    LENGTH_NBYTES,
+    N_CRC_DIGITS,
+    REWRITTEN,
+    SafetensorsFields,
+    crcs_in,
+    damaged_in,
+    read_fields,
+)
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.ranges import LocalFile, RangeSource
+from ptsave.support import config
 from ptsave.support.calls import ProgressCallback, pausing_garbage_collection, progress_bar
+from ptsave.support.text import some_of
 from ptsave.support.torch_names import restore_location
 
 if TYPE_CHECKING:
     from ptsave.archive.loading import LoadOptions
 
 _HEADER_ALIGNMENT = 8
+_MAX_NAMED = 8
 
 # How many numbers an element of torch's packed dtypes has.  Shapes in files count the numbers.
 _N_PACKED = {torch.float4_e2m1fn_x2: 2}
@@ -56,21 +69,28 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype
     offset: int  # of its first byte in the file
     nbytes: int
+    crc: int | None  # None: the file has no checksum, or it is not compared
 
 
 class SafetensorsHeader(NamedTuple):
     """The tensors and the metadata of a safetensors file."""
 
     tensors: list[StoredTensor]  # in the order of their bytes
-    metadata: dict[str, str]  # the writer's __metadata__
+    metadata: dict[str, str]  # the writer's __metadata__, without checksums
+    has_checksums: bool
 
 
-def read_header(source: RangeSource) -> SafetensorsHeader:
-    """Read a header, and check that its tensors lie within the file and do not overlap."""
+def read_header(source: RangeSource, *, verify: bool = True) -> SafetensorsHeader:
+    """Read a header, and check that its tensors lie within the file and do not overlap.
+
+    Without `verify`, the tensors have no checksums.
+    """
+    verify = verify and config.current().verify
     with pausing_garbage_collection():
         stored = read_fields(source)
-        tensors = list(_stored_tensors(source, stored))
-    return SafetensorsHeader(tensors, stored.metadata)
+        crcs = crcs_in(stored, source.name) if verify else [None] * len(stored.tensors)
+        tensors = list(_stored_tensors(source, stored, crcs))
+    return SafetensorsHeader(tensors, stored.metadata, stored.checksums is not None)
 
 
 def stored_shape(dtype: torch.dtype, shape: Sequence[int]) -> list[int]:
@@ -97,10 +117,12 @@ def _dtype_of(name: str) -> torch.dtype | None:
     return dtype
 
 
-def _stored_tensors(source: RangeSource, stored: SafetensorsFields) -> Iterator[StoredTensor]:
+def _stored_tensors(
+    source: RangeSource, stored: SafetensorsFields, crcs: Sequence[int | None]
+) -> Iterator[StoredTensor]:
     first, max_end = stored.nbytes, source.nbytes
     kinds: dict[tuple[Any, ...], tuple[torch.Size, torch.dtype, int]] = {}  # many tensors are alike
-    for name, entry in stored.tensors:
+    for (name, entry), crc in zip(stored.tensors, crcs, strict=True):
         key = (entry["dtype"], *entry["shape"])
         if key not in kinds:
             kinds[key] = _kind_of(source, name, entry)
@@ -114,7 +136,7 @@ def _stored_tensors(source: RangeSource, stored: SafetensorsFields) -> Iterator[
                 offset=begin,
             )
         # StoredTensor(...) takes twice as long.
-        yield tuple.__new__(StoredTensor, (name, shape, dtype, begin, nbytes))
+        yield tuple.__new__(StoredTensor, (name, shape, dtype, begin, nbytes, crc))
 
 
 def _kind_of(
@@ -143,8 +165,9 @@ class SafetensorsContents(OneFile):
     numbers the tensors by their positions in `header.tensors`.
     """
 
-    def __init__(self, source: RangeSource, *, maps: bool = False) -> None:
-        self.header = header = read_header(source)
+    def __init__(self, source: RangeSource, *, maps: bool = False, verify: bool = True) -> None:
+        self.header = header = read_header(source, verify=verify)
+        self.has_crcs = any(each.crc is not None for each in header.tensors)
         self.kind = "safetensors"  # the file's own "format" is the library it was written for
         self.metadata = {"format": "safetensors", **header.metadata}
         self.nbytes = source.nbytes
@@ -153,6 +176,7 @@ class SafetensorsContents(OneFile):
         self.source = source
         self._maps = maps
         self.spans = _SourceSpans(source, header.tensors)
+        self._whole: set[int] = set()  # mapped tensors that have their checksums
 
     def _made_obj(self) -> dict[str, Tensor]:
         """Make the unread tensors when `obj` is first used, because there may be 100,000."""
@@ -181,7 +205,7 @@ class SafetensorsContents(OneFile):
         spans: dict[int, Span] = {}
         for tensor in tensors:
             number = self._numbers[id(tensor)]
-            mapped = self._mapped(number)
+            mapped = self._mapped(number, verify)
             if mapped is not None:
                 found.append(mapped)
                 continue
@@ -191,17 +215,24 @@ class SafetensorsContents(OneFile):
                 storage = (_C.huge_page_storage if is_fresh else allocate)(tensor.nbytes)
                 span = spans[number] = Span(number, 0, bytes_of(storage))
             found.append(view_as(span.target.untyped_storage(), tensor, 0, tensor.stride()))
-        self.spans.read([*spans.values()], verify=False)
+        self.spans.read([*spans.values()], verify=verify)
         return found
 
-    def _mapped(self, number: int) -> Tensor | None:
-        """Map a tensor into memory and return it; None if it should be read instead."""
+    def _mapped(self, number: int, verify: bool | None) -> Tensor | None:
+        """Map a tensor into memory and return it; None if it should be read instead.
+
+        The checksum of a mapped tensor is compared once.
+        """
         file, stored = self.source, self._stored[number]
         if not isinstance(file, LocalFile) or stored.nbytes < _MIN_MAPPED_NBYTES:
             return None
         memory = (file.map if self._maps else file.map_cached)(stored.offset, stored.nbytes)
         if memory is None:
             return None
+        if verify is not False and stored.crc is not None and number not in self._whole:
+            if _crc_of(memory) != stored.crc:
+                raise damaged(self.path, [stored])
+            self._whole.add(number)
         if memory.data_ptr() % stored.dtype.itemsize:
             memory = memory.clone()
         return memory.view(stored.dtype).view(stored.shape)
@@ -221,17 +252,36 @@ class SafetensorsContents(OneFile):
     ) -> Tensor:
         self._refuse(verify)
         number = self._numbers[id(tensor)]
-        mapped = None if _C.can_stage(device) else self._mapped(number)
+        mapped = None if _C.can_stage(device) else self._mapped(number, verify)
         if mapped is not None:
             return to_device(mapped[index].clone(), device)
-        return read_view(self.spans, number, tensor[index], False, device, allocate=allocate)
+        return read_view(self.spans, number, tensor[index], verify, device, allocate=allocate)
 
     def verify(self, *, progress: bool) -> None:
         self._refuse(True)
+        with progress_bar(progress, "verifying", self.nbytes) as callback:
+            if found := self.find_damage(callback):
+                raise damaged(self.path, found)
+
+    def find_damage(self, progress: ProgressCallback | None) -> list[StoredTensor]:
+        """Read all tensors that have checksums, and return those that do not match them."""
+        if isinstance(self.source, LocalFile):
+            with self.source.opened() as file:
+                places = [(each.offset, each.nbytes, each.crc) for each in self._stored]
+                return [self._stored[i] for i in damaged_in(file, places, progress)]
+        found: list[StoredTensor] = []
+        for number, stored in enumerate(self._stored):
+            try:
+                self.spans.check([number])
+            except CorruptCheckpointError:
+                found.append(stored)
+            if progress is not None:
+                progress(stored.offset + stored.nbytes)
+        return found
 
     def _refuse(self, verify: bool | None) -> None:
-        if verify:
-            raise ValueError(f"{self.path}: a safetensors file has no checksums to compare")
+        if verify and not self.has_crcs:
+            raise ValueError(f"{self.path}: this safetensors file has no checksums to compare")
 
 
 class _SourceSpans:
@@ -247,13 +297,25 @@ class _SourceSpans:
 
     def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
         file = self._source
+        whole = [span for span in spans if len(span.target) == self._tensors[span.record].nbytes]
+        if verify and len(whole) < len(spans):
+            self.check([span.record for span in spans])
+        crcs = [
+            None
+            if verify is False or len(span.target) != self._tensors[span.record].nbytes
+            else self._tensors[span.record].crc
+            for span in spans
+        ]
         if isinstance(file, LocalFile):
             if spans:
                 ranges = [
                     (0, file.begin + self._tensors[each.record].offset + each.begin, each.target)
                     for each in spans
                 ]
-                read_ranges(range_files([file]), ranges, self.progress, max_gap=self.max_gap)
+                found = read_ranges(
+                    range_files([file]), ranges, self.progress, crcs=crcs, max_gap=self.max_gap
+                )
+                self._refuse_damage({offset - file.begin for _, offset in found})
             return
         for batch in batches(spans):
             begins = [self._tensors[span.record].offset + span.begin for span in batch]
@@ -264,9 +326,47 @@ class _SourceSpans:
                 memory_of(span.target)[:] = piece
             if self.progress is not None:
                 self.progress(begins[-1] + len(batch[-1].target))
+        self._refuse_damage(
+            {
+                self._tensors[span.record].offset
+                for span, crc in zip(spans, crcs, strict=True)
+                if crc is not None and crc != _crc_of(span.target)
+            }
+        )
 
     def check(self, records: Sequence[int]) -> None:
-        """Do nothing: there are no checksums."""
+        """Compare tensors with their checksums; raise CorruptCheckpointError for damage."""
+        for record in dict.fromkeys(records):
+            stored = self._tensors[record]
+            if stored.crc is not None and stored.nbytes:
+                target = bytes_of(new_storage(stored.nbytes))
+                self.read([Span(record, 0, target)], verify=None)
+
+    def _refuse_damage(self, offsets: set[int]) -> None:
+        if offsets:
+            found = [each for each in self._tensors if each.offset in offsets and each.nbytes]
+            raise damaged(self._source.name, found)
+
+
+def _crc_of(memory: Tensor) -> int:
+    return _C.crc32_of(memory, n_threads=config.current().n_threads)
+
+
+def damaged(path: str, tensors: Sequence[StoredTensor]) -> CorruptCheckpointError:
+    """Return the error for tensors that do not match their checksums."""
+    return damaged_tensors(path, [each.name for each in tensors], tensors[0].offset)
+
+
+def damaged_tensors(path: str, names: list[str], offset: int) -> CorruptCheckpointError:
+    """Return the error for damaged tensors; the first one is at `offset`."""
+    verb = "does" if len(names) == 1 else "do"
+    return CorruptCheckpointError(
+        f"{path}: {some_of(names, _MAX_NAMED)} at offset {offset} {verb} not match the checksum in "
+        f"the header. {REWRITTEN}",
+        path=path,
+        offset=offset,
+        entries=names,
+    )
 
 
 # ------------------------------------------------------------------------------------ loading
@@ -289,11 +389,11 @@ def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
     location = options.map_location
     fills = fills_storages(location)
     if fills and (options.maps or not isinstance(source, LocalFile)):
-        contents = SafetensorsContents(source, maps=options.maps)
+        contents = SafetensorsContents(source, maps=options.maps, verify=options.verify)
         with progress_bar(options.progress, "loading", source.nbytes) as contents.spans.progress:
             values = contents.read(list(contents.obj.values()), None)
         return dict(zip(contents.obj, values, strict=True))
-    stored, device = read_header(source).tensors, CPU
+    stored, device = read_header(source, verify=options.verify).tensors, CPU
     if fills:
         device = accelerator_of(location) or CPU
     elif is_meta_location(location):
@@ -303,9 +403,14 @@ def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
     }
     if fills and isinstance(source, LocalFile):
         begin = source.begin
-        ranges = [(0, begin + each.offset, tensors[each.name]) for each in stored if each.nbytes]
+        some = [each for each in stored if each.nbytes]
+        ranges = [(0, begin + each.offset, tensors[each.name]) for each in some]
+        crcs = [each.crc for each in some]
         with progress_bar(options.progress, "loading", source.nbytes) as callback:
-            read_ranges(range_files([source]), ranges, callback)
+            found = read_ranges(range_files([source]), ranges, callback, crcs=crcs)
+        if found:
+            offsets = {offset - begin for _, offset in found}
+            raise damaged(source.name, [each for each in some if each.offset in offsets])
     return tensors
 
 
@@ -350,12 +455,27 @@ def names_in_order(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name.encode()))
 
 
+class NewHeader(NamedTuple):
+    """The header of a new file, and the tensors in the order of the file."""
+
+    tensors: list[Tensor]
+    data: bytes
+    crcs_at: int | None  # where the checksums stand in `data`, which are zeros
+
+
 def header_of(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> tuple[list[Tensor], bytes]:
-    """Return the tensors in the new file's order, and the header that the library would write."""
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, checksums: bool
+) -> NewHeader:
+    """Return the header that the library would write; with room for `checksums` if there are any.
+
+    Checksums in `metadata`, which are those of other tensors, are left out.
+    """
     dtypes = safetensors_dtypes()
     names = names_in_order(tensors)
+    checksums = checksums and bool(names)
+    metadata = {key: value for key, value in metadata.items() if key != CHECKSUMS}
+    if checksums:
+        metadata = {CHECKSUMS: "0" * (N_CRC_DIGITS * len(names)), **metadata}
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for name in names:
@@ -366,4 +486,7 @@ def header_of(
         begin = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    return [tensors[name] for name in names], len(text).to_bytes(LENGTH_NBYTES, "little") + text
+    data = len(text).to_bytes(LENGTH_NBYTES, "little") + text
+    key = f'"{CHECKSUMS}":"'.encode()
+    crcs_at = data.index(key) + len(key) if checksums else None
+    return NewHeader([tensors[name] for name in names], data, crcs_at)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,13 +17,24 @@ from ptsave.sources.kinds import (
     MAX_SAFETENSORS_HEADER_NBYTES,
     what_it_surely_is,
 )
-from ptsave.sources.ranges import RangeSource
+from ptsave.sources.ranges import LocalFile, RangeSource
+from ptsave.support import config
+from ptsave.support.calls import ProgressCallback
 
 if TYPE_CHECKING:
     from ptsave.archive.recovery import Recovery
 
 LENGTH_NBYTES = 8  # of the number in front of the header: the header's length
 _FIRST_NBYTES = 64 << 10  # read at once; enough for most headers
+# The key of the header's metadata for checksums: the CRC-32 of each tensor's bytes, 8 hexadecimal
+# digits each, in the order of the tensors in the file.  Other readers ignore it.
+CHECKSUMS = "ptsave.crc32"
+N_CRC_DIGITS = 8
+_CHECKED_NBYTES = 256 << 20  # read between two updates of a progress bar
+REWRITTEN = (
+    "If another program has rewritten the file, PTSAVE_VERIFY=0 reads it without comparing "
+    "checksums"
+)
 
 DTYPES = {  # the format's names, and torch's names
     "BOOL": "bool",
@@ -52,7 +65,8 @@ class SafetensorsFields(NamedTuple):
 
     # In the order of their bytes: names, and the fields dtype, shape and data_offsets.
     tensors: list[tuple[str, dict[str, Any]]]
-    metadata: dict[str, str]  # the writer's __metadata__
+    metadata: dict[str, str]  # the writer's __metadata__, without checksums
+    checksums: str | None
     nbytes: int  # size of the length and the header; the data begins at this offset
 
 
@@ -67,7 +81,47 @@ def read_fields(source: RangeSource) -> SafetensorsFields:
     fields = json.loads(head[LENGTH_NBYTES:])
     metadata = fields.pop("__metadata__", None) or {}
     in_order = sorted(fields.items(), key=lambda item: item[1]["data_offsets"])
-    return SafetensorsFields(in_order, metadata, len(head))
+    return SafetensorsFields(in_order, metadata, metadata.pop(CHECKSUMS, None), len(head))
+
+
+def crcs_in(fields: SafetensorsFields, path: str) -> list[int | None]:
+    """Return the CRC of each tensor, or None for each; raise if the checksums do not fit."""
+    digits, count = fields.checksums, len(fields.tensors)
+    if digits is None:
+        return [None] * count
+    if len(digits) != count * N_CRC_DIGITS or not re.fullmatch("[0-9a-f]*", digits):
+        raise CorruptCheckpointError(
+            f"{path}: the checksums in the header do not fit the tensors. {REWRITTEN}", path=path
+        )
+    begins = range(0, len(digits), N_CRC_DIGITS)
+    return [int(digits[begin : begin + N_CRC_DIGITS], 16) for begin in begins]
+
+
+def damaged_in(
+    file: LocalFile,
+    tensors: Sequence[tuple[int, int, int | None]],
+    progress: ProgressCallback | None,
+) -> list[int]:
+    """Return the numbers of damaged tensors, each given as (offset, nbytes, CRC or None)."""
+    from ptsave import _core
+
+    damaged: list[int] = []
+    begin = 0
+    for end, (offset, nbytes, _) in enumerate(tensors, 1):
+        if offset + nbytes - tensors[begin][0] < _CHECKED_NBYTES and end < len(tensors):
+            continue
+        some = tensors[begin:end]
+        found = _core.crcs_of_ranges(
+            *file.for_engine,
+            [(file.begin + at, size) for at, size, _ in some],
+            n_threads=config.current().n_readers,
+        )
+        pairs = zip(range(begin, end), some, found, strict=True)
+        damaged += [i for i, (_, _, crc), own in pairs if crc not in (None, own)]
+        if progress is not None:
+            progress(offset + nbytes)
+        begin = end
+    return damaged
 
 
 def fetch_header(source: RangeSource) -> bytes:

@@ -239,7 +239,13 @@ def _compact_file(source: RangeSource, path: str, is_other: bool, options: _Opti
         tensors = [leaf for leaf in leaves_of(checkpoint.obj) if isinstance(leaf, Tensor)]
         plan: StreamedPlan
         if checkpoint.is_safetensors:
-            plan = SafetensorsPlan(checkpoint.obj, target, sources, checkpoint.metadata)
+            plan = SafetensorsPlan(
+                checkpoint.obj,
+                target,
+                sources,
+                checkpoint.metadata,
+                checksums=checkpoint.has_checksums,
+            )
         else:
             plan = PicklePlan(
                 read_entry(checkpoint.obj, compactor.compact, source.name), target, sources

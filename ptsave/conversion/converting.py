@@ -134,11 +134,12 @@ def convert(
     recover: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     target_storage_options: Mapping[str, Any] | None = None,
+    checksums: bool = True,
 ) -> Conversion:
     """Write the tensors of a checkpoint in another format, with the same bits.
 
     Bytes are copied from file to file, with at most a few MiB of memory for each thread.  Before
-    the target gets its name, the records of a ``.pt`` file are compared with their checksums.
+    the target gets its name, the source is compared with its checksums, if it has any.
 
     Parameters
     ----------
@@ -171,6 +172,8 @@ def convert(
         As for :func:`ptsave.open`: whether to read what is left of a file that has lost its end.
     storage_options, target_storage_options : mapping, optional
         Arguments for the file systems of the source's URL and of the target's URL.
+    checksums : bool, default True
+        Whether safetensors files have checksums, as for :func:`ptsave.save_model`.
 
     Returns
     -------
@@ -215,7 +218,7 @@ def convert(
     ...     convert(path + ".pt", path + ".safetensors").remarks
     ['1 tensor is from within containers: their names are the paths, with dots']
     """
-    check_flags(drop=drop, force=force, fsync=fsync, recover=recover)
+    check_flags(drop=drop, force=force, fsync=fsync, recover=recover, checksums=checksums)
     place = _target_of(target, format, target_storage_options)
     if max_shard_size is not None and not place.is_directory:
         raise ValueError(f"{place.path}: max_shard_size is only for directories")
@@ -232,7 +235,9 @@ def convert(
         checkpoint = SourceCheckpoint(contents, sources)
         _refuse_source(place, checkpoint.paths)
         conversion = Conversion(place.path, remarks=checkpoint.remarks)
-        writing = _Writing(place, checkpoint, sources, conversion, max_size, fsync, progress)
+        writing = _Writing(
+            place, checkpoint, sources, conversion, max_size, fsync, progress, checksums
+        )
         if place.format == "dcp":
             writing.write_ranks()
         elif place.format == "pt" and not place.is_directory:
@@ -255,6 +260,7 @@ class _Writing:
     _max_size: int | str | None
     _fsync: bool
     _progress: bool
+    _checksums: bool
     _extra: dict[str, str] = field(default_factory=dict)  # extra state that is not a tensor
 
     def write_object(self, *, drop: bool) -> None:
@@ -294,7 +300,13 @@ class _Writing:
         folder = self._target.files
         with _new_directory(folder), save_errors(folder.path):
             _StreamedShards(
-                folder, self._target.format, shards, self._fsync, self._plan, self._write
+                folder,
+                self._target.format,
+                shards,
+                self._fsync,
+                self._checksums,
+                self._plan,
+                self._write,
             ).write()
         for other in FORMAT_FILES.keys() - {self._target.format}:
             files = FORMAT_FILES[other]
@@ -311,7 +323,8 @@ class _Writing:
 
     def _safetensors_plan(self, tensors: Mapping[str, Tensor], target: FileTarget) -> StreamedPlan:
         metadata = self._checkpoint.metadata if self._checkpoint.is_safetensors else _PLAIN_METADATA
-        return SafetensorsPlan(tensors, target, self._sources, {**metadata, **self._extra})
+        metadata = {**metadata, **self._extra}
+        return SafetensorsPlan(tensors, target, self._sources, metadata, checksums=self._checksums)
 
     def _flat(self, *, drop: bool) -> dict[str, Tensor]:
         dtypes = safetensors_dtypes() if self._target.format == "safetensors" else None

@@ -178,7 +178,7 @@ def write_entries(
     if output.endswith(".safetensors"):
         tensors = _tensors_of(dict(entries) if isinstance(obj, Tensor) else obj)
         check_expansion(tensors.values(), output, max_size=max_size)
-        write_safetensors(tensors, target, {"format": "pt"})
+        write_safetensors(tensors, target, {"format": "pt"}, checksums=True)
     elif output.endswith(".npy"):
         if isinstance(obj, Tensor):
             check_expansion([obj], output, max_size=max_size)

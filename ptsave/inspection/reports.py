@@ -14,6 +14,7 @@ from ptsave import _core
 from ptsave.contents.captures import with_short_records
 from ptsave.contents.files import ShardFiles
 from ptsave.contents.outline import Outline, outline_of
+from ptsave.contents.safetensors_fields import damaged_in
 from ptsave.errors import CorruptCheckpointError
 from ptsave.sources.locations import is_url
 from ptsave.sources.ranges import LocalFile
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from ptsave.contents.contents import ChunkInfo, Contents, Facts, Place
 
 NO_CHECKSUMS = (
-    "a safetensors file has no checksums: header and sizes are right, but values were not checked"
+    "a safetensors file has no checksums, unless ptsave has written it: header and sizes are "
+    "right, but values were not checked"
 )
 _READ_AT_ONCE_NBYTES = 512 << 20  # bytes read from one update of the progress bar to the next
 
@@ -239,19 +241,24 @@ def whole_file(path: str, progress: ProgressCallback | None) -> Verification | N
         return None
     try:
         outline = outline_of(source)
-        return None if outline is None else _verified(outline, progress)
+        return None if outline is None else _verified(outline, source, progress)
     except (OSError, CorruptCheckpointError):
         return None
     finally:
         source.close()
 
 
-def _verified(outline: Outline, progress: ProgressCallback | None) -> Verification | None:
+def _verified(
+    outline: Outline, source: LocalFile, progress: ProgressCallback | None
+) -> Verification | None:
     tree = EntryTree(outline.obj)
     if not tree.is_whole:
         return None
     path, nbytes, archive = outline.path, outline.nbytes, outline.archive
     names = [name for name, _ in tree.named_tensors()]
+    if outline.checked is not None:
+        is_whole = not damaged_in(source, outline.checked, progress)
+        return Verification(path, [], [], 0, nbytes, names, names) if is_whole else None
     if outline.kind == "safetensors":
         return Verification(path, [], [NO_CHECKSUMS], 0, nbytes, names, names, has_checksums=False)
     if archive is None or not archive.has_crcs or not _is_whole(archive, progress):

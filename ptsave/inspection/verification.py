@@ -20,6 +20,7 @@ from ptsave.contents.directories import CheckpointFiles, checkpoint_files
 from ptsave.contents.files import is_metadata, refuse_file_of_rank, require_files_beside
 from ptsave.contents.opening import open_file, reporting_damage, require_saved_object
 from ptsave.contents.opening import recover as recovery_of
+from ptsave.contents.safetensors import SafetensorsContents
 from ptsave.errors import CorruptCheckpointError, NotCheckpointError, bare_message
 from ptsave.inspection.pickle_globals import globals_in_pickle
 from ptsave.inspection.reports import NO_CHECKSUMS, Problem, Verification, compare_with_index
@@ -114,7 +115,7 @@ def _verify_source(
         source.close()
         return _verify_ranks(source if isinstance(source, FsspecFile) else source.name, progress)
     if source.kind != "zip":
-        return _verify_other(source)
+        return _verify_other(source, progress)
     try:
         reader = open_source_archive(source, verify=True)
     except CorruptCheckpointError as error:
@@ -144,8 +145,8 @@ def _verify_recovery(
     )
 
 
-def _verify_other(source: RangeSource) -> Verification:
-    """Verify a file without checksums: open it, because this checks its structure."""
+def _verify_other(source: RangeSource, progress: ProgressCallback | None) -> Verification:
+    """Verify a file that is not an archive: open it, because this checks its structure."""
     path, nbytes = source.name, source.nbytes
     try:
         contents = open_file(source)
@@ -157,13 +158,21 @@ def _verify_other(source: RangeSource) -> Verification:
     except CorruptCheckpointError as error:
         return Verification(path, [_problem_of(error)], nbytes=nbytes)
     kind = contents.kind
+    tree = EntryTree(contents.obj)
+    names = _names_in(tree)
+    if isinstance(contents, SafetensorsContents) and contents.has_crcs:
+        damage = contents.find_damage(progress)
+        problems = [
+            Problem("the checksum in the header does not match", None, each.offset, [each.name])
+            for each in damage
+        ]
+        whole = [name for name in names if name not in {each.name for each in damage}]
+        return Verification(path, problems, [], 0, nbytes, names, whole)
     remark = (
         NO_CHECKSUMS
         if kind == "safetensors"
         else f"a file of kind {kind} has no checksums, but it can be loaded"
     )
-    tree = EntryTree(contents.obj)
-    names = _names_in(tree)
     remarks = [remark] if tree.is_whole else [remark, _TOO_DEEP]
     return Verification(path, [], remarks, 0, nbytes, names, names, has_checksums=False)
 

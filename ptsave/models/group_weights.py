@@ -166,7 +166,8 @@ def _sent(
 
 def _record(shard: OpenShard, contents: Contents, number: int) -> SentRecord:
     if not isinstance(contents, UnreadContents):
-        return SentRecord(shard.entries[number].name, shard.entries[number].nbytes)
+        entry = shard.entries[number]
+        return SentRecord(entry.name, entry.nbytes, entry.offset, entry.crc)
     record = contents.reader.engine.record(number)
     crc = record.crc if contents.verifies else None
     return SentRecord(record.name, record.nbytes, record.payload_offset, crc)

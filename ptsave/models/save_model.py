@@ -46,6 +46,7 @@ def save_model(
     packed_modules_mapping: PackedModulesMapping | None = None,
     fsync: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    checksums: bool = True,
 ) -> None:
     r"""Save weights in shards with an index, which :func:`ptsave.load_model` and transformers read.
 
@@ -75,6 +76,9 @@ def save_model(
         Whether to wait until the files have reached the disk, so that they survive power loss.
     storage_options : mapping, optional
         Arguments for the file system of a URL.
+    checksums : bool, default True
+        Whether safetensors files have a CRC-32 of each tensor in their metadata, under the key
+        ``ptsave.crc32``.  ptsave compares it when it reads a tensor; other readers ignore it.
 
     Raises
     ------
@@ -111,7 +115,7 @@ def save_model(
     """
     if format not in FORMAT_FILES:
         raise ValueError(f"format must be 'safetensors' or 'pt', not {format!r}")
-    check_flags(fsync=fsync)
+    check_flags(fsync=fsync, checksums=checksums)
     limit = parse_size(max_shard_size, "max_shard_size")
     file = _named_file(directory, storage_options)
     if file is not None and (format != "safetensors" or max_shard_size != _SHARD_SIZE):
@@ -134,12 +138,12 @@ def save_model(
     shards[-1].objects = objects
     if file is not None:
         with save_errors(name_of(file)):
-            _write_safetensors(file, shards[0], fsync=fsync)
+            _write_safetensors(file, shards[0], fsync=fsync, checksums=checksums)
         return
     folder = resolve_folder(directory, storage_options)
     with save_errors(folder.name):
         folder.make()
-        ShardSet(folder, format, shards, fsync).write()
+        ShardSet(folder, format, shards, fsync, checksums).write()
 
 
 # ----------------------------------------------------------------------------- division into shards
@@ -225,6 +229,7 @@ class ShardSet:
     kind: str
     shards: list[Shard]
     fsync: bool
+    checksums: bool
 
     def write(self) -> None:
         """Write the shards, then write the index, and then remove the old files."""
@@ -278,7 +283,7 @@ class ShardSet:
                 save({**shard.objects, **tensors}, target, fsync=self.fsync)
                 del tensors  # they may be copies
             else:
-                _write_safetensors(target, shard, fsync=self.fsync)
+                _write_safetensors(target, shard, fsync=self.fsync, checksums=self.checksums)
 
     def _index(self, names: list[str]) -> bytes:
         weight_map = {}
@@ -320,11 +325,13 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _write_safetensors(target: FileTarget, shard: Shard, *, fsync: bool) -> None:
+def _write_safetensors(target: FileTarget, shard: Shard, *, fsync: bool, checksums: bool) -> None:
     metadata = {"format": "pt", **metadata_of(shard.objects)}
     for name, others in shard.aliases.items():
         metadata.update(dict.fromkeys(others, name))
-    write_safetensors(shard.tensors, target, metadata, fsync=fsync, are_checked=True)
+    write_safetensors(
+        shard.tensors, target, metadata, fsync=fsync, are_checked=True, checksums=checksums
+    )
 
 
 @contextmanager

@@ -45,6 +45,7 @@ from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkp
 from ptsave.sources.locations import n_files_to_hold
 from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
 from ptsave.state.copying import PLAIN_TYPES
+from ptsave.support import config
 from ptsave.support.calls import ProgressCallback, progress_from
 from ptsave.support.torch_modules import EXTRA_STATE_KEY_SUFFIX, METADATA
 from ptsave.tree.containers import items_of
@@ -70,6 +71,7 @@ class Entry:
     nbytes: int
     stored_nbytes: int  # the bytes in the file: of the tensor, or of its complete storage
     offset: int = 0  # where a local safetensors file has its first byte
+    crc: int | None = None  # of a safetensors file's tensor
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -94,6 +96,9 @@ class Shard:
     def read(self, reads: Sequence[Read]) -> None:
         """Fill the targets of reads; if `file` is set, `ShardReader` does this itself."""
         raise NotImplementedError
+
+    def note_copied(self, name: str) -> None:
+        """Note that the values of a tensor may have reached the model."""
 
     def close(self) -> None:
         """Close the file, if this process has it open."""
@@ -133,8 +138,8 @@ class OpenShard(Shard):
             self.file = source if isinstance(source, LocalFile) else None
             first = 0 if self.file is None else self.file.begin
             self.entries = [
-                Entry(name, shape, dtype, self, nbytes, nbytes, first + offset)
-                for name, shape, dtype, offset, nbytes in header.tensors
+                Entry(name, shape, dtype, self, nbytes, nbytes, first + offset, crc)
+                for name, shape, dtype, offset, nbytes, crc in header.tensors
             ]
         else:
             tensors = contents.obj
@@ -208,6 +213,9 @@ class OpenShard(Shard):
         if not self._stays_open:
             self.drop()
 
+    def note_copied(self, name: str) -> None:
+        self._copied.append(name)
+
     def drop(self) -> None:
         """Free the object that torch has loaded completely, if it can be loaded again."""
         if self._droppable is not None and isinstance(self._contents, LoadedContents):
@@ -243,8 +251,7 @@ class OpenShard(Shard):
         """Return the names of tensors whose values may have reached the model, at least in part."""
         contents = self._contents
         if not isinstance(contents, UnreadContents):
-            is_pickle = contents is not None and contents.kind != "safetensors"
-            return [*dict.fromkeys(self._copied)] if is_pickle else []
+            return [*dict.fromkeys(self._copied)]
         from ptsave.archive.damage import entries_using
 
         engine = contents.reader.engine
@@ -365,21 +372,27 @@ class ShardReader:
     def read(self, reads: Sequence[Read], progress: ProgressCallback | None = None) -> None:
         """Fill the targets of all reads; an error may leave some targets filled, and others not."""
         whole: list[Range] = []
+        checked: dict[tuple[int, int], Entry] = {}
         parts: list[tuple[LocalFile, Read]] = []
         by_shard: dict[Shard, list[Read]] = {}
         for read in reads:
             shard = read.entry.shard
             if read.is_mapped:
+                _compare_mapped(read)
                 continue
             if shard.file is None:
                 by_shard.setdefault(shard, []).append(read)
             elif read.index is not None:
                 parts.append((shard.file, read))
             else:
-                entry = read.entry
+                entry, number = read.entry, self._numbers[shard]
                 offset = entry.offset + (read.begin and read.begin * entry.dtype.itemsize)
-                whole.append((self._numbers[shard], offset, read.target))
-        self._read_ranges(whole, progress)
+                whole.append((number, offset, read.target))
+                if entry.crc is not None:
+                    shard.note_copied(entry.name)
+                    if read.target.nbytes == entry.nbytes:
+                        checked[number, offset] = entry
+        self._read_ranges(whole, progress, checked)
         self._read_indexed(parts)
         with self._lock:
             for other, its_reads in by_shard.items():
@@ -394,7 +407,7 @@ class ShardReader:
                 read_ranges(files, [(0, *each) for each in ranges], max_gap=_MAX_GAP)
             else:
                 number = self._numbers[read.entry.shard]
-                self._read_ranges([(number, *each) for each in ranges], None)
+                self._read_ranges([(number, *each) for each in ranges], None, {})
             with torch.no_grad():
                 read.target.copy_(values.reshape(read.target.shape))
 
@@ -407,7 +420,9 @@ class ShardReader:
         self,
         ranges: list[Range],
         progress: ProgressCallback | None,
+        checked: Mapping[tuple[int, int], Entry],
     ) -> None:
+        """Read ranges; compare those of `checked`, by file and offset, with their checksums."""
         assert not self._is_closed
         groups: dict[int, list[Range]] = {0: ranges}
         if len(self._local) > self._n_at_a_time:
@@ -422,9 +437,35 @@ class ShardReader:
             if files is None:
                 files = range_files(self._local[begin : begin + self._n_at_a_time])
             for some in _rounds(numbered):
-                read_ranges(files, some, progress_from(progress, done))
+                entries = [checked.get((begin + file, offset)) for file, offset, _ in some]
+                crcs = [
+                    None if entry is None or target.nbytes != entry.nbytes else entry.crc
+                    for entry, (*_, target) in zip(entries, some, strict=True)
+                ]
+                found = read_ranges(
+                    files, some, progress_from(progress, done), crcs=crcs if checked else ()
+                )
+                if found:
+                    raise _damaged([checked[begin + file, offset] for file, offset in found])
                 if progress is not None:
                     done += sum(target.nbytes for *_, target in some)
+
+
+def _compare_mapped(read: Read) -> None:
+    entry = read.entry
+    if entry.crc is None or read.target.nbytes != entry.nbytes:
+        return
+    if _C.crc32_of(read.target, n_threads=config.current().n_threads) != entry.crc:
+        raise _damaged([entry])
+
+
+def _damaged(entries: Sequence[Entry]) -> CorruptCheckpointError:
+    """Return the error for the damaged tensors of the first entry's file."""
+    from ptsave.contents.safetensors import damaged_tensors
+
+    shard = entries[0].shard
+    names = [each.name for each in entries if each.shard is shard]
+    return damaged_tensors(shard.path, names, entries[0].offset)
 
 
 def _ranges_of(read: Read) -> tuple[list[tuple[int, Tensor]], Tensor]:

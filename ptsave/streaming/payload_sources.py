@@ -165,7 +165,14 @@ class PayloadSources:
             source = self.add_file(contents.source.descriptor, contents.path)
             for stored in contents.header.tensors:
                 begin = contents.source.begin + stored.offset
-                place = StoragePlace(source, begin, stored.nbytes)
+                place = StoragePlace(
+                    source,
+                    begin,
+                    stored.nbytes,
+                    stored.crc,
+                    path=contents.path,
+                    entry=stored.name,
+                )
                 self.put(contents.obj[stored.name].untyped_storage(), place)
 
     def _add_unread(self, contents: UnreadContents) -> None:
@@ -308,12 +315,14 @@ class SourceCheckpoint:
         parts = contents.parts
         self.paths = [part.path for part in parts]
         self.is_safetensors = True
+        self.has_checksums = False  # of safetensors files
         self.metadata: dict[str, str] = {}
         self.remarks: list[str] = []
         for part in parts:
             sources.add(part)
             if isinstance(part, SafetensorsContents):
                 self.metadata.update(part.header.metadata)
+                self.has_checksums |= part.header.has_checksums
                 continue
             self.is_safetensors = False
             if part.kind == "dcp":
@@ -639,6 +648,8 @@ class SafetensorsPlan(StreamedPlan):
         target: FileTarget,
         sources: PayloadSources,
         metadata: Mapping[str, str],
+        *,
+        checksums: bool = False,
     ) -> None:
         super().__init__(target, sources)
         if sys.byteorder != "little":
@@ -647,15 +658,15 @@ class SafetensorsPlan(StreamedPlan):
             )
         _check_names(tensors)
         with pausing_garbage_collection():
-            in_order, header = header_of(tensors, metadata)
-        self._places, self._has_crcs = {}, False
+            in_order, header, crcs_at = header_of(tensors, metadata, checksums=checksums)
+        self._places, self._has_crcs = {}, checksums
         if any(tensor.device.type != "cpu" for tensor in in_order):
-            self.engine_plan = _C.PackedPlan.of_tensors(header, in_order)
+            self.engine_plan = _C.PackedPlan.of_tensors(header, in_order, crcs_at)
         else:
             payloads = sources.payloads_in_memory(in_order) or sources.payloads_of(in_order)
             self._places = dict(enumerate(payloads))
-            self.engine_plan = _packed_plan(header, sources, payloads)
-            self._has_crcs = any(payload.crc is not None for payload in payloads)
+            self.engine_plan = _packed_plan(header, sources, payloads, crcs_at)
+            self._has_crcs |= any(payload.crc is not None for payload in payloads)
         self.nbytes = self.engine_plan.nbytes
         from safetensors import SafetensorError
 
@@ -677,19 +688,22 @@ def write_safetensors(
     *,
     fsync: bool = False,
     are_checked: bool = False,
+    checksums: bool = False,
 ) -> None:
     """Write tensors that have values, with the same bytes as ``safetensors.torch.save_file``.
 
     Unlike that function, this one takes tensors that share memory or are not contiguous.  If the
     engine cannot read a tensor in place, a copy on the CPU exists during the call.  `are_checked`
-    means that the tensors have passed `check_safetensors`.
+    means that the tensors have passed `check_safetensors`.  With `checksums`, the metadata has
+    them, too.
     """
     if not are_checked:
         check_safetensors(tensors)
     with pausing_garbage_collection(), ExitStack() as stack:
         sources = PayloadSources(stack, scratch_folder(target))
         plain = {name: _in_reach(tensor) for name, tensor in tensors.items()}
-        SafetensorsPlan(plain, target, sources, metadata).write(fsync=fsync, progress=None)
+        plan = SafetensorsPlan(plain, target, sources, metadata, checksums=checksums)
+        plan.write(fsync=fsync, progress=None)
 
 
 def write_bytes(
@@ -744,13 +758,16 @@ def _in_reach(tensor: Tensor) -> Tensor:
 
 
 def _packed_plan(
-    head: bytes, sources: PayloadSources, payloads: Iterable[StoragePlace]
+    head: bytes,
+    sources: PayloadSources,
+    payloads: Iterable[StoragePlace],
+    crcs_at: int | None = None,
 ) -> _C.PackedPlan:
     each = [
         (payload.nbytes, payload.source, payload.offset, payload.crc, payload.parts)
         for payload in payloads
     ]
-    return _C.PackedPlan(head, sources.open(), each)
+    return _C.PackedPlan(head, sources.open(), each, crcs_at)
 
 
 def _check_names(names: Iterable[str]) -> None:

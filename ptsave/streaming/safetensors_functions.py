@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -62,9 +62,11 @@ def save_file(
     metadata: dict[str, str] | None = None,
     *,
     fsync: bool = False,
+    checksums: bool = False,
 ) -> None:
     """Save tensors as ``safetensors.torch.save_file`` does: the same bytes, faster.
 
+    With `checksums`, the metadata has the checksums of the tensors, too.
     The file keeps the mode of the file that it replaces; a new file has mode 0666 minus the umask.
     A symbolic link is followed.  The library's own function sets mode 0600 and replaces the link.
     """
@@ -82,7 +84,7 @@ def save_file(
         reason = f"I/O error: {os.strerror(number)} (os error {number})"
         raise SafetensorError(f"Error while serializing: {reason}")
     try:
-        write_safetensors(tensors, path, metadata or {}, fsync=fsync)
+        write_safetensors(tensors, path, metadata or {}, fsync=fsync, checksums=checksums)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise SafetensorError(
@@ -92,25 +94,39 @@ def save_file(
 
 
 def load_file(
-    filename: str | os.PathLike[str], device: str | int = "cpu", **options: Any
+    filename: str | os.PathLike[str],
+    device: str | int = "cpu",
+    *,
+    verify: bool = True,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Load a file as ``safetensors.torch.load_file`` does, but into new memory.
 
+    With `verify`, tensors are compared with their checksums, if the file has any.
     The library maps the file, so its tensors are read on first use.  Here, several threads read the
     tensors during the call, and later changes to the file do not change the tensors.
     """
     tensors: dict[str, Tensor] | None = None
+    damage: CorruptCheckpointError | None = None
     if _engine_can_load(filename, device, options):
         # After an error, the library's own function runs and reports it.
-        with suppress(OSError, CorruptCheckpointError):
+        try:
             source = open_source(os.fspath(filename))
             with source.closed_on_error():
                 if source.kind == "safetensors":
-                    tensors = load_safetensors(source, LoadOptions(device, mmap=False))
+                    tensors = load_safetensors(
+                        source, LoadOptions(device, mmap=False, verify=verify)
+                    )
             if tensors is None:
                 source.close()
+        except OSError:
+            pass
+        except CorruptCheckpointError as error:
+            damage = error
     if tensors is None:
         tensors = originals()["load_file"](filename, device, **options)
+        if damage is not None:  # the library has not noticed it
+            raise damage
     return tensors
 
 

@@ -56,7 +56,15 @@ def current() -> Config:
 
 
 _INSTALL = "PTSAVE_INSTALL"
-_INSTALL_OPTIONS = ("safetensors", "fsync", "atomic", "verify", "distributed", "weights-only-check")
+_INSTALL_OPTIONS = (
+    "safetensors",
+    "fsync",
+    "atomic",
+    "verify",
+    "distributed",
+    "weights-only-check",
+    "checksums",
+)
 
 
 def install_options() -> dict[str, bool]:

@@ -144,8 +144,8 @@ class AsyncCheckpointer:
     computes the file's digest, writes its manifest (``step-<number>.pt.json``), and sends copies to
     other hosts over TCP.  Another thread copies the file to `directory`.  :meth:`wait` waits for
     these copies, too, and raises an error of a copy, unless ``on_error="warn"``.  If `directory` is
-    slower than the run, the oldest steps that wait for it are skipped, with a warning: at most
-    `keep` steps wait.  :meth:`protected` returns the highest step that survives the loss of a host.
+    slower than the run, at most `keep` steps wait for it.  Older ones are skipped, with a warning.
+    :meth:`protected` returns the highest step that survives the loss of a host.
     With `peers`, no host removes older steps until a newer one has all its copies.
 
     With `local`, :meth:`restore` verifies a file before it overwrites anything, so it reads the

@@ -434,8 +434,8 @@ class Parts:
 class PartsOfHosts(Parts):
     """Names of parts in a directory that only the ranks of one host share.
 
-    `known` has the saves of which all ranks have reported their parts.  Other saves are incomplete,
-    because a host does not see the parts of the others.
+    A host does not see the parts of the others.  So only the saves in `known` are complete: all
+    ranks have reported that they have their parts.
     """
 
     def __init__(self, rank: int, size: int, session: str) -> None:

@@ -495,7 +495,7 @@ def _listed(place: CheckpointDirectory) -> list[Any]:
 
 
 def copies_in(place: CheckpointDirectory) -> Iterator[tuple[Key, _Copy]]:
-    """Yield the files of all saves in a directory, also of saves of which parts are missing."""
+    """Yield the files of all saves in a directory, also of incomplete saves."""
     files = {*place.folder.regular_files()}
     for name in files:
         found = place.naming.identify(name)
@@ -576,7 +576,7 @@ class RankPeers:
         return address if domain == config.failure_domain() else peers.seen_from_here(address)
 
     def _report(self, rank: int, save: list[Any]) -> list[Any]:
-        """Note on rank 0 that a rank has its part; return the saves of which all ranks have it."""
+        """Note on rank 0 that a rank has its part; return the saves that are complete."""
         step, session, repeat = save
         key = int(step), str(session), int(repeat)
         with self._lock:

@@ -252,7 +252,7 @@ def test_names_in_other_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_fsync(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(
-        safetensors_functions, "write_safetensors", lambda *_, fsync: seen.append(fsync)
+        safetensors_functions, "write_safetensors", lambda *_, fsync, checksums: seen.append(fsync)
     )
     with ptsave.installed(safetensors=True):
         st.save_file({"a": torch.ones(1)}, tmp_path / "x")

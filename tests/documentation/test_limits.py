@@ -204,7 +204,7 @@ def _() -> None:
     assert not ptsave.load(damaged("a.pt"), mmap=True)["weight"].eq(1).all()
 
 
-@accepts("a safetensors file")
+@accepts("a safetensors file of another program")
 def _() -> None:
     pytest.importorskip("safetensors")
     assert not ptsave.load(damaged("a.safetensors"))["weight"].eq(1).all()

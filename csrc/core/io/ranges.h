@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "core/base/error.h"
+#include "core/crc/crc32.h"
+#include "core/io/file.h"
 #include "core/io/source.h"
 #include "core/memory/buffer.h"
 #include "core/pipeline/pipeline.h"
@@ -28,6 +30,7 @@ struct FileRange {
   std::uint64_t nbytes = 0;
   std::byte* place = nullptr;
   std::optional<std::size_t> target = std::nullopt;
+  std::optional<std::uint32_t> crc = std::nullopt;  // the expected one
 };
 
 // Small pieces of a file that follow each other.
@@ -136,6 +139,28 @@ class RangeList {
                     return true;
                   });
     return pieces;
+  }
+
+  // The CRC of the part of a range in a stretch.
+  struct PartCrc {
+    std::size_t range;
+    std::uint64_t nbytes;
+    std::uint32_t crc;
+  };
+  // The CRCs of stretch i, for ranges with an expected one; `lease` is that of read().
+  std::vector<PartCrc> crcs(std::size_t i, const std::byte* lease) const {
+    const Stretch& stretch = stretches_[i];
+    std::vector<PartCrc> found;
+    for_each_part(
+        stretch, stretch.begin, [&](const FileRange& range, std::uint64_t from, std::uint64_t to) {
+          if (!range.crc) return true;
+          const std::byte* const data =
+              range.target ? lease + (from - stretch.begin) : range.place + (from - range.offset);
+          found.push_back({static_cast<std::size_t>(&range - ranges_.data()), to - from,
+                           crc32(0, data, to - from)});
+          return true;
+        });
+    return found;
   }
 
   // Puts the bytes of stretch i in their places, and the bytes for accelerators into `lease`.
@@ -272,6 +297,40 @@ class RangeList {
   std::vector<Stretch> stretches_;
 };
 
+// The CRCs of ranges of a file, (offset, nbytes) each.  Throws IoError.
+inline std::vector<std::uint32_t> crcs_of_ranges(
+    const File& file, std::span<const std::pair<std::uint64_t, std::uint64_t>> ranges,
+    std::size_t n_threads, const Poll& poll) {
+  constexpr std::uint64_t kPieceNbytes = std::uint64_t{1} << 20;  // stays in the processor's cache
+  struct Piece {
+    std::size_t range;
+    std::uint64_t offset;
+    std::size_t nbytes;
+    std::uint32_t crc = 0;
+  };
+  std::vector<Piece> pieces;
+  for (std::size_t i = 0; i < ranges.size(); ++i) {
+    for (std::uint64_t done = 0; done < ranges[i].second; done += kPieceNbytes) {
+      const std::uint64_t nbytes = std::min(kPieceNbytes, ranges[i].second - done);
+      pieces.push_back({i, ranges[i].first + done, static_cast<std::size_t>(nbytes)});
+    }
+  }
+  n_threads = pieces.size() > 1 ? std::min(n_threads, pieces.size()) : 0;
+  BufferPool buffers(std::max<std::size_t>(n_threads, 1), kPieceNbytes);
+  const auto compute = [&](std::size_t i) {
+    const BufferPool::Lease buffer(buffers);
+    Piece& piece = pieces[i];
+    file.read_at(piece.offset, buffer.data(), piece.nbytes);
+    piece.crc = crc32(0, buffer.data(), piece.nbytes);
+  };
+  run_chunks(pieces.size(), n_threads, compute, poll);
+  std::vector<std::uint32_t> crcs(ranges.size());
+  for (const Piece& piece : pieces) {
+    crcs[piece.range] = crc32_combine(crcs[piece.range], piece.crc, piece.nbytes);
+  }
+  return crcs;
+}
+
 // Files, and the buffers for reads past the page cache.  The buffers are made once, because fresh
 // memory costs more than copying out of a buffer.  Safe for concurrent use.
 class RangeFiles {
@@ -323,6 +382,8 @@ class RangeRead {
             std::uint64_t max_gap = RangeList::kMaxGapNbytes)
       : files_(std::move(files)), ranges_(files_->sources(), std::move(ranges), max_gap) {
     refuse_overlaps(ranges_.ranges());
+    const auto is_checked = [](const FileRange& range) { return range.crc.has_value(); };
+    if (std::ranges::any_of(ranges_.ranges(), is_checked)) crcs_.resize(ranges_.n_stretches());
   }
 
   // Returns when all bytes are in their places.  Ranges with targets need an `unstager`; each
@@ -342,20 +403,39 @@ class RangeRead {
 
   std::uint64_t nbytes_read() const { return nbytes_read_.load(std::memory_order_relaxed); }
 
+  // The ranges that do not have their expected CRCs; call after run().
+  std::vector<FileRange> damaged() const {
+    std::vector<std::uint32_t> crcs(crcs_.empty() ? 0 : ranges_.ranges().size());
+    for (const std::vector<RangeList::PartCrc>& stretch : crcs_) {
+      for (const auto& [range, nbytes, crc] : stretch) {
+        crcs[range] = crc32_combine(crcs[range], crc, nbytes);
+      }
+    }
+    std::vector<FileRange> damaged;
+    for (std::size_t i = 0; i < crcs.size(); ++i) {
+      const FileRange& range = ranges_.ranges()[i];
+      if (range.crc && *range.crc != crcs[i]) damaged.push_back(range);
+    }
+    return damaged;
+  }
+
  private:
-  void read(std::size_t stretch, Unstager* unstager) const {
+  void read(std::size_t stretch, Unstager* unstager) {
     BufferPool& buffers = files_->buffers();
     ReadSlots& slots = files_->slots();
-    if (unstager == nullptr) return ranges_.read(stretch, buffers, nullptr, &slots);
-    const std::vector<Unstager::Piece> pieces = ranges_.pieces_to_send(stretch);
-    if (pieces.empty()) return ranges_.read(stretch, buffers, nullptr, &slots);
-    std::unique_ptr<Lease> lease = unstager->lease(ranges_.stretch_nbytes(stretch));
-    ranges_.read(stretch, buffers, lease->data(), &slots);
-    unstager->send(std::move(lease), pieces);
+    std::vector<Unstager::Piece> pieces;
+    if (unstager != nullptr) pieces = ranges_.pieces_to_send(stretch);
+    std::unique_ptr<Lease> lease;
+    if (!pieces.empty()) lease = unstager->lease(ranges_.stretch_nbytes(stretch));
+    std::byte* const data = lease != nullptr ? lease->data() : nullptr;
+    ranges_.read(stretch, buffers, data, &slots);
+    if (!crcs_.empty()) crcs_[stretch] = ranges_.crcs(stretch, data);
+    if (lease != nullptr) unstager->send(std::move(lease), pieces);
   }
 
   const std::shared_ptr<RangeFiles> files_;
   const RangeList ranges_;
+  std::vector<std::vector<RangeList::PartCrc>> crcs_;  // by stretch; empty if none is compared
   std::atomic<std::uint64_t> nbytes_read_{0};
 };
 

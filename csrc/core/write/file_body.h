@@ -5,7 +5,8 @@
 //
 // A chunk that ends a record needs the whole record's CRC for the data descriptor.  All earlier
 // chunks are done or in progress, so its worker can wait for their CRCs (not for their writes).
-// Every byte of the file is produced once, and no byte is patched afterwards.
+// Every byte of the file is produced once.  No byte is patched afterwards, except the checksums in
+// the header of a packed file.
 #pragma once
 
 #include <algorithm>
@@ -20,6 +21,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -83,6 +85,12 @@ class FileBody : public Interface {
   virtual std::string tail() = 0;
   // Every payload's CRC; called after tail().
   virtual std::span<const std::uint32_t> crcs() = 0;
+  // Bytes that replace others, because they depend on the CRCs; called after tail().
+  struct Patch {
+    std::uint64_t offset = 0;
+    std::string bytes;
+  };
+  virtual Patch patch() { return {}; }
 
  private:
   const std::uint64_t nbytes_;
@@ -405,16 +413,22 @@ class ArchiveBody final : public RecordsBody {
 // A header and payloads, one directly behind the other, like a safetensors file.
 class PackedBody final : public FileBody {
  public:
+  // The size of a CRC in the header: hexadecimal digits.
+  static constexpr std::size_t kCrcNbytes = 8;
+
   // `payload_nbytes` are the payloads' sizes; `stager` brings all of them.  Header, sizes and
-  // stager must outlive the body.
+  // stager must outlive the body.  `crcs_at` is the place of the payloads' CRCs in the header, if
+  // it has them.
   PackedBody(const std::string& header, std::span<const std::uint64_t> payload_nbytes,
-             Stager& stager, bool compute_crcs, std::size_t chunk_nbytes)
+             Stager& stager, bool compute_crcs, std::size_t chunk_nbytes,
+             std::optional<std::uint64_t> crcs_at = std::nullopt)
       : FileBody(std::accumulate(payload_nbytes.begin(), payload_nbytes.end(),
                                  std::uint64_t{header.size()}),
                  chunk_nbytes),
         header_(header),
         stager_(stager),
         compute_crcs_(compute_crcs),
+        crcs_at_(crcs_at),
         pieces_(n_chunks()),
         crcs_(payload_nbytes.size()) {
     std::uint64_t end = header.size();
@@ -457,6 +471,16 @@ class PackedBody final : public FileBody {
     return {};
   }
   std::span<const std::uint32_t> crcs() override { return crcs_; }
+  Patch patch() override {
+    if (!crcs_at_) return {};
+    static constexpr std::string_view kDigits = "0123456789abcdef";
+    std::string digits;
+    digits.reserve(crcs_.size() * kCrcNbytes);
+    for (const std::uint32_t crc : crcs_) {
+      for (int shift = 28; shift >= 0; shift -= 4) digits += kDigits[(crc >> shift) & 15];
+    }
+    return {*crcs_at_, std::move(digits)};
+  }
   // Reads all payloads, which must be in host memory, through `arriving`.
   void follow(ArrivingPayloads* arriving) { arriving_ = arriving; }
 
@@ -485,6 +509,7 @@ class PackedBody final : public FileBody {
   Stager& stager_;
   ArrivingPayloads* arriving_ = nullptr;
   const bool compute_crcs_;
+  const std::optional<std::uint64_t> crcs_at_;
   std::vector<std::uint64_t> ends_;            // of the payloads, in the file
   std::vector<std::vector<PieceCrc>> pieces_;  // by chunk
   std::vector<std::uint32_t> crcs_;

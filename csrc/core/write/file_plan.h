@@ -90,6 +90,7 @@ class FilePlan : public Interface {
   // Passes the file to `sink` piece by piece, on the calling thread.
   void write_stream(const StreamSink& sink, const WriteOptions& options) {
     run(options, [&](const WriteOptions& write) {
+      begin_stream(write);
       const auto body = make_body(write, write.chunk_nbytes);
       write_to_stream(*body, sink, write, progress_);
     });
@@ -100,6 +101,8 @@ class FilePlan : public Interface {
  protected:
   // Completes the options of a write.  Returns the options' stager if it lives only for this write.
   virtual std::unique_ptr<Stager> begin_write(WriteOptions& options) = 0;
+  // Completes bytes that depend on later ones, because a stream cannot be patched.
+  virtual void begin_stream(const WriteOptions& /*options*/) {}
   // Makes the file's body for one write.
   virtual std::unique_ptr<FileBody> make_body(const WriteOptions& options,
                                               std::size_t chunk_nbytes) const = 0;
@@ -317,12 +320,21 @@ class ArchivePlan final : public FilePlan {
 
 class PackedPlan final : public FilePlan {
  public:
-  // `payload_nbytes` are the payloads' sizes; `payloads` brings all of them.
+  // `payload_nbytes` are the payloads' sizes; `payloads` brings all of them.  `crcs_at` is the
+  // place of their CRCs in the header.  Throws std::invalid_argument if they do not fit there.
   PackedPlan(std::string header, std::vector<std::uint64_t> payload_nbytes,
-             std::unique_ptr<PayloadStaging> payloads)
+             std::unique_ptr<PayloadStaging> payloads,
+             std::optional<std::uint64_t> crcs_at = std::nullopt)
       : header_(std::move(header)),
         payload_nbytes_(std::move(payload_nbytes)),
-        payloads_(std::move(payloads)) {}
+        payloads_(std::move(payloads)),
+        crcs_at_(crcs_at) {
+    const std::uint64_t room =
+        header_.size() - std::min<std::uint64_t>(crcs_at_.value_or(0), header_.size());
+    if (crcs_at_ && room / PackedBody::kCrcNbytes < payload_nbytes_.size()) {
+      throw std::invalid_argument("the checksums do not fit into the header");
+    }
+  }
 
   std::uint64_t nbytes() const override {
     return std::accumulate(payload_nbytes_.begin(), payload_nbytes_.end(),
@@ -333,12 +345,21 @@ class PackedPlan final : public FilePlan {
 
  protected:
   std::unique_ptr<Stager> begin_write(WriteOptions& options) override {
+    options.compute_crcs |= crcs_at_.has_value();
     return payloads_->begin_write(options);
+  }
+  void begin_stream(const WriteOptions& options) override {
+    if (!crcs_at_) return;
+    const auto body = make_body(options, options.chunk_nbytes);
+    Progress ignored{0};
+    write_to_stream(*body, [](const std::byte*, std::uint64_t) {}, options, ignored);
+    const FileBody::Patch patch = body->patch();
+    header_.replace(patch.offset, patch.bytes.size(), patch.bytes);
   }
   std::unique_ptr<FileBody> make_body(const WriteOptions& options,
                                       std::size_t chunk_nbytes) const override {
     auto body = std::make_unique<PackedBody>(header_, payload_nbytes_, *options.stager,
-                                             options.compute_crcs, chunk_nbytes);
+                                             options.compute_crcs, chunk_nbytes, crcs_at_);
     body->follow(options.arriving);
     return body;
   }
@@ -347,6 +368,7 @@ class PackedPlan final : public FilePlan {
   std::string header_;
   std::vector<std::uint64_t> payload_nbytes_;
   std::unique_ptr<PayloadStaging> payloads_;
+  const std::optional<std::uint64_t> crcs_at_;
 };
 
 // One rank's file in a distributed checkpoint.

@@ -384,6 +384,8 @@ void write_to_file(FileBody& body, File& file, std::uint64_t base_offset,
   const std::uint64_t end = body.nbytes() - direct.rest().size();
   const std::string tail = direct.rest() + checked_tail(body, options);
   file.write_at(base_offset + end, tail.data(), tail.size());
+  const FileBody::Patch patch = body.patch();
+  file.write_at(base_offset + patch.offset, patch.bytes.data(), patch.bytes.size());
   progress.store(end + tail.size(), std::memory_order_relaxed);
 }
 
@@ -410,6 +412,8 @@ void write_to_memory(FileBody& body, std::byte* out, const WriteOptions& options
            });
   const std::string tail = checked_tail(body, options);
   std::memcpy(out + body.nbytes(), tail.data(), tail.size());
+  const FileBody::Patch patch = body.patch();
+  std::memcpy(out + patch.offset, patch.bytes.data(), patch.bytes.size());
   progress.store(body.nbytes() + tail.size(), std::memory_order_relaxed);
 }
 
