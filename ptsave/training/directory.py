@@ -270,6 +270,28 @@ _PART = r"step-([0-9]+)\.([0-9a-f]{16})-([0-9]{1,9})\.rank-([0-9]{1,9})-of-([0-9
 _MIN_N_DIGITS = 8  # with equal digits, the order of names is that of steps
 
 
+class SavedPart(NamedTuple):
+    """The part of a save that a file has; `save` is "" if the file's name does not tell the save.
+
+    A later save of a step has a greater `save`.
+    """
+
+    step: int
+    save: str
+    rank: int = 0
+    n_ranks: int = 1
+
+
+def identify(name: str) -> SavedPart | None:
+    """Return the part that a file of this name has, for any number of ranks; otherwise None."""
+    if match := re.fullmatch(_WHOLE, name):
+        return SavedPart(int(match[1]), "")
+    part = _part(name)
+    if part is None or part.rank >= part.size:
+        return None
+    return SavedPart(part.step, f"{part.session}-{part.repeat:09}", part.rank, part.size)
+
+
 class WholeFiles:
     """Names if each checkpoint is one file: ``step-<number>.pt``, perhaps with leading zeros."""
 
@@ -294,14 +316,6 @@ class WholeFiles:
     def is_checkpoint(self, name: str) -> bool:
         """Return whether `name` is the name of a checkpoint, or of a part of one."""
         return re.fullmatch(_WHOLE, name) is not None
-
-    def identify(self, name: str) -> tuple[int, str, int] | None:
-        """Return (step, save, rank) of a file, or None; a later save of a step has a greater text.
-
-        The text is empty if the name does not tell the save.
-        """
-        match = re.fullmatch(_WHOLE, name)
-        return (int(match[1]), "", 0) if match else None
 
     def name_of(self, step: int) -> str:
         """Return the file name for a step that has no checkpoint."""
@@ -388,12 +402,6 @@ class Parts:
 
     def is_checkpoint(self, name: str) -> bool:
         return _part(name) is not None
-
-    def identify(self, name: str) -> tuple[int, str, int] | None:
-        part = _part(name)
-        if part is None or part.size != self._size or part.rank >= part.size:
-            return None
-        return part.step, f"{part.session}-{part.repeat:09}", part.rank
 
     def name_of(self, step: int) -> str:
         count = sum(save[0] == step for save in self._saves)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 from ptsave.sources.locations import Location
 from ptsave.sources.ranges import RangeSource
 from ptsave.streaming.payload_sources import write_bytes
+from ptsave.training.directory import identify
 
 MANIFEST = ".json"
 _PIECE_NBYTES = 16 << 20
+# The step, and a text that is greater for a later save of the step.
+Key: TypeAlias = "tuple[int, str]"
 
 
 class Manifest(NamedTuple):
@@ -25,7 +29,9 @@ class Manifest(NamedTuple):
     nbytes: int
     digest: str | None  # XXH3-128 of all bytes, 32 hexadecimal digits; None if it is unknown
     save: str = ""  # differs between saves of one step; a later save has a greater text
-    places: tuple[str, ...] = ()  # failure domains and URLs that had a copy when this was written
+    # The places that had a copy when this was written: failure domains of hosts, and the slow
+    # place's URL or absolute path.  The first is the place in which the manifest itself lies.
+    places: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -48,6 +54,10 @@ class Manifest(NamedTuple):
             return None
         return cls(file, nbytes, digest, save, tuple(places))
 
+    def at(self, *place: str) -> Manifest:
+        """Return the manifest for a copy in another place, which it names first."""
+        return self._replace(places=tuple(dict.fromkeys((*place, *self.places))))
+
     def write(self, folder: Location, *, fsync: bool) -> None:
         """Write the manifest beside its file."""
         text = json.dumps(self.fields(), indent=1).encode()
@@ -58,9 +68,33 @@ def manifest_of(folder: Location, name: str) -> Manifest | None:
     """Return the manifest of the file `name`, or None if there is none, or it is damaged."""
     try:
         found = Manifest.parse(json.loads(folder.bytes_of(name + MANIFEST)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if found is not None and found.file == name else None
+
+
+class Copy(NamedTuple):
+    """A file of a save in one place."""
+
+    rank: int  # of the part
+    n_ranks: int
+    name: str
+    has_manifest: bool
+
+
+def copies_in(folder: Location) -> Iterator[tuple[Key, Copy]]:
+    """Yield the files of all saves in a directory, complete or not, of any number of ranks."""
+    files = {*folder.regular_files()}
+    for name in files:
+        part = identify(name)
+        if part is None:
+            continue
+        save = part.save
+        has_manifest = name + MANIFEST in files
+        if has_manifest and not save:  # the name is the same for all saves of the step
+            manifest = manifest_of(folder, name)
+            save = "" if manifest is None else manifest.save
+        yield (part.step, save), Copy(part.rank, part.n_ranks, name, has_manifest)
 
 
 def hasher() -> Any:

@@ -388,7 +388,7 @@ def get(
             raise OSError(errno.EPROTO, "another file was sent")
         path = store(folder, found, lambda view: _fill(connection, view), fsync=fsync)
         if found.digest is not None:
-            found.write(folder, fsync=fsync)
+            found.at(*manifest.places).write(folder, fsync=fsync)
         return path
 
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -29,14 +29,21 @@ from ptsave.support.threads import ThreadPool
 from ptsave.training import peers
 from ptsave.training.directory import CheckpointDirectory, PartsOfHosts, Retention
 from ptsave.training.fallback import read_whole
-from ptsave.training.manifests import MANIFEST, Manifest, digest_of, hasher, manifest_of
+from ptsave.training.manifests import (
+    MANIFEST,
+    Copy,
+    Key,
+    Manifest,
+    copies_in,
+    digest_of,
+    hasher,
+    manifest_of,
+)
 from ptsave.training.peers import Address, PeerServer
 
 if TYPE_CHECKING:
     from ptsave.training.rank_parts import RankParts
 
-# The step, and a text that is greater for a later save of the step.
-Key: TypeAlias = "tuple[int, str]"
 Found: TypeAlias = "list[dict[str, Any]]"  # each rank's `Tiers.listing`
 _N_REMEMBERED = 64
 _READ_NBYTES = 8 << 20  # by one request to a URL
@@ -80,14 +87,6 @@ class TierOptions(NamedTuple):
     def is_due(self, step: int, place: str) -> bool:
         """Return whether a step is copied to a place."""
         return step % self.every.get(place, 1) == 0
-
-
-class _Copy(NamedTuple):
-    """A file of a save in one place."""
-
-    rank: int  # of the part
-    name: str
-    has_manifest: bool
 
 
 class Tiers:
@@ -196,7 +195,8 @@ class Tiers:
         is_safe = True
         for domain, address in self._peers.addresses:
             try:
-                peers.put(address, self._peers.token, self._peers.timeout_s, file, manifest)
+                args = address, self._peers.token, self._peers.timeout_s
+                peers.put(*args, file, manifest.at(domain))
             except OSError as error:
                 is_safe = False
                 self._failed(manifest.file, error, warns)
@@ -250,8 +250,7 @@ class Tiers:
             if self._parts is None:
                 folder.remove(manifest.file + MANIFEST)  # of the file that is replaced
             write_copy(file, folder.file(manifest.file), fsync=self._options.fsync)
-            manifest = manifest._replace(places=(*manifest.places, place))
-            manifest.write(folder, fsync=self._options.fsync)
+            manifest.at(place).write(folder, fsync=self._options.fsync)
         self._note_place(manifest.file, place)
         if self._parts is None or self._parts.is_first:
             self._remote.prune(self._options.retention, step)
@@ -304,8 +303,8 @@ class Tiers:
             "domain": self.domain,
             "path": str(self.path),
             "address": None if self._peers is None else self._peers.own,
-            "local": _listed(self._local),
-            "remote": _listed(self._remote) if lists_remote else [],
+            "local": _listed(self._local, self._n_parts),
+            "remote": _listed(self._remote, self._n_parts) if lists_remote else [],
         }
 
     def keys(self, found: Found) -> list[Key]:
@@ -343,7 +342,7 @@ class Tiers:
             address = each["address"] and Address(*each["address"])
             for kind in ("local", "remote"):
                 for step, save, *rest in each[kind]:
-                    copy = _Copy(*rest)
+                    copy = Copy(*rest)
                     holder = _Holder(copy, kind, each["domain"], each["path"], address)
                     holders.setdefault((step, save), {}).setdefault(copy.rank, []).append(holder)
         return holders
@@ -417,7 +416,8 @@ class Tiers:
                 self._folder.check_room(source.nbytes)
             except OSError:
                 return False
-            manifest = (known or Manifest(name, 0, None))._replace(nbytes=source.nbytes)
+            manifest = (known or Manifest(name, 0, None)).at(self.domain)
+            manifest = manifest._replace(nbytes=source.nbytes)
             begin = 0
 
             def fill(view: memoryview) -> int:
@@ -440,7 +440,7 @@ class Tiers:
 class _Holder(NamedTuple):
     """A copy, and the place that has it."""
 
-    copy: _Copy
+    copy: Copy
     kind: str  # "local" or "remote"
     domain: str
     path: str
@@ -485,10 +485,14 @@ class TierCandidate:
         return "; ".join(reports)
 
 
-def _listed(place: CheckpointDirectory) -> list[Any]:
+def _listed(place: CheckpointDirectory, n_parts: int) -> list[Any]:
     """Return the copies in a directory as JSON values; warn if it cannot be listed."""
     try:
-        return [[*key, *copy] for key, copy in copies_in(place)]
+        return [
+            [*key, *copy]
+            for key, copy in copies_in(place.folder)
+            if copy.n_ranks == n_parts and place.naming.is_checkpoint(copy.name)
+        ]
     except OSError as error:
         warn_user(f"{place.path}: the checkpoints cannot be listed: {error}", CheckpointWarning)
         return []
@@ -576,7 +580,7 @@ class RankPeers:
         return address if domain == config.failure_domain() else peers.seen_from_here(address)
 
     def _report(self, rank: int, save: list[Any]) -> list[Any]:
-        """Note on rank 0 that a rank has its part; return the saves that are complete."""
+        """Note on rank 0 that a rank has its part; return the saves that all ranks have noted."""
         step, session, repeat = save
         key = int(step), str(session), int(repeat)
         with self._lock:
@@ -600,7 +604,7 @@ class RankPeers:
         """Copy a file from another host to the local directory."""
         assert holder.address is not None
         address = self._seen(holder.address, holder.domain)
-        wanted = Manifest(holder.copy.name, 0, None)
+        wanted = Manifest(holder.copy.name, 0, None, places=(config.failure_domain(),))
         peers.get(address, self.token, self.timeout_s, wanted, folder, fsync=self._fsync)
 
 
