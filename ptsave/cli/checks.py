@@ -11,7 +11,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,15 +33,19 @@ from ptsave.contents.directories import (
     CheckpointFiles,
     checkpoint_files,
     find_files,
+    has_manifests,
     nbytes_of_ranks,
 )
 from ptsave.contents.files import ShardFiles
 from ptsave.contents.outline import plain_pickle
 from ptsave.inspection.reports import Problem, Verification, compare_with_index, whole_file
 from ptsave.sources.locations import is_url
-from ptsave.sources.ranges import FsspecFile
+from ptsave.sources.ranges import FsspecFile, folder_at
 from ptsave.support.calls import ProgressCallback, progress_bar, progress_from
 from ptsave.support.text import count_text, printable, size_text
+
+if TYPE_CHECKING:
+    from ptsave.inspection.runs import RunDirectory
 
 _N_SHOWN = 5
 _VERIFY_EXAMPLES = """
@@ -49,6 +53,7 @@ ptsave verify checkpoint.pt
 ptsave verify --list checkpoint.pt   # names all damaged and all undamaged tensors
 ptsave verify *.pt && rm -r backup
 ptsave verify .run.pt.4f1c0a93b2d7e856.ptsave --recover  # what a killed process has left
+ptsave verify s3://bucket/run /nvme/run  # AsyncCheckpointer(local=...): also the manifests
 ptsave verify path/to/checkpoint-500 # every checkpoint in a directory, shards with their index
 ptsave verify --json *.pt | jq -r '.arguments[].files[] | select(.state == "damaged").path'
 curl -s https://example.org/model.pt | ptsave verify -
@@ -77,33 +82,44 @@ def verify_command(
     index, distributed checkpoints with the files of all ranks, and single files. It names the files
     that it does not check.
 
+    In a directory of AsyncCheckpointer(local=...), the command also compares each file with the
+    digest in its manifest, and names the files that have no manifest. A step whose other parts are
+    in other directories is named, but is not damaged.
+
     Exit code: 1 if anything is damaged. The command then prints the damaged records, the tensors
     that use them, and the undamaged tensors. Files without checksums (safetensors, torch before
     1.6) get only the other checks.
     """
     report = _Report(ctx, list_all, as_json)
     found = []
+    runs: dict[str, RunDirectory] = {}
     for file in files:
         argument = report.begin(file)
         try:
-            checkpoints = checkpoint_files(file, storage_options)
+            is_for_it = is_url(file) or not any(map(is_url, files))
+            options = storage_options if is_for_it else None
+            checkpoints = checkpoint_files(file, options)
             for each in checkpoints.sets:
                 each.close()  # many open files would use up the descriptors
             # The size of a remote file is fetched only once.
             sizes = {path: _nbytes(each, path) for each in checkpoints.sets for path in each.paths}
             found.append((argument, checkpoints, sizes))
+            if has_manifests(checkpoints.ignored):
+                runs[file] = _run_in(checkpoints, options)
         except Exception as error:
             argument["error"] = report.fail(error)
     nbytes = sum(sum(sizes.values()) for _, _, sizes in found)
     with progress_bar(shows_progress(ctx), "verifying", nbytes, delay=1) as bar:
         done = 0
         for argument, checkpoints, sizes in found:
+            run = runs.get(argument["path"])
             problems = [Problem(text) for text in checkpoints.problems]
             for each in checkpoints.sets:
                 shards = []
                 for path in each.paths:
                     try:
                         shard = _verify(path, each, recover, progress_from(bar, done))
+                        shard = shard if run is None else run.compared(shard)
                     except Exception as error:
                         unreadable = _file_json(Verification(path, []))
                         unreadable |= {"state": "unreadable", "nbytes": None, "records": None}
@@ -114,7 +130,27 @@ def verify_command(
                     done += sizes[path]
                 problems += compare_with_index(each, shards)
             report.add_problems(argument, checkpoints, problems)
+    if runs:
+        from ptsave.inspection.runs import steps_in
+
+        for step in steps_in(runs.values()):
+            if step.absent:
+                note(ctx, f"step {step.step}: {step.absent}")
     report.end()
+
+
+def _run_in(checkpoints: CheckpointFiles, storage_options: dict[str, Any] | None) -> RunDirectory:
+    """Return the files of a run in a directory; their manifests then count as looked at."""
+    from ptsave.inspection.runs import RunDirectory
+    from ptsave.training.manifests import MANIFEST, hasher
+
+    hasher()  # raises an ImportError now, not for each file
+    folder = folder_at(checkpoints.path, storage_options)
+    assert folder is not None
+    run = RunDirectory.of(checkpoints.path, folder)
+    for copy in run.copies.values():
+        checkpoints.ignored.pop(copy.file.name + MANIFEST, None)
+    return run
 
 
 def _nbytes(files: ShardFiles, path: str) -> int:

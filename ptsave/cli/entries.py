@@ -40,6 +40,7 @@ from ptsave.cli.listing import (
     totals_lines,
     tree_lines,
 )
+from ptsave.cli.runs import run_text
 from ptsave.cli.terminal import terminal
 from ptsave.contents.captures import is_capture
 from ptsave.contents.directories import PROMISING, find_files, look_into
@@ -69,6 +70,7 @@ ptsave ls checkpoint.pt --stats             # reads the tensors: mean, std, min,
 ptsave ls run.pt                            # a capture: the statistics of its modules
 ptsave ls .run.pt.4f1c0a93b2d7e856.ptsave --recover  # what a killed process has left
 ptsave ls run.pt --step 3 'layers.*.mlp'
+ptsave ls s3://bucket/run /nvme/run         # AsyncCheckpointer(local=...): the steps by place
 """
 
 
@@ -135,6 +137,11 @@ def ls_command(
     searched in all FILEs. If a FILE cannot be listed, the command reports an error, but still
     lists the others.
 
+    If all FILEs are directories, and one has manifests of AsyncCheckpointer(local=...), the command
+    lists the run's steps, unless there is an option for entries. A line shows the whole parts in
+    each directory, and in brackets other places that manifests name. A protected step survives the
+    loss of a host.
+
     When statistics of a capture are shown, a NAME is a module's path, and includes submodules.
     Lines are cut to the terminal's width. mean, std, min, max and norm cover only finite elements.
     """
@@ -156,6 +163,11 @@ def ls_command(
         return path_of_standard_input(ctx, needs_values=needs_values) if text == "-" else text
 
     file = source(file)
+    if not (stats or is_entries or options["recover"] or options["depth"]):
+        run = run_text(ctx, [file, *others], options["storage_options"], options["as_json"])
+        if run is not None:
+            _write(run[0])
+            ctx.exit(run[1])
     places = _places(file, others, stats is not False, options["storage_options"])
     names = tuple(each for each in others if each not in places)
     asked = ListOptions(names, stats=stats, step=step, **options)

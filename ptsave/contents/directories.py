@@ -262,7 +262,9 @@ def _add_rank_sets(found: CheckpointFiles, folder: Folder, names: set[str]) -> N
         return
     found.sets += sets
     names.difference_update(each.name_of(path) for each in sets for path in each.paths)
-    unfinished = sorted(filter(is_step_of_rank, names))
+    # A part with a manifest may lie in the directory of one host, without the other hosts' parts.
+    known = found.ignored.keys()
+    unfinished = sorted(n for n in names if is_step_of_rank(n) and f"{n}.json" not in known)
     if unfinished:
         found.problems.append(
             f"{folder.join(unfinished[0])} is one rank's part of a step, but other parts of this "
@@ -427,6 +429,12 @@ def is_step(name: str) -> bool:
 def is_step_of_rank(name: str) -> bool:
     """Whether `name` is one rank's file of a step of an AsyncCheckpointer."""
     return re.fullmatch(_STEP, name) is not None
+
+
+def has_manifests(names: Iterable[str]) -> bool:
+    """Whether a file with one of these names is a manifest of ``AsyncCheckpointer(local=...)``."""
+    files = (name.removesuffix(".json") for name in names if name.endswith(".json"))
+    return any(is_step(file) or is_step_of_rank(file) for file in files)
 
 
 def find_rank_set(folder: Folder, names: Iterable[str]) -> ShardFiles | None:
