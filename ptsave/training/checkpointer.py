@@ -96,9 +96,17 @@ class AsyncCheckpointer:
         As for :func:`ptsave.async_save`.
     on_error : {"raise", "warn"}, default "raise"
         The effect of an :class:`OSError` of a save (disk full, directory gone, URL unreachable).
-        ``"raise"``: :meth:`wait` and :meth:`close` raise it, unless the program has read it from
-        the save's future.  ``"warn"``: the save warns once, and the run goes on; the future still
-        has the error.  Other errors are always raised.
+        With ``"raise"``, :meth:`wait` and :meth:`close` raise it, unless the program has read it
+        from the save's future.  With ``"warn"``, the save warns once, and the run goes on; the
+        future still has the error.  Other errors are always raised.
+    local : str or os.PathLike, optional
+        Fast local directory to which each step is saved first.  Threads copy the steps from there
+        to `directory`, the slow place.  This needs the xxhash library.
+    every : dict, optional
+        ``{"remote": 10, "peers": 2}`` copies the steps that are divisible by 10 to `directory`, and
+        even steps to other hosts.  The default is each step.
+    peers : int, default 0
+        Number of other hosts that store a copy of each rank's part in their `local` directory.
 
     Raises
     ------
@@ -140,13 +148,12 @@ class AsyncCheckpointer:
     ranks call :meth:`save` independently.  The same number of ranks must save and restore; if the
     number may change, use ``torch.distributed.checkpoint``.
 
-    With `local`, a save's future is done when the file is in that directory.  Then one thread
-    computes the file's digest, writes its manifest (``step-<number>.pt.json``), and sends copies to
-    other hosts over TCP.  Another thread copies the file to `directory`.  :meth:`wait` waits for
-    these copies, too, and raises an error of a copy, unless ``on_error="warn"``.  If `directory` is
-    slower than the run, at most `keep` steps wait for it.  Older ones are skipped, with a warning.
-    :meth:`protected` returns the highest step that survives the loss of a host.
-    With `peers`, no host removes older steps until a newer one has all its copies.
+    With `local`, a save's future is done when the file is in that directory.  A manifest beside
+    each file (``step-<number>.pt.json``) has its digest.  :meth:`wait` waits for the copies, too,
+    and raises an error of a copy, unless ``on_error="warn"``.  If `directory` is slower than the
+    run, at most `keep` steps wait for it.  The oldest of them are skipped, with a warning.
+    :meth:`protected` returns the highest step that survives the loss of a host.  With `peers`, no
+    host removes older steps until a newer one has all its copies.
 
     With `local`, :meth:`restore` verifies a file before it overwrites anything, so it reads the
     file twice.  It takes each rank's part from the nearest place that has it undamaged: the local

@@ -498,21 +498,6 @@ def _listed(place: CheckpointDirectory, n_parts: int) -> list[Any]:
         return []
 
 
-def copies_in(place: CheckpointDirectory) -> Iterator[tuple[Key, _Copy]]:
-    """Yield the files of all saves in a directory, also of incomplete saves."""
-    files = {*place.folder.regular_files()}
-    for name in files:
-        found = place.naming.identify(name)
-        if found is None:
-            continue
-        step, save, rank = found
-        has_manifest = name + MANIFEST in files
-        if has_manifest and not save:  # the name is the same for all saves of the step
-            manifest = manifest_of(place.folder, name)
-            save = "" if manifest is None else manifest.save
-        yield (step, save), _Copy(rank, name, has_manifest)
-
-
 def _reaches(listing: dict[str, Any], holder: _Holder) -> bool:
     """Return whether the rank of a listing can read a copy."""
     if holder.kind == "remote" or holder.address is not None:

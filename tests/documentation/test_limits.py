@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pathlib
 import pickle
 import re
+import socket
 import struct
 import zlib
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import json_of
 from doc_runner import ROOT
 from forked_ranks import ForkedRanks
 from stock_comparison import save_without_checksums
@@ -24,6 +27,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import ptsave
 from ptsave.distributed import StorageWriter
+from ptsave.sources.locations import LocalFolder
+from ptsave.training.peers import PeerServer
 
 PAGE = (ROOT / "docs" / "limits.md").read_text()
 ROWS = dict(re.findall(r"^\| (.+?) \| (.+?) \| .+? \|$", PAGE, re.MULTILINE))
@@ -146,6 +151,11 @@ def _() -> None:
     with ThreadPoolExecutor() as threads:  # they wait for each other
         list(threads.map(save, range(2)))
     ptsave.AsyncCheckpointer("run").restore(model=model)
+
+
+@refuses("`AsyncCheckpointer(peers=1)` of one process")
+def _() -> None:
+    ptsave.AsyncCheckpointer("slow", local="fast", peers=1)
 
 
 @refuses("a rank that ends during `dcp.save`")
@@ -274,6 +284,32 @@ def _() -> None:
     crcs = [struct.pack("<I", zlib.crc32(each)) for each in (old, new)]
     Path("a.pt").write_bytes(data.replace(crcs[0], crcs[1]))
     assert ptsave.load("a.pt").eq(2).all()
+
+
+@accepts("copies between hosts (`peers=`)")
+def _() -> None:
+    options = {"fsync": False, "accepts": lambda name: True, "report": lambda rank, save: [save]}
+    server = PeerServer(LocalFolder("."), "secret", 10, **options)  # type: ignore[arg-type]
+    try:
+        for token, is_served in (("other", False), ("secret", True)):
+            message = {"token": token, "request": "done", "rank": 0, "save": [1]}
+            text = json.dumps(message).encode()
+            with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+                connection.sendall(struct.pack(">I", len(text)) + text)  # plain TCP
+                assert bool(connection.recv(1000)) == is_served
+    finally:
+        server.close()
+
+
+@accepts("copies that only manifests name")
+def _() -> None:
+    with ptsave.AsyncCheckpointer("slow", local="fast") as checkpointer:
+        checkpointer.save(1, epoch=1)
+    for file in Path("slow").iterdir():
+        file.unlink()
+    (alone,) = json_of("ls", "fast")["steps"]
+    (with_slow,) = json_of("ls", "fast", "slow")["steps"]
+    assert [each["protected"] for each in (alone, with_slow)] == [True, False]
 
 
 def refused(action: Callable[[], object]) -> None:
