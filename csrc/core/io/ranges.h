@@ -108,9 +108,10 @@ class RangeList {
   // Throws std::invalid_argument for a range with a bad file number, and IoError for a range beyond
   // the end of its file.  `files` must outlive the list.  Ranges at most `max_gap` apart are read
   // together.  Larger gaps are skipped, but direct reads take whole blocks.
+  // A stretch lies in a window of this size, at most kWindowNbytes.
   RangeList(std::span<const ByteSource> files, std::vector<FileRange> ranges,
-            std::uint64_t max_gap = kMaxGapNbytes)
-      : files_(files), ranges_(std::move(ranges)) {
+            std::uint64_t max_gap = kMaxGapNbytes, std::uint64_t window_nbytes = kWindowNbytes)
+      : files_(files), ranges_(std::move(ranges)), window_nbytes_(window_nbytes) {
     std::erase_if(ranges_, [](const FileRange& range) { return range.nbytes == 0; });
     std::ranges::sort(ranges_, {},
                       [](const FileRange& range) { return std::pair(range.file, range.offset); });
@@ -197,10 +198,10 @@ class RangeList {
       const FileRange& range = ranges_[i];
       const std::uint64_t range_end = range.offset + range.nbytes;
       for (std::uint64_t begin = range.offset; begin < range_end;) {
-        const std::uint64_t window_end = align_down(begin, kWindowNbytes) + kWindowNbytes;
+        const std::uint64_t window_end = align_down(begin, window_nbytes_) + window_nbytes_;
         const std::uint64_t end = std::min(range_end, window_end);
         const bool joins = !stretches_.empty() && stretches_.back().file == range.file &&
-                           stretches_.back().end > window_end - kWindowNbytes &&
+                           stretches_.back().end > window_end - window_nbytes_ &&
                            stretches_.back().end <= begin &&
                            begin - stretches_.back().end <= max_gap;
         if (!joins) stretches_.push_back({range.file, begin, begin, i, i});
@@ -294,6 +295,7 @@ class RangeList {
 
   std::span<const ByteSource> files_;
   std::vector<FileRange> ranges_;
+  const std::uint64_t window_nbytes_;
   std::vector<Stretch> stretches_;
 };
 
@@ -380,10 +382,12 @@ class RangeRead {
   // IoError for a range beyond the end of its file.  Places must not overlap (unchecked).
   RangeRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges,
             std::uint64_t max_gap = RangeList::kMaxGapNbytes)
-      : files_(std::move(files)), ranges_(files_->sources(), std::move(ranges), max_gap) {
+      : files_(std::move(files)),
+        is_checked_(
+            std::ranges::any_of(ranges, [](const FileRange& r) { return r.crc.has_value(); })),
+        ranges_(files_->sources(), std::move(ranges), max_gap, window_nbytes()) {
     refuse_overlaps(ranges_.ranges());
-    const auto is_checked = [](const FileRange& range) { return range.crc.has_value(); };
-    if (std::ranges::any_of(ranges_.ranges(), is_checked)) crcs_.resize(ranges_.n_stretches());
+    if (is_checked_) crcs_.resize(ranges_.n_stretches());
   }
 
   // Returns when all bytes are in their places.  Ranges with targets need an `unstager`; each
@@ -433,7 +437,18 @@ class RangeRead {
     if (lease != nullptr) unstager->send(std::move(lease), pieces);
   }
 
+  // Bytes that were copied from the page cache stay in the processor's cache for the checksum, if
+  // they are few.  The disk is faster with more bytes at a time.
+  std::uint64_t window_nbytes() const {
+    const auto is_cached = [](const ByteSource& file) { return file.may_be_cached(0, 1); };
+    const bool is_small = is_checked_ && std::ranges::all_of(files_->sources(), is_cached);
+    return is_small ? kCheckedNbytes : RangeList::kWindowNbytes;
+  }
+
+  static constexpr std::uint64_t kCheckedNbytes = std::uint64_t{512} << 10;
+
   const std::shared_ptr<RangeFiles> files_;
+  const bool is_checked_;
   const RangeList ranges_;
   std::vector<std::vector<RangeList::PartCrc>> crcs_;  // by stretch; empty if none is compared
   std::atomic<std::uint64_t> nbytes_read_{0};
