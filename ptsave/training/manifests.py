@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any, NamedTuple, TypeAlias
 
 from ptsave.sources.locations import Location
-from ptsave.sources.ranges import RangeSource
+from ptsave.sources.ranges import RangeSource, open_source
 from ptsave.streaming.payload_sources import write_bytes
 from ptsave.training.directory import identify
 
@@ -20,6 +21,7 @@ MANIFEST = ".json"
 _PIECE_NBYTES = 16 << 20
 # The step, and a text that is greater for a later save of the step.
 Key: TypeAlias = "tuple[int, str]"
+_MAX_NBYTES = 1 << 20  # of a manifest
 
 
 class Manifest(NamedTuple):
@@ -50,7 +52,9 @@ class Manifest(NamedTuple):
             return None
         if type(nbytes) is not int or nbytes < 0:
             return None
-        if digest is not None and not re.fullmatch("[0-9a-f]{32}", str(digest)):
+        if digest is not None and not (
+            isinstance(digest, str) and re.fullmatch("[0-9a-f]{32}", digest)
+        ):
             return None
         return cls(file, nbytes, digest, save, tuple(places))
 
@@ -65,10 +69,14 @@ class Manifest(NamedTuple):
 
 
 def manifest_of(folder: Location, name: str) -> Manifest | None:
-    """Return the manifest of the file `name`, or None if there is none, or it is damaged."""
+    """Return the manifest of the file `name`, or None if there is none that can be read."""
     try:
-        found = Manifest.parse(json.loads(folder.bytes_of(name + MANIFEST)))
-    except (ValueError, RecursionError):
+        path, options = folder.join(name + MANIFEST), folder.storage_options or None
+        with closing(open_source(path, options)) as source:
+            if source.nbytes > _MAX_NBYTES:
+                return None
+            found = Manifest.parse(json.loads(b"".join(source.read([(0, source.nbytes)]))))
+    except (OSError, RecursionError, ValueError):
         return None
     return found if found is not None and found.file == name else None
 

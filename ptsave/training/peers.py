@@ -94,6 +94,9 @@ def connected(address: Address, timeout_s: float) -> Iterator[socket.socket]:
         if error.filename is None:
             error.filename = place
         raise
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        message = f"the answer of another rank cannot be read: {type(error).__name__}: {error}"
+        raise OSError(errno.EPROTO, message, place) from None
 
 
 def _limit(connection: socket.socket, timeout_s: float) -> None:
@@ -102,9 +105,9 @@ def _limit(connection: socket.socket, timeout_s: float) -> None:
     The kernel measures the time.  With Python's own timeout, a call would receive less at a time.
     """
     connection.settimeout(None)
-    seconds = struct.pack("ll", int(timeout_s) or 1, 0)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+    timeout = struct.pack("ll", int(timeout_s), max(int(timeout_s % 1 * 1e6), 1))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -121,15 +124,12 @@ def receive(connection: socket.socket) -> dict[str, Any]:
     (nbytes,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     if nbytes > _MAX_MESSAGE_NBYTES:
         raise OSError(errno.EPROTO, f"a message of {nbytes} bytes was announced")
-    try:
-        message = json.loads(_exactly(connection, nbytes))
-    except ValueError:
-        message = None
+    message = json.loads(_exactly(connection, nbytes))
     if not isinstance(message, dict):
-        raise OSError(errno.EPROTO, "a message is not a JSON object")
+        raise TypeError("a message is not a JSON object")
     if "error" in message:
         number, reason, name = message["error"]
-        raise OSError(number, reason, name)
+        raise OSError(int(number), str(reason), str(name))
     return message
 
 
@@ -299,7 +299,8 @@ class PeerServer:
 
     def close(self) -> None:
         """Serve no more requests."""
-        self._server.shutdown()
+        if self.pid == os.getpid():  # a forked child has no thread that could end
+            self._server.shutdown()
         self._server.server_close()
 
     def forget(self) -> None:
@@ -308,10 +309,16 @@ class PeerServer:
 
 
 class _Server(socketserver.ThreadingTCPServer):
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
     owner: PeerServer
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # takes IPv4, too
+        super().server_bind()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Do nothing: the other side has gone."""
@@ -344,6 +351,8 @@ class _Handler(socketserver.BaseRequestHandler):
         if manifest is None or not owner.accepts(manifest.file):
             raise ValueError("the request names no file of this job")
         if message["request"] == "put":
+            if manifest.digest is None:
+                raise ValueError("the request has no digest of the file")
             owner.folder.check_room(manifest.nbytes)
             send(self.request, {})
             store(owner.folder, manifest, lambda v: _fill(self.request, v), fsync=owner.fsync)
