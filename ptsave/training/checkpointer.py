@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import operator
 import os
@@ -487,6 +488,7 @@ class AsyncCheckpointer:
         """
         if self._tiers is None:
             return self._directory.steps()
+        self._check_process()
         return sorted({step for step, _ in self._tiers.keys(self._listings())})
 
     def protected(self) -> int | None:
@@ -704,6 +706,8 @@ class AsyncCheckpointer:
             self._changed.wait_for(lambda: step not in self._pending.values())
         if self._tiers is not None:
             self._tiers.wait()
+            found = [self._tiers.listing()] if self._parts is None else self._listings()
+            self._tiers.require(step, found)
         if self._parts is None:
             self._remove_here(step)
             return
@@ -869,6 +873,7 @@ class AsyncCheckpointer:
 _with_copies: weakref.WeakSet[AsyncCheckpointer] = weakref.WeakSet()
 
 
+@atexit.register  # other callbacks may have saved
 def _wait_for_copies() -> None:
     for each in list(_with_copies):
         if each._pid == os.getpid():  # a forked child has no pending saves

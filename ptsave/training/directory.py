@@ -172,8 +172,10 @@ class CheckpointDirectory:
 
     def remove_step(self, step: int) -> None:
         """Remove all files of a step; raise a FileNotFoundError if there are none."""
-        self.choose(step)
-        for name in self._names()[step]:
+        names = self._names()
+        if step not in names:
+            raise self.no_checkpoint(step, sorted(names))
+        for name in names[step]:
             with suppress(FileNotFoundError):  # another process has removed it
                 self.folder.remove(name)
 
@@ -235,6 +237,9 @@ class CheckpointDirectory:
                 and name.removesuffix(_MANIFEST) not in files
                 and self._is_own(name)
             ]
+            if orphans:  # a file that has just been written is not in the first list
+                files = {*self.folder.regular_files()}
+                orphans = [name for name in orphans if name.removesuffix(_MANIFEST) not in files]
             for name in [*self.naming.dead(files), *orphans]:
                 with suppress(FileNotFoundError):  # another rank has removed it
                     self.folder.remove(name)
@@ -246,13 +251,18 @@ class CheckpointDirectory:
         """Return each complete step's file names; this process reads the first of them."""
         return self.naming.checkpoints(self.folder.regular_files())
 
-    def no_checkpoint(self, step: int | None, steps: list[int]) -> FileNotFoundError:
-        """Return the error for a `step` (None: any step) that is not among the `steps`."""
+    def no_checkpoint(
+        self, step: int | None, steps: list[int], others: Iterable[str] = ()
+    ) -> FileNotFoundError:
+        """Return the error for a `step` (None: any step) that is not among the `steps`.
+
+        `others` has the names of files in another place of the run.
+        """
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         some = ", ".join(map(str, steps[-8:]))
         there = f"only of {'..., ' if len(steps) > 8 else ''}{some}" if steps else "nor any other"
         message = f"there is {wanted}" + ("" if step is None else f", {there}")
-        message += self.naming.remark(self.folder.regular_files())
+        message += self.naming.remark([*self.folder.regular_files(), *others])
         return FileNotFoundError(errno.ENOENT, message, str(self.path))
 
     def place_of(self, name: str) -> Path | Any:

@@ -115,7 +115,7 @@ class Tiers:
         self._far = ThreadPool(1, "ptsave-far-copies")
         self._lock = threading.Lock()
         self._copies: deque[Future[None]] = deque()
-        self._uploads: deque[tuple[int, Future[None]]] = deque()
+        self._uploads: list[tuple[int, Future[None]]] = []
         self._written: int | None = None  # the step that was saved last
         self._holders: dict[Key, dict[int, list[_Holder]]] = {}
         self._peers: RankPeers | None = None
@@ -126,7 +126,7 @@ class Tiers:
             naming.in_shared_directory() if isinstance(naming, PartsOfHosts) else None,
             options.storage_options,
         )
-        if str(options.remote) == os.path.realpath(self.path):
+        if os.path.realpath(str(options.remote)) == os.path.realpath(self.path):
             raise ValueError(f"{self.path}: local and directory must be different directories")
         if parts is None and options.n_peers:
             raise TypeError("peers is for several ranks that each save a part of a checkpoint")
@@ -180,7 +180,8 @@ class Tiers:
         name = os.path.basename(file.name)
         with closing(file):
             manifest = Manifest(name, file.nbytes, digest_of(file), save, (self.domain,))
-            manifest.write(self._folder, fsync=self._options.fsync)
+            with self._lock:  # or `_note_place` could write an older one afterwards
+                manifest.write(self._folder, fsync=self._options.fsync)
             if self._options.is_due(step, "remote"):
                 self._begin_upload(step, file, manifest, warns)
             if self._peers is None or not self._peers.addresses:
@@ -201,15 +202,15 @@ class Tiers:
                 is_safe = False
                 self._failed(manifest.file, error, warns)
             else:
-                self._note_place(manifest.file, domain)
+                self._note_place(manifest, domain)
         if is_safe:
             self._tell_done(manifest.file)
 
-    def _note_place(self, name: str, place: str) -> None:
-        """Add a place to the manifest in the local directory, if the file is still there."""
+    def _note_place(self, copied: Manifest, place: str) -> None:
+        """Add a place to the manifest in the local directory, if the save is still there."""
         with self._lock:
-            manifest = manifest_of(self._folder, name)
-            if manifest is not None:
+            manifest = manifest_of(self._folder, copied.file)
+            if manifest is not None and manifest.save == copied.save:
                 manifest = manifest._replace(places=(*manifest.places, place))
                 manifest.write(self._folder, fsync=self._options.fsync)
 
@@ -232,9 +233,8 @@ class Tiers:
         upload = self._far.submit(self._reporting, manifest.file, warns, *call)
         with self._lock:
             self._copies.append(upload)
+            self._uploads = [each for each in self._uploads if not each[1].done()]
             self._uploads.append((step, upload))
-            while self._uploads and self._uploads[0][1].done():
-                self._uploads.popleft()
             waiting = [each for each in self._uploads if not each[1].running()]
             limit = self._options.keep_locally
             skipped = waiting[:-limit] if limit is not None else []
@@ -251,7 +251,7 @@ class Tiers:
                 folder.remove(manifest.file + MANIFEST)  # of the file that is replaced
             write_copy(file, folder.file(manifest.file), fsync=self._options.fsync)
             manifest.at(place).write(folder, fsync=self._options.fsync)
-        self._note_place(manifest.file, place)
+        self._note_place(manifest, place)
         if self._parts is None or self._parts.is_first:
             self._remote.prune(self._options.retention, step)
             self._remote.remove_leftovers()
@@ -283,15 +283,23 @@ class Tiers:
         if self._peers is not None:
             self._peers.server.close()
 
+    def require(self, step: int, found: Found) -> None:
+        """Raise a FileNotFoundError if no place has the step; `found` has each rank's `listing`."""
+        keys: Iterable[Key] = self.keys(found)
+        if self._peers is not None:
+            self._peers.naming.note_complete(keys)
+        if self._parts is None:
+            keys = self._holders
+        steps = sorted({each for each, _ in keys})
+        if step not in steps:
+            raise self.no_checkpoint(step, steps)
+
     def remove_step(self, step: int) -> None:
         """Remove a step from this host's directory and, on the first rank, from the slow place."""
         is_first = self._parts is None or self._parts.is_first
-        places = (self._local, self._remote) if is_first else (self._local,)
-        there = [place for place in places if step in place.steps()]
-        if not there and is_first:
-            raise self._local.no_checkpoint(step, self._local.steps())
-        for place in there:
-            place.remove_step(step)
+        for place in (self._local, self._remote) if is_first else (self._local,):
+            with suppress(FileNotFoundError):  # it may be elsewhere, or another rank removes it
+                place.remove_step(step)
             place.remove_leftovers()
 
     # --------------------------------------------------------------------------------- restoring
@@ -345,6 +353,13 @@ class Tiers:
                     copy = Copy(*rest)
                     holder = _Holder(copy, kind, each["domain"], each["path"], address)
                     holders.setdefault((step, save), {}).setdefault(copy.rank, []).append(holder)
+        # A process may have ended before it wrote a manifest, or the manifest is damaged: then the
+        # file counts as a copy of the newest save of its step.
+        for unknown in [key for key in holders if not key[1]]:
+            newest = max(key for key in holders if key[0] == unknown[0])
+            if newest != unknown:
+                for rank, copies in holders.pop(unknown).items():
+                    holders[newest].setdefault(rank, []).extend(copies)
         return holders
 
     def protected(self, found: Found) -> int | None:
@@ -371,15 +386,22 @@ class Tiers:
         holders = self._holders[key].get(rank, [])
         here = (self.domain, str(self.path))
         near = [each for each in holders if each.is_here(here)]
-        # One rank of each other host is enough, because its ranks share a directory.
-        others = {each.domain: each for each in holders if each.kind == "local" and each.address}
-        others.pop(self.domain, None)
+        # One rank of each other directory is enough.
+        others = {
+            (each.domain, each.path): each
+            for each in holders
+            if each.kind == "local" and each.address
+        }
+        others.pop(here, None)
         far = [each for each in holders if each.kind == "remote"]
         return [*near[:1], *others.values(), *far[:1]]
 
     def no_checkpoint(self, step: int | None, steps: list[int]) -> FileNotFoundError:
         """Return the error for a `step` (None: any step) that is not among the `steps`."""
-        return self._local.no_checkpoint(step, steps)
+        others: list[str] = []
+        with suppress(OSError):
+            others = self._remote.folder.regular_files()
+        return self._local.no_checkpoint(step, steps, others)
 
     def place_of(self, holder: _Holder) -> Path | str:
         """Return the path or URL of a copy; a copy on another host is fetched first."""
@@ -433,7 +455,8 @@ class Tiers:
 
             peers.store(self._folder, manifest, fill, fsync=self._options.fsync)
             if manifest.digest is not None:
-                manifest.write(self._folder, fsync=self._options.fsync)
+                with suppress(OSError):  # the file is whole without it
+                    manifest.write(self._folder, fsync=self._options.fsync)
         return True
 
 
