@@ -851,7 +851,12 @@ class AsyncCheckpointer:
 
             sees_all = self._rank is None or self._ranks() is not None
             self._tiers = Tiers(
-                self._directory, self._parts, self._tier_options, self._copy_failed, sees_all
+                self._directory,
+                self._parts,
+                self._tier_options,
+                self._copy_failed,
+                sees_all=sees_all,
+                pending=self._pending,
             )
             _with_copies.add(self)
             wait_before_executors_end(_wait_for_copies)

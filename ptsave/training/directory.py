@@ -179,18 +179,24 @@ class CheckpointDirectory:
             with suppress(FileNotFoundError):  # another process has removed it
                 self.folder.remove(name)
 
-    def prune(self, retention: Retention, written: int) -> None:
+    def prune(
+        self,
+        retention: Retention,
+        written: int,
+        spared: Callable[[], Collection[int | None]] = frozenset,
+    ) -> None:
         """Remove the checkpoints that `retention` does not keep after the step `written` was saved.
 
         Warns of a file that cannot be read or removed (`CheckpointWarning`).  Does nothing while
         another process prunes: if both removed different checkpoints, too few would remain.
-        Incomplete steps stay.
+        Incomplete steps stay, and those that `spared` returns after the files were listed.
         """
         remarks: list[str] = []
         with self._lock, self.folder.locked() as alone:
             if not alone:
                 return
             names = self._names()
+            held = {*self._held, *spared()}  # the former are being restored
 
             def read(step: int, wanted: Collection[str]) -> Mapping[str, Any] | None:
                 try:
@@ -202,7 +208,7 @@ class CheckpointDirectory:
                     return None
 
             for step in retention.spare(names, written, read):
-                if step in self._held:  # it is being restored, so it stays, too
+                if step in held:
                     continue
                 for name in names[step]:
                     try:
@@ -230,6 +236,8 @@ class CheckpointDirectory:
         self.folder.remove_leftovers(self._is_own)
         with self._lock:
             files = {*self.folder.regular_files()}
+            dead = {*self.naming.dead(files)}
+            files -= dead
             orphans = [
                 name
                 for name in files
@@ -238,9 +246,9 @@ class CheckpointDirectory:
                 and self._is_own(name)
             ]
             if orphans:  # a file that has just been written is not in the first list
-                files = {*self.folder.regular_files()}
+                files = {*self.folder.regular_files()} - dead
                 orphans = [name for name in orphans if name.removesuffix(_MANIFEST) not in files]
-            for name in [*self.naming.dead(files), *orphans]:
+            for name in [*dead, *orphans]:
                 with suppress(FileNotFoundError):  # another rank has removed it
                     self.folder.remove(name)
 

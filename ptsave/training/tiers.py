@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -93,7 +94,8 @@ class Tiers:
     """The places of one run, as one rank sees them.
 
     `failed` gets the name and the error of a file that could not be copied, and whether to warn
-    only.  With `sees_all`, this process knows all ranks of the job, or is the only one.
+    only.  With `sees_all`, this process knows all ranks of the job, or is the only one.  `pending`
+    has the steps of saves for which `saved` has not been called yet.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class Tiers:
         parts: RankParts | None,
         options: TierOptions,
         failed: Callable[[str, BaseException, bool], None],
+        *,
         sees_all: bool,
+        pending: Mapping[Any, int],
     ) -> None:
         hasher()  # raises an ImportError now, not after the first save
         self.path = local.path
@@ -111,6 +115,7 @@ class Tiers:
         assert isinstance(local.folder, LocalFolder)
         self._folder = local.folder
         self._failed = failed
+        self._pending = pending
         self._near = ThreadPool(1, "ptsave-near-copies")
         self._far = ThreadPool(1, "ptsave-far-copies")
         self._lock = threading.Lock()
@@ -132,6 +137,7 @@ class Tiers:
             raise TypeError("peers is for several ranks that each save a part of a checkpoint")
         if parts is not None and not self._is_alone:
             self._peers = RankPeers(local, parts, options)
+            weakref.finalize(self, self._peers.server.close).atexit = False
             self._note_complete()
 
     # ------------------------------------------------------------------------------------- copying
@@ -260,11 +266,16 @@ class Tiers:
         """Remove old checkpoints from the local directory."""
         try:
             if self._written is not None:
-                self._local.prune(Retention(keep=self._options.keep_locally), self._written)
+                keep = Retention(keep=self._options.keep_locally)
+                self._local.prune(keep, self._written, self._newest)
             self._local.remove_leftovers()
         except OSError as error:
             message = f"{self.path}: old checkpoints cannot be removed: {error}"
             warn_user(message, CheckpointWarning)
+
+    def _newest(self) -> set[int | None]:
+        """Return the steps that must stay, if training has gone back to earlier steps."""
+        return {*list(self._pending.values()), self._written}  # in this order: see `saved`
 
     def settle(self) -> None:
         """After all ranks have made their copies: learn what is complete, and prune."""
@@ -273,10 +284,17 @@ class Tiers:
         self._prune_local()
 
     def _note_complete(self) -> None:
-        """Let the names of the local directory know all saves that are complete; collective."""
+        """Let the names of the local directory know all saves that are complete; collective.
+
+        If hosts send copies to each other, a save without them must not replace one that has them.
+        """
         assert self._parts is not None
         assert self._peers is not None
-        self._peers.naming.note_complete(self.keys(self._parts.ranks.gather(self.listing())))
+        found = self._parts.ranks.gather(self.listing())
+        keys = self.keys(found)
+        if self._options.n_peers and len({each["domain"] for each in found}) > 1:
+            keys = [key for key in keys if self._is_protected(key)]
+        self._peers.naming.note_complete(keys)
 
     def close(self) -> None:
         """Serve no more requests of other ranks."""
@@ -287,7 +305,7 @@ class Tiers:
         """Raise a FileNotFoundError if no place has the step; `found` has each rank's `listing`."""
         keys: Iterable[Key] = self.keys(found)
         if self._peers is not None:
-            self._peers.naming.note_complete(keys)
+            self._peers.naming.note_complete(key for key in keys if key[0] == step)
         if self._parts is None:
             keys = self._holders
         steps = sorted({each for each, _ in keys})
@@ -364,12 +382,10 @@ class Tiers:
 
     def protected(self, found: Found) -> int | None:
         """Return the highest step whose parts each lie in two failure domains, or None."""
-        steps = [
-            key[0]
-            for key in self.keys(found)
-            if all(_is_protected(self._holders[key].get(n, ())) for n in range(self._n_parts))
-        ]
-        return max(steps, default=None)
+        return max((key[0] for key in self.keys(found) if self._is_protected(key)), default=None)
+
+    def _is_protected(self, key: Key) -> bool:
+        return all(_is_protected(self._holders[key].get(n, ())) for n in range(self._n_parts))
 
     def latest(self, found: Found) -> Path | str | None:
         """Return the nearest place of this rank's part of the newest save, or None."""
@@ -406,8 +422,7 @@ class Tiers:
     def place_of(self, holder: _Holder) -> Path | str:
         """Return the path or URL of a copy; a copy on another host is fetched first."""
         if holder.kind == "remote":
-            place = self._remote.folder.file(holder.copy.name)
-            return place if isinstance(place, str) else str(place.path)
+            return self._remote.place_of(holder.copy.name)
         if not holder.is_here((self.domain, str(self.path))):
             assert self._peers is not None
             self._peers.fetch(holder, self._folder)
@@ -416,10 +431,10 @@ class Tiers:
     def opened(self, holder: _Holder, stack: ExitStack) -> Any:
         """Return a copy as an open file or, if there is no room here for a remote copy, its URL."""
         place = self.place_of(holder)
-        if isinstance(place, str) and self._remote.folder.is_url:
+        if isinstance(place, str):
             if not self._fetch_remote(place, holder.copy.name):
                 return place
-            place = self._folder.join(holder.copy.name)
+            place = Path(self._folder.join(holder.copy.name))
         return stack.enter_context(open(place, "rb"))
 
     def storage_options_of(self, source: Any) -> Mapping[str, Any] | None:
