@@ -400,7 +400,8 @@ class Reader(StorageSource):
     def read(self, record: int, *, verify: bool) -> bytes: ...
     # Reads records into targets in CPU memory or on accelerators that can_stage(); without
     # targets, only checks.  No record may occur twice.  Like read_ranges(), it does not affect
-    # storages of other calls and is safe for concurrent use.
+    # storages of other calls and is safe for concurrent use.  `progress` gets 0 ten times a second;
+    # if it raises, the call ends.
     def read_records(
         self,
         records: list[int],
@@ -409,6 +410,7 @@ class Reader(StorageSource):
         n_threads: int,
         verify: bool,
         max_pinned_nbytes: int,
+        progress: Progress = None,
     ) -> list[DamagedRecord]: ...
     # Reads (offset, tensor) into contiguous tensors in CPU memory or on accelerators that
     # can_stage().  Parts for accelerators must not overlap.

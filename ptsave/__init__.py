@@ -28,6 +28,7 @@ _NAMES = {
     "comparison.compare": "Comparison compare",
     "contents.archive": "Archive TensorInfo open",
     "contents.loading": "load",
+    "contents.mapping": "share verified",
     "conversion.compacting": "Compaction compact",
     "conversion.converting": "Conversion convert",
     "errors": "CheckpointWarning CorruptCheckpointError EntryNotFoundError NotCheckpointError "

@@ -18,6 +18,8 @@ from ptsave.contents.archive import Archive as Archive
 from ptsave.contents.archive import TensorInfo as TensorInfo
 from ptsave.contents.archive import open as open
 from ptsave.contents.loading import load as load
+from ptsave.contents.mapping import share as share
+from ptsave.contents.mapping import verified as verified
 from ptsave.conversion.compacting import Compaction as Compaction
 from ptsave.conversion.compacting import compact as compact
 from ptsave.conversion.converting import Conversion as Conversion
@@ -108,7 +110,9 @@ __all__ = [
     "save",
     "save_checkpoint",
     "save_model",
+    "share",
     "strip_prefix",
     "uninstall",
     "unsaved_tensors",
+    "verified",
 ]

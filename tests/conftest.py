@@ -51,6 +51,7 @@ _ENVIRONMENT = (
     "PTSAVE_MAX_STAGED_BYTES",
     "PTSAVE_INSTALL",
     "PTSAVE_VERIFY",
+    "PTSAVE_VERDICTS",
     "PTSAVE_DIRECT_IO",
     "COLUMNS",  # which pytest-xdist sets
     "FORCE_COLOR",

@@ -116,12 +116,13 @@ class Reader final : public StorageSource {
   std::vector<DamagedRecord> read_records(const std::vector<std::size_t>& records,
                                           const std::vector<py::object>& targets,
                                           std::size_t n_threads, bool verify,
-                                          std::size_t max_pinned_nbytes) const {
+                                          std::size_t max_pinned_nbytes,
+                                          const py::object& callback) const {
     for (const std::size_t i : records) checked(i);
     std::vector<at::Tensor> tensors;
     tensors.reserve(targets.size());
     for (const py::object& target : targets) tensors.push_back(unpack_bytes_of(target));
-    const Poll poll = make_poll();
+    const Poll poll = make_poll({}, callback);
     return without_gil([&] {
       return ptsave::read_records(*reader_, records, tensors, n_threads, verify, max_pinned_nbytes,
                                   poll);
@@ -254,7 +255,7 @@ void bind_reading(py::module_& module) {
       .def("payload_offset", &Reader::payload_offset, "record"_a)
       .def("read", &Reader::read, "record"_a, py::kw_only(), "verify"_a)
       .def("read_records", &Reader::read_records, "records"_a, "targets"_a, py::kw_only(),
-           "n_threads"_a, "verify"_a, "max_pinned_nbytes"_a)
+           "n_threads"_a, "verify"_a, "max_pinned_nbytes"_a, "progress"_a = py::none())
       .def("read_ranges", &Reader::read_ranges, "ranges"_a, py::kw_only(), "n_threads"_a,
            "max_pinned_nbytes"_a)
       .def("places", &Reader::places)

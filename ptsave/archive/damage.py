@@ -119,6 +119,16 @@ def entries_in(obj: Any, storages: Set[int | None]) -> list[str]:
     return [*dict.fromkeys(name for name, _ in _collect(obj, storages, storage_id_of))]
 
 
+def addresses_in(obj: Any) -> set[int]:
+    """Return the address of each storage of the tensors in `obj`."""
+    found = set()
+    for _, tensor in EntryTree(obj).named_tensors():
+        for part in parts_of(tensor):
+            if storage_id_of(part) is not None and part.device.type == "cpu":
+                found.add(part.untyped_storage().data_ptr())
+    return found
+
+
 class _PlainView(UnfilledView):
     """Gives torch the offset of a record's header as the offset of the record's payload."""
 
@@ -132,14 +142,15 @@ def _collect(
     """Return a pair (tensor's name, place) for each tensor's part whose place is in `places`."""
     found: list[tuple[str, int | None]] = []
     for name, tensor in EntryTree(obj).named_tensors():
-        for part in _parts_of(tensor):
+        for part in parts_of(tensor):
             place = place_of(part)
             if place in places:
                 found.append((name, place))
     return found
 
 
-def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the dense tensors of a sparse tensor; a dense tensor is its only part."""
     """Return the index and value tensors of a sparse tensor; a dense tensor is its only part."""
     if is_lazy(tensor):
         return []  # it has no values until it is initialized

@@ -51,7 +51,7 @@ def storages_were_left_out(reader: RecordReader) -> bool:
     return reader.serialization_id()[_ID_N_DIGITS:] == f"{folded:0{_ID_N_DIGITS}}"
 
 
-def resources(limits: config.Config) -> dict[str, int]:
+def resources(limits: config.Config) -> dict[str, Any]:
     """Return keyword arguments that limit the threads and memory of the engine's reads."""
     return {"n_threads": limits.n_readers, "max_pinned_nbytes": limits.max_pinned_nbytes}
 

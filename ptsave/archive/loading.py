@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +17,12 @@ from torch.utils.serialization import config as torch_config
 
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import fills_storages, unpickle, unpickle_without_bytes
-from ptsave.errors import CorruptCheckpointError, MalformedPickleError, not_checkpoint
+from ptsave.errors import (
+    CorruptCheckpointError,
+    MalformedPickleError,
+    UnsupportedSourceError,
+    not_checkpoint,
+)
 from ptsave.sources.kinds import (
     HEAD_NBYTES,
     is_known,
@@ -52,7 +57,8 @@ class LoadOptions(NamedTuple):
 
     `wants_state` is for restoring a checkpoint: TorchScript archives are refused, and harmless
     values that torch's restricted unpickler refuses, such as NumPy's scalars, are accepted.
-    `leaves_opaque` is for inspecting a file: see `RecordReader`.
+    `leaves_opaque` is for inspecting a file: see `RecordReader`.  `on_map` gets the reader and the
+    mapped file before the object is rebuilt; with it, a file that cannot be mapped is refused.
     """
 
     map_location: Any = None
@@ -64,6 +70,7 @@ class LoadOptions(NamedTuple):
     pickle_load_args: Mapping[str, Any] = {}
     wants_state: bool = False
     leaves_opaque: bool = False
+    on_map: Callable[[RecordReader, torch.UntypedStorage], object] | None = None
 
     @property
     def maps(self) -> bool:
@@ -75,6 +82,12 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
     """Load `f` as :func:`torch.load` does, and close `reader`, the result of `reader_for`."""
     begin = None if _is_path(f) else _position(f)
     restricted = resolve_weights_only(options.weights_only, options.pickle_module)
+    if options.on_map is not None:
+        with ExitStack() as stack:
+            if reader is not None:
+                stack.callback(reader.close)
+            _require_mappable(describe(f), reader)
+            stack.pop_all()
     if reader is not None and reader.engine.find("constants.pkl") is not None:
         reader.close()
         if options.wants_state:
@@ -110,6 +123,8 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
         progress_bar(options.progress, "loading", reader.engine.nbytes) as reader.progress,
     ):
         overall = _map_file(reader, options.map_location) if options.maps else None
+        if options.on_map is not None and overall is not None:
+            options.on_map(reader, overall)
         result = rebuild(reader, options, module, partial(unpickle, overall_storage=overall))
         if options.leaves_opaque:
             from ptsave.tree.tree import drop_opaque_attributes
@@ -119,6 +134,26 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
     if end is not None:
         f.seek(end)
     return result
+
+
+def _require_mappable(name: str, reader: RecordReader | None) -> None:
+    """Raise an error for a file that cannot be mapped and compared with its checksums."""
+    if (
+        reader is None
+        or not reader.engine.all_stored
+        or reader.engine.find("constants.pkl") is not None
+    ):
+        raise no_map(name)
+    if get_default_mmap_options() == mmap_module.MAP_SHARED:
+        raise ValueError(f"{name}: a map that is verified needs MAP_PRIVATE, torch's default")
+
+
+def no_map(name: str) -> UnsupportedSourceError:
+    """Return the error for a file that cannot be mapped and compared with its checksums."""
+    return UnsupportedSourceError(
+        f"{name}: only an uncompressed .pt archive of torch 1.6 or later can be mapped and "
+        "verified: load the file without mmap"
+    )
 
 
 def _load_by_torch(f: Any, options: LoadOptions, restricted: bool) -> Any:

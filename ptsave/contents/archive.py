@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -437,6 +438,7 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     verify: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     recover: bool = False,
+    map: bool = False,  # noqa: A002 - named like the `mmap` of loads
 ) -> Archive:
     """Open a checkpoint to look at it, and to read parts of it.
 
@@ -461,6 +463,10 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
         all data of a ``.pt`` file with its checksums.  A warning names the damaged or missing
         records, and the entries that need them.  Such entries are left out: a dict at any depth
         loses only the damaged items, but a list or another object is left out completely.
+    map : bool, default False
+        Whether to map a ``.pt`` file at a local path.  Its tensors are then views of the map, which
+        take no memory of their own.  The first time that a record's tensor is handed out, the
+        whole record is compared with its CRC-32.  :func:`ptsave.verified` compares all records.
 
     Returns
     -------
@@ -479,6 +485,8 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
         error, and the message says how to trust its class.
     OSError
         If the file does not exist or cannot be read, or a directory holds no checkpoint.
+    ValueError
+        With `map`, if the file cannot be mapped: a URL, a file object, another format, `recover`.
 
     Notes
     -----
@@ -512,8 +520,14 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
     torch.Size([2, 3])
     tensor([1., 1., 1.])
     """
-    check_flags(verify=verify, recover=recover)
+    check_flags(verify=verify, recover=recover, map=map)
     options = OpenOptions(storage_options, verify, recover)
+    if map:
+        from ptsave.contents.mapped import open_map
+
+        if recover or not isinstance(f, (str, PathLike)):
+            raise ValueError(f"{describe(f)}: map=True takes the path of a whole file")
+        options = options._replace(open_map=open_map)
     contents = open_checkpoint(f, options)
     return Archive(contents, describe(f), verify=verify)
 

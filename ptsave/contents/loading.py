@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ptsave.archive.loading import LoadOptions, load_file
+from ptsave.archive.loading import LoadOptions, load_file, no_map
 from ptsave.archive.opening import reader_for
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.kinds import HEAD_NBYTES, is_safetensors
@@ -28,7 +28,7 @@ def load(
     *,
     weights_only: bool | None = None,
     mmap: bool | None = None,
-    verify: bool = True,
+    verify: bool | Literal["background"] = True,
     progress: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     process_group: Any = None,
@@ -55,12 +55,13 @@ def load(
         As for :func:`torch.load`: by default only tensors, plain containers and allow-listed types
         are built, and no code of the file runs.
     mmap : bool or None
-        Whether to map a local file instead of reading it.  A mapped file is not verified, because
-        its bytes are read later, when they are used.
-    verify : bool, default True
+        Whether to map a local file instead of reading it.  A mapped file's storages are verified
+        only with ``verify="background"``, because their bytes are read later, when they are used.
+    verify : bool or "background", default True
         Whether to compare every record with its CRC-32.  If you have overwritten storages in the
         file on purpose, pass ``verify=False``.  If you cannot edit the call, set
-        ``PTSAVE_VERIFY=0`` in the environment.
+        ``PTSAVE_VERIFY=0`` in the environment.  With ``mmap=True``, ``"background"`` returns at
+        once and compares on a thread; :func:`ptsave.verified` waits for the verdict.
     progress : bool, default False
         Whether to show a progress bar.
     storage_options : mapping, optional
@@ -87,7 +88,8 @@ def load(
     UnsupportedUrlError
         fsspec cannot read this URL.  The error is a :class:`FileNotFoundError`.
     ValueError
-        `mmap` is true, but `f` is not a local path.
+        `mmap` is true, but `f` is not a local path.  `verify` is "background", but the file cannot
+        be mapped and compared (no `mmap`, another format, another device).
     pickle.UnpicklingError
         As from :func:`torch.load`.
     RuntimeError, TypeError
@@ -116,17 +118,24 @@ def load(
     [tensor([0, 1, 2]), 'three']
     """
     with failing_together(process_group, describe(f)):
-        check_flags(verify=verify)
+        in_background = verify == "background"
+        compares = True if verify == "background" else verify
+        check_flags(verify=compares)
         map_location = location_of(map_location, device)
     options = LoadOptions(
         map_location=map_location,
         pickle_module=pickle_module,
         weights_only=weights_only,
         mmap=mmap,
-        verify=verify,
+        verify=compares,
         progress=progress,
         pickle_load_args=pickle_load_args,
     )
+    if in_background:
+        from ptsave.archive.maps import check_in_background, mapping
+
+        with failing_together(process_group, describe(f)):
+            options = mapping(f, options, check_in_background)
     return load_source(f, options, storage_options, process_group)
 
 
@@ -241,6 +250,8 @@ def _load_file(source: RangeSource, options: LoadOptions, path: Any = None) -> A
         if is_remote:
             _refuse_mmap(source, options)
         if source.kind == "safetensors":
+            if options.on_map is not None:
+                raise no_map(source.name)
             from ptsave.contents.safetensors import load_safetensors
 
             return load_safetensors(source, options)

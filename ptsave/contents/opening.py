@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ptsave.archive.loading import no_map
 from ptsave.archive.opening import open_source_archive, reader_for
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.unpickling import can_defer_reading
@@ -57,6 +58,8 @@ class OpenOptions(NamedTuple):
     # Whether to open a state dict.  If so, an object of a class that is not allowed raises an
     # error, and torch's loader opens a file of unknown format.
     for_state: bool = False
+    # A function that opens a local .pt file as a map; all other files are then refused.
+    open_map: Callable[[RangeSource, RecordReader], FileContents] | None = None
 
 
 _DEFAULTS = OpenOptions()
@@ -121,6 +124,10 @@ def open_file(source: RangeSource, options: OpenOptions = _DEFAULTS) -> FileCont
         if options.for_state:
             return _open_state(source, options)
         refuse_file_of_rank(source)
+        if options.open_map is not None and (
+            source.kind != "zip" or not isinstance(source, LocalFile)
+        ):
+            raise no_map(source.name)
         if is_metadata(source):
             require_files_beside(source)
         with reporting_damage(source.name):
@@ -193,6 +200,9 @@ def _open_zip(source: RangeSource, options: OpenOptions) -> FileContents:
         reader = open_source_archive(opened, verify=options.verify)
     with ExitStack() as stack:
         stack.callback(reader.close)  # a traceback would keep the reader open
+        if options.open_map is not None:
+            require_saved_object(reader)
+            return options.open_map(source, reader)
         metadata = _metadata_if_whole(reader, options)
         if metadata is not None:
             return _load_whole(source, metadata, options)

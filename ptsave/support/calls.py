@@ -28,6 +28,8 @@ for _power, _letter in enumerate("KMGT", 1):
 def check_flags(**flags: object) -> None:
     """Raise a TypeError if an option's value is not a bool, because "no" would count as True."""
     for name, value in flags.items():
+        if name == "verify" and value == "background":
+            raise ValueError("only ptsave.load with mmap=True takes verify='background'")
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, not {value!r}")
 

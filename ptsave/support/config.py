@@ -55,6 +55,25 @@ def current() -> Config:
     )
 
 
+def verdicts_folder() -> str | None:
+    """Return the directory for verdicts about whole files; None if none are remembered.
+
+    ``PTSAVE_VERDICTS`` is the directory, or ``0``.
+    """
+    text = os.environ.get("PTSAVE_VERDICTS")
+    if text == "0":
+        return None
+    if text:
+        if not os.path.isabs(text):
+            raise ValueError(
+                f"PTSAVE_VERDICTS must be 0 or an absolute path, not {text[:_MAX_SHOWN]!r}"
+            )
+        return text
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
+    return os.path.join(base, "ptsave", "verdicts") if os.path.isabs(base) else None
+
+
 _INSTALL = "PTSAVE_INSTALL"
 _INSTALL_OPTIONS = (
     "safetensors",
