@@ -464,9 +464,11 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
         records, and the entries that need them.  Such entries are left out: a dict at any depth
         loses only the damaged items, but a list or another object is left out completely.
     map : bool, default False
-        Whether to map a ``.pt`` file at a local path.  Its tensors are then views of the map, which
-        take no memory of their own.  The first time that a record's tensor is handed out, the
-        whole record is compared with its CRC-32.  :func:`ptsave.verified` compares all records.
+        Whether to map a ``.pt`` or safetensors file at a local path.  Its tensors are then views of
+        the map, which take no memory of their own.  The first time that a tensor is handed out, it
+        is compared with its CRC-32, if it has one: in a ``.pt`` file, the whole record is compared.
+        :func:`ptsave.verified` compares all records of a ``.pt`` file, and :meth:`Archive.verify`
+        all tensors of either.
 
     Returns
     -------

@@ -124,9 +124,8 @@ def open_file(source: RangeSource, options: OpenOptions = _DEFAULTS) -> FileCont
         if options.for_state:
             return _open_state(source, options)
         refuse_file_of_rank(source)
-        if options.open_map is not None and (
-            source.kind != "zip" or not isinstance(source, LocalFile)
-        ):
+        can_map = isinstance(source, LocalFile) and source.kind in ("zip", "safetensors")
+        if options.open_map is not None and not can_map:
             raise no_map(source.name)
         if is_metadata(source):
             require_files_beside(source)
@@ -137,7 +136,7 @@ def open_file(source: RangeSource, options: OpenOptions = _DEFAULTS) -> FileCont
                 return DcpContents(source, verify=options.verify)
             kind = require_checkpoint(source)
             if kind == "safetensors":
-                contents = _open_safetensors(source)
+                contents = _open_safetensors(source, options)
                 contents.obj  # noqa: B018 - made before several threads ask for it
                 return contents
             if kind == "legacy":
@@ -152,16 +151,16 @@ def _open_state(source: RangeSource, options: OpenOptions) -> FileContents:
     if source.kind == "safetensors" or (
         source.kind is None and source.name.endswith(".safetensors")
     ):
-        return _open_safetensors(source)
+        return _open_safetensors(source, options)
     if source.kind == "zip" and isinstance(source, (LocalFile, Buffer)):
         return _open_zip(source, options)
     return _load_whole(source, _LEGACY, options)  # also a remote archive, read once and in order
 
 
-def _open_safetensors(source: RangeSource) -> FileContents:
+def _open_safetensors(source: RangeSource, options: OpenOptions) -> FileContents:
     from ptsave.contents.safetensors import SafetensorsContents
 
-    return SafetensorsContents(source)
+    return SafetensorsContents(source, maps=options.open_map is not None, verify=options.verify)
 
 
 @contextmanager

@@ -389,7 +389,9 @@ def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
     location = options.map_location
     fills = fills_storages(location)
     if fills and (options.maps or not isinstance(source, LocalFile)):
-        contents = SafetensorsContents(source, maps=options.maps, verify=options.verify)
+        # As with torch archives, nothing is compared if the file is mapped.
+        verify = options.verify and not options.maps
+        contents = SafetensorsContents(source, maps=options.maps, verify=verify)
         with progress_bar(options.progress, "loading", source.nbytes) as contents.spans.progress:
             values = contents.read(list(contents.obj.values()), None)
         return dict(zip(contents.obj, values, strict=True))

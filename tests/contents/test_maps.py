@@ -301,6 +301,10 @@ def test_other_formats_are_refused(tmp_path: Path, kind: str, door: Doubt) -> No
         torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
     else:
         save_file({"a": torch.ones(3)}, path)
+        with ptsave.open(path, map=True) as file:
+            assert torch.equal(file["a"], torch.ones(3))
+        if door is by_open:
+            return
     with pytest.raises(ptsave.UnsupportedSourceError):
         door(path)
 
