@@ -32,7 +32,7 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build compare demo docs release-check test test-cpp test-python test-accelerator test-torch test-all accelerator accelerator-sanitizer accelerator-standin negative-controls lint format asan tsan fuzz \
-        fuzz-short wheels fuzz-parser fuzz-unpickler fuzz-unpickler-asan fuzz-outline kill stress benchmark wheel clean \
+        fuzz-short wheels fuzz-parser fuzz-unpickler fuzz-unpickler-asan fuzz-outline kill stress tier-faults benchmark wheel clean \
         lint-python lint-types lint-format lint-cpp asan-build tsan-build
 
 help:  ## list the targets
@@ -193,6 +193,11 @@ test-all: $(SETUP_STAMP) test-cpp build  ## every test: also slow ones and ones 
 
 kill: $(SETUP_STAMP) build  ## kill a saving process KILL_ROUNDS times at random moments
 	PTSAVE_KILL_ROUNDS=$(KILL_ROUNDS) $(RUN) -m pytest -m kill $(PYTEST_ARGS)
+
+# About twenty minutes on two cores.
+tier-faults: $(SETUP_STAMP) build  ## kill ranks, hosts and servers of runs in several places, and damage copies
+	PTSAVE_KILL_ROUNDS=$(KILL_ROUNDS) PTSAVE_MUTATIONS=10000 \
+	  $(RUN) -m pytest -s tests/training/test_tier_faults.py $(PYTEST_ARGS)
 
 stress: $(SETUP_STAMP) build  ## many save to one path for STRESS_SECONDS; every bit flipped
 	PTSAVE_STRESS_SECONDS=$(STRESS_SECONDS) PTSAVE_EVERY_BIT=1 PTSAVE_MUTATIONS=20000 \

@@ -1,7 +1,7 @@
 """An S3 server on the loopback interface, in a process of its own, that can fail when told to.
 
-Run as a program it prints its port, and serves until its standard input is closed.  It is moto's
-application behind a filter: ``POST /_rules`` says which requests fail.
+Run as a program with a port, or 0, it prints its port, and serves until its standard input is
+closed.  It is moto's application behind a filter: ``POST /_rules`` says which requests fail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _CODES = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}
 class S3Server:
     """A server that runs; `options` are the `storage_options` for it."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, process: subprocess.Popen[str]) -> None:
+        self.port = port
+        self.process = process
         self.endpoint = f"http://{HOST}:{port}"
         self.options: dict[str, Any] = {
             "key": "key",
@@ -55,9 +57,9 @@ class S3Server:
 
 
 @contextmanager
-def running_server() -> Iterator[S3Server]:
+def running_server(port: int = 0) -> Iterator[S3Server]:
     with subprocess.Popen(
-        [sys.executable, __file__],
+        [sys.executable, __file__, str(port)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -66,7 +68,7 @@ def running_server() -> Iterator[S3Server]:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            yield S3Server(int(process.stdout.readline()))
+            yield S3Server(int(process.stdout.readline()), process)
         finally:
             process.stdin.close()
 
@@ -115,7 +117,7 @@ def main() -> None:
     from werkzeug.serving import make_server
 
     application = _Filter(DomainDispatcherApplication(create_backend_app))
-    server = make_server(HOST, 0, application, threaded=True)
+    server = make_server(HOST, int(sys.argv[1]), application, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
     sys.stdin.read()
