@@ -150,7 +150,6 @@ def _collect(
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors of a sparse tensor; a dense tensor is its only part."""
     """Return the index and value tensors of a sparse tensor; a dense tensor is its only part."""
     if is_lazy(tensor):
         return []  # it has no values until it is initialized

@@ -222,8 +222,11 @@ def _checks_of(addresses: Iterable[int]) -> list[MapCheck]:
 
 def wait_for(obj: Any, timeout: float | None, name: str) -> None:
     """Wait for the verdict about each mapped file whose tensors are in `obj`, named `name`."""
-    checks = _checks_of(addresses_in(obj))
-    if not checks:
+    if isinstance(obj, torch.nn.Module):
+        obj = [*obj.parameters(), *obj.buffers()]
+    addresses = addresses_in(obj)
+    checks = _checks_of(addresses)
+    if addresses and not checks:
         raise ValueError(
             f"{name} has no tensor in a mapped file that is checked: load it with mmap=True and "
             "verify='background', with ptsave.share, or with ptsave.open and map=True"

@@ -68,7 +68,7 @@ def verified(obj: Any, timeout: float | None = None) -> None:
     ----------
     obj : object
         A result of ``load(mmap=True, verify="background")`` or :func:`ptsave.share`, a part of it,
-        or an :class:`Archive` of ``open(map=True)``.
+        a module to which its tensors were assigned, or an :class:`Archive` of ``open(map=True)``.
     timeout : float or None
         Seconds; None waits as long as it takes.
 
@@ -81,7 +81,7 @@ def verified(obj: Any, timeout: float | None = None) -> None:
     concurrent.futures.TimeoutError
         If there is no verdict within `timeout`.
     ValueError
-        If no tensor of `obj` is in a mapped file that is checked.
+        If `obj` has tensors, but none of them is in a mapped file that is checked.
 
     Examples
     --------

@@ -348,3 +348,15 @@ def test_processes_share_one_copy(tmp_path: Path) -> None:
     for rank in ranks:
         rank.communicate("\n")
     assert path.stat().st_size * 0.9 < total <= 1.05 * path.stat().st_size
+
+
+def test_verified_of_modules_and_of_objects_without_tensors(tmp_path: Path) -> None:
+    module = torch.nn.Linear(3, 3)
+    torch.save(module.state_dict(), tmp_path / "a.pt")
+    torch.save([1], tmp_path / "b.pt")
+    state = ptsave.load(tmp_path / "a.pt", mmap=True, verify="background")
+    module.load_state_dict(state, assign=True)
+    ptsave.verified(module)
+    ptsave.verified(ptsave.load(tmp_path / "b.pt", mmap=True, verify="background"))
+    with pytest.raises(ValueError, match="no tensor in a mapped file"):
+        ptsave.verified(torch.nn.Linear(3, 3))
