@@ -194,7 +194,7 @@ test-all: $(SETUP_STAMP) test-cpp build  ## every test: also slow ones and ones 
 kill: $(SETUP_STAMP) build  ## kill a saving process KILL_ROUNDS times at random moments
 	PTSAVE_KILL_ROUNDS=$(KILL_ROUNDS) $(RUN) -m pytest -m kill $(PYTEST_ARGS)
 
-# About twenty minutes on two cores.
+# About half an hour on two cores.
 tier-faults: $(SETUP_STAMP) build  ## kill ranks, hosts and servers of runs in several places, and damage copies
 	PTSAVE_KILL_ROUNDS=$(KILL_ROUNDS) PTSAVE_MUTATIONS=10000 \
 	  $(RUN) -m pytest -s tests/training/test_tier_faults.py $(PYTEST_ARGS)
