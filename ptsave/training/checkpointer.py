@@ -99,13 +99,15 @@ class AsyncCheckpointer:
         The effect of an :class:`OSError` of a save (disk full, directory gone, URL unreachable).
         With ``"raise"``, :meth:`wait` and :meth:`close` raise it, unless the program has read it
         from the save's future.  With ``"warn"``, the save warns once, and the run goes on; the
-        future still has the error.  Other errors are always raised.
+        future still has the error.  Other errors are always raised.  With `local`, each error of a
+        copy is such a warning, too.
     local : str or os.PathLike, optional
         Fast local directory to which each step is saved first.  Threads copy the steps from there
         to `directory`, the slow place.  This needs the xxhash library.
     every : dict, optional
         ``{"remote": 10, "peers": 2}`` copies the steps that are divisible by 10 to `directory`, and
-        even steps to other hosts.  The default is each step.
+        even steps to other hosts.  The default is each step.  A step that has no copies on other
+        hosts is removed once a later step has them.
     peers : int, default 0
         Number of other hosts that store a copy of each rank's part in their `local` directory.
 

@@ -383,8 +383,8 @@ class RangeRead {
   RangeRead(std::shared_ptr<RangeFiles> files, std::vector<FileRange> ranges,
             std::uint64_t max_gap = RangeList::kMaxGapNbytes)
       : files_(std::move(files)),
-        is_checked_(
-            std::ranges::any_of(ranges, [](const FileRange& r) { return r.crc.has_value(); })),
+        is_checked_(std::ranges::any_of(ranges, has_crc)),
+        is_sent_(std::ranges::any_of(ranges, has_target)),
         ranges_(files_->sources(), std::move(ranges), max_gap, window_nbytes()) {
     refuse_overlaps(ranges_.ranges());
     if (is_checked_) crcs_.resize(ranges_.n_stretches());
@@ -437,11 +437,15 @@ class RangeRead {
     if (lease != nullptr) unstager->send(std::move(lease), pieces);
   }
 
+  static bool has_crc(const FileRange& range) { return range.crc.has_value(); }
+  static bool has_target(const FileRange& range) { return range.target.has_value(); }
+
   // Bytes that were copied from the page cache stay in the processor's cache for the checksum, if
-  // they are few.  The disk is faster with more bytes at a time.
+  // they are few.  Disks and accelerators are faster with more bytes at a time.
   std::uint64_t window_nbytes() const {
     const auto is_cached = [](const ByteSource& file) { return file.may_be_cached(0, 1); };
-    const bool is_small = is_checked_ && std::ranges::all_of(files_->sources(), is_cached);
+    const bool is_small =
+        is_checked_ && !is_sent_ && std::ranges::all_of(files_->sources(), is_cached);
     return is_small ? kCheckedNbytes : RangeList::kWindowNbytes;
   }
 
@@ -449,6 +453,7 @@ class RangeRead {
 
   const std::shared_ptr<RangeFiles> files_;
   const bool is_checked_;
+  const bool is_sent_;
   const RangeList ranges_;
   std::vector<std::vector<RangeList::PartCrc>> crcs_;  // by stretch; empty if none is compared
   std::atomic<std::uint64_t> nbytes_read_{0};
