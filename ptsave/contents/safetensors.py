@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 _HEADER_ALIGNMENT = 8
 _MAX_NAMED = 8
+_MIN_THREADED_NBYTES = 4 << 20
 
 # How many numbers an element of torch's packed dtypes has.  Shapes in files count the numbers.
 _N_PACKED = {torch.float4_e2m1fn_x2: 2}
@@ -230,7 +231,7 @@ class SafetensorsContents(OneFile):
         if memory is None:
             return None
         if verify is not False and stored.crc is not None and number not in self._whole:
-            if _crc_of(memory) != stored.crc:
+            if crc_of(memory) != stored.crc:
                 raise damaged(self.path, [stored])
             self._whole.add(number)
         if memory.data_ptr() % stored.dtype.itemsize:
@@ -297,14 +298,15 @@ class _SourceSpans:
 
     def read(self, spans: Sequence[Span], *, verify: bool | None) -> None:
         file = self._source
-        whole = [span for span in spans if len(span.target) == self._tensors[span.record].nbytes]
-        if verify and len(whole) < len(spans):
+        stored = [self._tensors[span.record] for span in spans]
+        are_whole = [
+            len(span.target) == each.nbytes for span, each in zip(spans, stored, strict=True)
+        ]
+        if verify and not all(are_whole):
             self.check([span.record for span in spans])
         crcs = [
-            None
-            if verify is False or len(span.target) != self._tensors[span.record].nbytes
-            else self._tensors[span.record].crc
-            for span in spans
+            each.crc if is_whole and verify is not False else None
+            for each, is_whole in zip(stored, are_whole, strict=True)
         ]
         if isinstance(file, LocalFile):
             if spans:
@@ -328,9 +330,9 @@ class _SourceSpans:
                 self.progress(begins[-1] + len(batch[-1].target))
         self._refuse_damage(
             {
-                self._tensors[span.record].offset
-                for span, crc in zip(spans, crcs, strict=True)
-                if crc is not None and crc != _crc_of(span.target)
+                each.offset
+                for span, each, crc in zip(spans, stored, crcs, strict=True)
+                if crc is not None and crc != crc_of(span.target)
             }
         )
 
@@ -348,8 +350,11 @@ class _SourceSpans:
             raise damaged(self._source.name, found)
 
 
-def _crc_of(memory: Tensor) -> int:
-    return _C.crc32_of(memory, n_threads=config.current().n_threads)
+def crc_of(memory: Tensor) -> int:
+    """Return the CRC-32 of a contiguous CPU tensor's bytes."""
+    # A thread takes longer to start than a small tensor's checksum.
+    is_large = memory.nbytes >= _MIN_THREADED_NBYTES
+    return _C.crc32_of(memory, n_threads=config.current().n_threads if is_large else 0)
 
 
 def damaged(path: str, tensors: Sequence[StoredTensor]) -> CorruptCheckpointError:

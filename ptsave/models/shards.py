@@ -45,7 +45,6 @@ from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkp
 from ptsave.sources.locations import n_files_to_hold
 from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
 from ptsave.state.copying import PLAIN_TYPES
-from ptsave.support import config
 from ptsave.support.calls import ProgressCallback, progress_from
 from ptsave.support.torch_modules import EXTRA_STATE_KEY_SUFFIX, METADATA
 from ptsave.tree.containers import items_of
@@ -455,7 +454,9 @@ def _compare_mapped(read: Read) -> None:
     entry = read.entry
     if entry.crc is None or read.target.nbytes != entry.nbytes:
         return
-    if _C.crc32_of(read.target, n_threads=config.current().n_threads) != entry.crc:
+    from ptsave.contents.safetensors import crc_of
+
+    if crc_of(read.target) != entry.crc:
         raise _damaged([entry])
 
 

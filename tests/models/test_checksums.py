@@ -199,6 +199,33 @@ HOSTILE = {
 }
 
 
+@pytest.mark.parametrize("name", ["a.pt", "a.bin", "no_suffix"])
+def test_a_misnamed_file(tmp_path: Path, name: str) -> None:
+    tensors = {"a": torch.ones(9), "b": torch.zeros(9)}
+    ptsave.save_model(tensors, tmp_path / "a.safetensors")
+    data = bytearray((tmp_path / "a.safetensors").read_bytes())
+    (tmp_path / name).write_bytes(data)
+    assert torch.equal(ptsave.load(tmp_path / name)["a"], tensors["a"])
+    data[-1] ^= 1
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        ptsave.load(tmp_path / name)
+    assert caught.value.entries == ["b"]
+
+
+def test_a_checksum_of_no_bytes(tmp_path: Path) -> None:
+    """The checksum of an empty tensor is zero: another one does not fit, wherever the file is."""
+    import fsspec
+
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.empty(0), "b": torch.empty(0)}, path, {KEY: "0" * 15 + "1"})
+    fsspec.filesystem("memory").pipe("/checksums/empty.safetensors", path.read_bytes())
+    for place in (path, "memory://checksums/empty.safetensors"):
+        with pytest.raises(CorruptCheckpointError, match="do not fit the tensors"):
+            ptsave.load(place)
+    assert run("verify", path).exit_code == 1
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_checksums_that_do_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
