@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from ptsave.inspection.reports import Problem, Verification
 from ptsave.sources.ranges import Folder, open_source
 from ptsave.support.threads import ThreadPool
-from ptsave.training.manifests import MANIFEST, Copy, Manifest, copies_in, digest_of, manifest_of
+from ptsave.training.directory import MANIFEST
+from ptsave.training.manifests import Copy, Manifest, copies_in, digest_of, manifest_of
 
 _N_THREADS = 16  # requests to a URL at the same time
 _N_NAMED = 3

@@ -117,13 +117,15 @@ def failure_domain() -> str:
 
     Containers of one machine fail together, so they are one domain.
     """
-    given = os.environ.get("PTSAVE_FAILURE_DOMAIN")
-    if given:
-        return given
+    return os.environ.get("PTSAVE_FAILURE_DOMAIN") or boot_id() or os.uname().nodename
+
+
+def boot_id() -> str:
+    """Return a text that is the same in all containers of a machine until it restarts, or ""."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return os.uname().nodename
+        return ""
 
 
 def read_integer(variable: str, default: int, *, minimum: int = 1) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +15,7 @@ from torch import distributed
 from torch.distributed import distributed_c10d
 
 from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
+from ptsave.support.config import boot_id
 
 # If another rank fails, this rank raises an error of the first of these types that fits.
 _KINDS: dict[str, type[Exception]] = {
@@ -237,10 +237,7 @@ def host_identity() -> str:
 
     The text consists of the host's name, which differs between containers, and of the boot ID.
     """
-    start = ""
-    with suppress(OSError):
-        start = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{os.uname().nodename} {start}"
+    return f"{os.uname().nodename} {boot_id()}"
 
 
 def host_group(group: Any, ranks: Sequence[int]) -> Any:

@@ -26,7 +26,8 @@ from ptsave.writing.targets import resolve_folder
 # Errors when opening a file that another process, or another host, has removed.
 GONE = {errno.ENOENT, errno.ESTALE}
 _MAX_TRIES = 100  # a try fails only if the file was removed meanwhile
-_MANIFEST = ".json"  # behind a file's name: the name of its manifest (manifests.py)
+# Behind a file's name, this makes the name of its manifest (manifests.py).
+MANIFEST = ".json"
 
 
 def create_directory(
@@ -241,19 +242,19 @@ class CheckpointDirectory:
             orphans = [
                 name
                 for name in files
-                if name.endswith(_MANIFEST)
-                and name.removesuffix(_MANIFEST) not in files
+                if name.endswith(MANIFEST)
+                and name.removesuffix(MANIFEST) not in files
                 and self._is_own(name)
             ]
             if orphans:  # a file that has just been written is not in the first list
                 files = {*self.folder.regular_files()} - dead
-                orphans = [name for name in orphans if name.removesuffix(_MANIFEST) not in files]
+                orphans = [name for name in orphans if name.removesuffix(MANIFEST) not in files]
             for name in [*dead, *orphans]:
                 with suppress(FileNotFoundError):  # another rank has removed it
                     self.folder.remove(name)
 
     def _is_own(self, name: str) -> bool:
-        return self.naming.is_checkpoint(name.removesuffix(_MANIFEST))
+        return self.naming.is_checkpoint(name.removesuffix(MANIFEST))
 
     def _names(self) -> dict[int, list[str]]:
         """Return each complete step's file names; this process reads the first of them."""

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 from ptsave.sources.locations import Location
 from ptsave.sources.ranges import RangeSource, open_source
 from ptsave.streaming.payload_sources import write_bytes
-from ptsave.training.directory import identify
+from ptsave.training.directory import MANIFEST, identify
 
-MANIFEST = ".json"
 _PIECE_NBYTES = 16 << 20
 # The step, and a text that is greater for a later save of the step.
 Key: TypeAlias = "tuple[int, str]"

@@ -303,10 +303,6 @@ class PeerServer:
             self._server.shutdown()
         self._server.server_close()
 
-    def forget(self) -> None:
-        """Close the socket in a forked child, where no thread serves it."""
-        self._server.server_close()
-
 
 class _Server(socketserver.ThreadingTCPServer):
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
@@ -414,7 +410,7 @@ def tell_done(
 
 def _forget_servers() -> None:
     for server in list(_servers):
-        server.forget()
+        server.close()
     _servers.clear()
 
 

@@ -28,18 +28,9 @@ from ptsave.support.calls import warn_user
 from ptsave.support.rank_groups import new_token
 from ptsave.support.threads import ThreadPool
 from ptsave.training import peers
-from ptsave.training.directory import CheckpointDirectory, PartsOfHosts, Retention
+from ptsave.training.directory import MANIFEST, CheckpointDirectory, PartsOfHosts, Retention
 from ptsave.training.fallback import read_whole
-from ptsave.training.manifests import (
-    MANIFEST,
-    Copy,
-    Key,
-    Manifest,
-    copies_in,
-    digest_of,
-    hasher,
-    manifest_of,
-)
+from ptsave.training.manifests import Copy, Key, Manifest, copies_in, digest_of, hasher, manifest_of
 from ptsave.training.peers import Address, PeerServer
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ import ptsave
 from ptsave.sources.locations import LocalFolder
 from ptsave.sources.ranges import LocalFile
 from ptsave.training import peers
-from ptsave.training.directory import PartsOfHosts
-from ptsave.training.manifests import MANIFEST, Manifest, digest_of, manifest_of
+from ptsave.training.directory import MANIFEST, PartsOfHosts
+from ptsave.training.manifests import Manifest, digest_of, manifest_of
 
 xxhash: Any = pytest.importorskip("xxhash", reason="manifests have digests of the xxhash library")
 

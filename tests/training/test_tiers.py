@@ -26,7 +26,7 @@ from warm_python import run_warm
 
 import ptsave
 from ptsave.training import tiers
-from ptsave.training.manifests import MANIFEST
+from ptsave.training.directory import MANIFEST
 
 xxhash: Any = pytest.importorskip("xxhash", reason="manifests have digests of the xxhash library")
 pytestmark = pytest.mark.usefixtures("_clean_file_systems", "_everything_is_closed")
