@@ -168,6 +168,7 @@ negative-controls: $(SETUP_STAMP)  ## tests notice each missing wait: make negat
 accelerator: ROUNDS ?= 1
 accelerator:  ## the same tests (3 minutes at most), and the benchmark, on this machine's accelerator, with PYTHON
 	$(PYTHON) setup.py --quiet build_ext --inplace
+	$(PYTHON) -m compileall -q ptsave  # as in an installed package, also where Python writes no byte code
 	rm -f build/accelerator.md
 	status=0; \
 	PTSAVE_ACCELERATOR=real PYTHONPATH="$(CURDIR):$$PYTHONPATH" \
