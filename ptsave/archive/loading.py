@@ -70,7 +70,7 @@ class LoadOptions(NamedTuple):
     pickle_load_args: Mapping[str, Any] = {}
     wants_state: bool = False
     leaves_opaque: bool = False
-    on_map: Callable[[RecordReader, torch.UntypedStorage], object] | None = None
+    on_map: Callable[[Any, torch.UntypedStorage], Any] | None = None  # see `maps.watch`
 
     @property
     def maps(self) -> bool:
@@ -86,7 +86,7 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
         with ExitStack() as stack:
             if reader is not None:
                 stack.callback(reader.close)
-            _require_mappable(describe(f), reader)
+            _require_mappable(f, reader)
             stack.pop_all()
     if reader is not None and reader.engine.find("constants.pkl") is not None:
         reader.close()
@@ -136,8 +136,11 @@ def load_file(f: Any, options: LoadOptions, reader: RecordReader | None) -> Any:
     return result
 
 
-def _require_mappable(name: str, reader: RecordReader | None) -> None:
+def _require_mappable(f: Any, reader: RecordReader | None) -> None:
     """Raise an error for a file that cannot be mapped and compared with its checksums."""
+    name = describe(f)
+    if reader is None and _is_path(f):
+        os.stat(f)  # raises FileNotFoundError
     if (
         reader is None
         or not reader.engine.all_stored
@@ -151,8 +154,8 @@ def _require_mappable(name: str, reader: RecordReader | None) -> None:
 def no_map(name: str) -> UnsupportedSourceError:
     """Return the error for a file that cannot be mapped and compared with its checksums."""
     return UnsupportedSourceError(
-        f"{name}: only an uncompressed .pt archive of torch 1.6 or later can be mapped and "
-        "verified: load the file without mmap"
+        f"{name}: only a safetensors file, or an uncompressed .pt archive of torch 1.6 or later, "
+        "can be mapped and verified: load the file without mmap"
     )
 
 

@@ -15,10 +15,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from copy import copy
-from functools import partial
+from functools import cached_property, partial
 from threading import RLock, current_thread, main_thread
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +29,7 @@ from ptsave.archive.reader import RecordReader
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError
 from ptsave.sources.locations import describe
 from ptsave.support import config, verdicts
+from ptsave.support.calls import ProgressCallback
 from ptsave.support.threads import Thread, ThreadPool
 
 
@@ -36,42 +37,78 @@ class _UnneededError(Exception):
     """The thread of a check ends without a verdict."""
 
 
-class MapCheck:
-    """Compares the storages of a mapped archive with their checksums; maps of a file share it."""
+class Checked(Protocol):
+    """A mapped file with numbered entries (records or tensors), some of which have checksums."""
+
+    @property
+    def descriptor(self) -> int: ...
+    @property
+    def label(self) -> str: ...  # for the file's verdict, beside its identity
+    @property
+    def verifies(self) -> bool: ...  # whether checksums are compared at all
+    def checked(self) -> set[int]: ...  # the entries that have checksums
+    def compare(self, entries: list[int], progress: ProgressCallback) -> None: ...
+
+
+class ArchiveRecords:
+    """The records of a mapped archive, and which record contains a byte."""
 
     def __init__(self, reader: RecordReader) -> None:
-        # The loader closes its reader, but the check needs the engine and the open file.
-        self.reader = RecordReader(reader.engine, reader.path, reader.limits, verify=True)
-        self._folder = config.verdicts_folder()
-        self._identity = verdicts.Identity(reader.engine.descriptor, reader.serialization_id())
-        has_crcs = self.reader.verify and verifies_storages(self.reader)
-        others = set(reader.engine.other_names()) if has_crcs else set()
-        records = reader.engine.records()
-        self._headers = sorted((record.header_offset, i) for i, record in enumerate(records))
-        self._unchecked = {
-            i for i, record in enumerate(records) if has_crcs and record.name not in others
-        }
-        self._future: Future[Exception | None] | None = None
-        self.n_waiting = 0
+        # The loader closes its reader, but a check needs the engine and the open file.
+        self._reader = RecordReader(reader.engine, reader.path, reader.limits, verify=True)
+        self.verifies = reader.limits.verify
+        self.label = reader.serialization_id()
 
-    def record_at(self, offset: int) -> int:
+    @property
+    def descriptor(self) -> int:
+        return self._reader.engine.descriptor
+
+    def checked(self) -> set[int]:
+        reader = self._reader
+        if not verifies_storages(reader):
+            return set()
+        others = set(reader.engine.other_names())
+        records = reader.engine.records()
+        return {i for i, record in enumerate(records) if record.name not in others}
+
+    def compare(self, entries: list[int], progress: ProgressCallback) -> None:
+        """Compare records with their checksums; raise CorruptCheckpointError for damage."""
+        damaged = self._reader.engine.read_records(
+            entries, [], verify=True, progress=progress, **resources(self._reader.limits)
+        )
+        if damaged:
+            raise damage_of(self._reader, damaged)
+
+    @cached_property
+    def _headers(self) -> list[tuple[int, int]]:
+        records = self._reader.engine.records()
+        return sorted((record.header_offset, i) for i, record in enumerate(records))
+
+    def at(self, offset: int) -> int:
         """Return the number of the record that contains the byte at an offset of the file."""
         return self._headers[bisect_right(self._headers, (offset, len(self._headers))) - 1][1]
 
-    def record_name(self, offset: int) -> str:
+    def name_at(self, offset: int) -> str:
         """Return the name of the record that contains the byte at an offset of the file."""
-        return self.reader.engine.record(self.record_at(offset)).name
+        return self._reader.engine.record(self.at(offset)).name
 
-    def compare(self, records: Iterable[int]) -> None:
-        """Compare records with their checksums, unless that has been done before."""
-        if self._unchecked and not self._unchecked.isdisjoint(records):
-            wanted = sorted(self._unchecked.intersection(records))
-            limits = resources(self.reader.limits)
-            damaged = self.reader.engine.read_records(
-                wanted, [], verify=True, progress=self._go_on, **limits
-            )
-            if damaged:
-                raise damage_of(self.reader, damaged)
+
+class MapCheck:
+    """Compares the entries of a mapped file with their checksums; maps of a file share it."""
+
+    def __init__(self, file: Checked) -> None:
+        self._file = file
+        self._folder = config.verdicts_folder()
+        self._identity = verdicts.Identity(file.descriptor, file.label)
+        self._unchecked = file.checked()
+        self._future: Future[Exception | None] | None = None
+        self.n_waiting = 0
+
+    def compare(self, entries: Iterable[int]) -> None:
+        """Compare entries with their checksums, unless that has been done before."""
+        if self._unchecked and not self._unchecked.isdisjoint(entries):
+            wanted = sorted(self._unchecked.intersection(entries))
+            self._file.compare(wanted, self._go_on)
             self._unchecked.difference_update(wanted)
 
     def start(self) -> Future[Exception | None]:
@@ -163,7 +200,7 @@ _checks: weakref.WeakValueDictionary[tuple[str, bool], MapCheck] = weakref.WeakV
 
 
 def mapping(
-    f: Any, options: LoadOptions, on_map: Callable[[RecordReader, torch.UntypedStorage], object]
+    f: Any, options: LoadOptions, on_map: Callable[[Any, torch.UntypedStorage], MapCheck]
 ) -> LoadOptions:
     """Return the options for a load with `on_map`; raise ValueError if they do not allow a map."""
     name = describe(f)
@@ -180,10 +217,10 @@ def mapping(
     return options._replace(map_location=stay, on_map=on_map)
 
 
-def watch(reader: RecordReader, storage: torch.UntypedStorage) -> MapCheck:
-    """Return the check of a mapped archive; the check lives as long as a map of the file."""
-    label = reader.serialization_id()
-    key = verdicts.Identity(reader.engine.descriptor, label).key(), reader.limits.verify
+def watch(file: Checked | RecordReader, storage: torch.UntypedStorage) -> MapCheck:
+    """Return the check of a mapped file; the check lives as long as a map of the file."""
+    file = ArchiveRecords(file) if isinstance(file, RecordReader) else file
+    key = verdicts.Identity(file.descriptor, file.label).key(), file.verifies
     begin = storage.data_ptr()
 
     def forget(gone: weakref.ref[torch.UntypedStorage]) -> None:
@@ -193,19 +230,23 @@ def watch(reader: RecordReader, storage: torch.UntypedStorage) -> MapCheck:
     with _lane.lock:
         check = _checks.get(key)
         if check is None:
-            check = _checks[key] = MapCheck(reader)
+            check = _checks[key] = MapCheck(file)
         _maps[begin] = _Map(weakref.ref(storage, forget), storage.nbytes(), check)
     return check
 
 
-def check_in_background(reader: RecordReader, storage: torch.UntypedStorage) -> None:
-    """Start the check of a mapped archive."""
-    watch(reader, storage).start()
+def check_in_background(file: Checked | RecordReader, storage: torch.UntypedStorage) -> MapCheck:
+    """Start the check of a mapped file."""
+    check = watch(file, storage)
+    check.start()
+    return check
 
 
-def check_now(reader: RecordReader, storage: torch.UntypedStorage) -> None:
-    """Check a mapped archive; raise an error if it is damaged."""
-    watch(reader, storage).wait()
+def check_now(file: Checked | RecordReader, storage: torch.UntypedStorage) -> MapCheck:
+    """Check a mapped file; raise an error if it is damaged."""
+    check = watch(file, storage)
+    check.wait()
+    return check
 
 
 def _checks_of(addresses: Iterable[int]) -> list[MapCheck]:
@@ -220,17 +261,26 @@ def _checks_of(addresses: Iterable[int]) -> list[MapCheck]:
     return list(found)
 
 
-def wait_for(obj: Any, timeout: float | None, name: str) -> None:
-    """Wait for the verdict about each mapped file whose tensors are in `obj`, named `name`."""
+def checks_for(obj: Any) -> list[MapCheck]:
+    """Return the check of each mapped file whose tensors are in `obj`; raise if there is none."""
     if isinstance(obj, torch.nn.Module):
         obj = [*obj.parameters(), *obj.buffers()]
     addresses = addresses_in(obj)
-    checks = _checks_of(addresses)
-    if addresses and not checks:
-        raise ValueError(
-            f"{name} has no tensor in a mapped file that is checked: load it with mmap=True and "
-            "verify='background', with ptsave.share, or with ptsave.open and map=True"
-        )
+    return require_checks(_checks_of(addresses), obj) if addresses else []
+
+
+def require_checks(checks: list[MapCheck], obj: Any) -> list[MapCheck]:
+    """Return the checks; raise ValueError if there are none."""
+    if checks:
+        return checks
+    raise ValueError(
+        f"the {type(obj).__name__} has no tensor in a mapped file that is checked: load it with "
+        "mmap=True and verify='background', with ptsave.share, or with ptsave.open and map=True"
+    )
+
+
+def wait_for(checks: list[MapCheck], timeout: float | None) -> None:
+    """Wait for the verdict about each file."""
     deadline = None if timeout is None else monotonic() + timeout
     for check in checks:
         check.wait(None if deadline is None else max(0.0, deadline - monotonic()))

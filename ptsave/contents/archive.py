@@ -467,8 +467,7 @@ def open(  # noqa: A001 - opens checkpoints as the builtin opens files
         Whether to map a ``.pt`` or safetensors file at a local path.  Its tensors are then views of
         the map, which take no memory of their own.  The first time that a tensor is handed out, it
         is compared with its CRC-32, if it has one: in a ``.pt`` file, the whole record is compared.
-        :func:`ptsave.verified` compares all records of a ``.pt`` file, and :meth:`Archive.verify`
-        all tensors of either.
+        :meth:`Archive.verify` and :func:`ptsave.verified` compare all records or tensors.
 
     Returns
     -------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pickle import UnpicklingError
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.support.calls import ProgressCallback, progress_bar, warn_user
 from ptsave.support.torch_names import restricted_unpickler, storage_id_of
 from ptsave.tree.extents import span_of
+
+if TYPE_CHECKING:
+    from ptsave.archive.maps import MapCheck
 
 CPU = torch.device("cpu")
 _ALIGNMENT = 16  # the largest element size of a dtype, in bytes
@@ -109,6 +112,8 @@ class FileContents(Contents, Protocol):
 
 class OneFile:
     """Default methods for the `Contents` of a single file."""
+
+    map_check: MapCheck | None = None  # compares the entries of a mapped file
 
     def park(self) -> None:
         """Close the file; the next read opens it again.  This default does nothing."""

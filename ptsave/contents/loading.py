@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ptsave.archive.loading import LoadOptions, load_file, no_map
+from ptsave.archive.loading import LoadOptions, load_file
 from ptsave.archive.opening import reader_for
 from ptsave.errors import UnsupportedSourceError
 from ptsave.sources.kinds import HEAD_NBYTES, is_safetensors
@@ -89,7 +89,8 @@ def load(
         fsspec cannot read this URL.  The error is a :class:`FileNotFoundError`.
     ValueError
         `mmap` is true, but `f` is not a local path.  `verify` is "background", but the file cannot
-        be mapped and compared (no `mmap`, another format, another device).
+        be mapped and compared (no `mmap`, another format, another device, a safetensors file
+        without checksums).
     pickle.UnpicklingError
         As from :func:`torch.load`.
     RuntimeError, TypeError
@@ -250,8 +251,6 @@ def _load_file(source: RangeSource, options: LoadOptions, path: Any = None) -> A
         if is_remote:
             _refuse_mmap(source, options)
         if source.kind == "safetensors":
-            if options.on_map is not None:
-                raise no_map(source.name)
             from ptsave.contents.safetensors import load_safetensors
 
             return load_safetensors(source, options)

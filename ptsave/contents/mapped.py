@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptsave.archive.damage import parts_of
 from ptsave.archive.loading import LoadOptions, load_file
-from ptsave.archive.maps import MapCheck, watch
+from ptsave.archive.maps import ArchiveRecords, MapCheck, watch
 from ptsave.archive.reader import RecordReader
 from ptsave.archive.spans import Allocator, new_storage
 from ptsave.contents.contents import CPU, LoadedContents, Place
@@ -22,11 +22,19 @@ from ptsave.support.torch_names import storage_id, storage_id_of
 class MappedContents(LoadedContents):
     """`Contents` of a mapped file; its tensors are views of the map."""
 
+    map_check: MapCheck
+
     def __init__(
-        self, loaded: LoadedContents, source: RangeSource, check: MapCheck, begin: int
+        self,
+        loaded: LoadedContents,
+        source: RangeSource,
+        records: ArchiveRecords,
+        check: MapCheck,
+        begin: int,
     ) -> None:
         super().__init__(loaded.obj, loaded.locations, loaded.metadata, source)
-        self._check = check
+        self._records = records
+        self.map_check = check
         self._begin = begin  # the map's address
         check.recall()
 
@@ -35,7 +43,7 @@ class MappedContents(LoadedContents):
         for i, tensor in enumerate(tensors):
             offset = self._offset_of(tensor)
             if offset is not None:
-                record = self._check.record_name(offset)
+                record = self._records.name_at(offset)
                 places[i] = (places[i][0], record, offset, places[i][3])
         return places
 
@@ -60,11 +68,11 @@ class MappedContents(LoadedContents):
 
     def verify(self, *, progress: bool) -> None:
         """Compare all records with their checksums."""
-        self._check.wait()
+        self.map_check.wait()
 
     def _compare(self, tensors: Sequence[Tensor]) -> None:
         offsets = [self._offset_of(part) for tensor in tensors for part in parts_of(tensor)]
-        self._check.compare({self._check.record_at(at) for at in offsets if at is not None})
+        self.map_check.compare({self._records.at(at) for at in offsets if at is not None})
 
     def _offset_of(self, tensor: Tensor) -> int | None:
         """Return the file position of a tensor's storage; None if the map does not contain it."""
@@ -77,19 +85,23 @@ class MappedContents(LoadedContents):
 def open_map(source: RangeSource, reader: RecordReader) -> MappedContents:
     """Map a local ``.pt`` file, and build its object."""
     locations: dict[int, str] = {}
-    checks: list[tuple[MapCheck, int]] = []
+    copy = RecordReader(reader.engine, reader.path, reader.limits, verify=reader.verify)
+    records = ArchiveRecords(copy)
+    maps: list[tuple[MapCheck, int]] = []
 
     def stay(storage: Any, location: str) -> Any:
         locations[storage_id(storage)] = location
         return storage
 
-    def note(opened: RecordReader, storage: torch.UntypedStorage) -> None:
-        checks.append((watch(opened, storage), storage.data_ptr()))
+    def note(_: RecordReader, storage: torch.UntypedStorage) -> MapCheck:
+        maps.append((watch(records, storage), storage.data_ptr()))
+        return maps[0][0]
 
     metadata = metadata_of(reader.small_records())
     options = LoadOptions(
         stay, weights_only=True, mmap=True, verify=reader.verify, leaves_opaque=True, on_map=note
     )
-    copy = RecordReader(reader.engine, reader.path, reader.limits, verify=reader.verify)
     obj = load_file(source.name, options, copy)  # which closes the copy
-    return MappedContents(LoadedContents(obj, locations, metadata, source), source, *checks[0])
+    return MappedContents(
+        LoadedContents(obj, locations, metadata, source), source, records, *maps[0]
+    )

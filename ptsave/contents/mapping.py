@@ -6,8 +6,9 @@ import os
 from typing import Any
 
 from ptsave.archive.loading import LoadOptions
-from ptsave.archive.maps import check_now, mapping, wait_for
+from ptsave.archive.maps import check_now, checks_for, mapping, require_checks, wait_for
 from ptsave.contents.archive import Archive
+from ptsave.contents.contents import OneFile
 from ptsave.contents.loading import load_source
 
 
@@ -18,7 +19,7 @@ def share(
     weights_only: bool | None = None,
     **pickle_load_args: Any,
 ) -> Any:
-    """Load a local ``.pt`` file so that all processes of a host share one verified copy.
+    """Load a local checkpoint file so that all processes of a host share one verified copy.
 
     The tensors are views of the file in the page cache.  A page that a process writes to becomes a
     copy of its own (``MAP_PRIVATE``); the file and other processes do not change.  The first
@@ -28,9 +29,10 @@ def share(
     Parameters
     ----------
     path : str or os.PathLike
-        A ``.pt`` file of torch 1.6 or later that is not compressed, or an index or directory of
-        such files.  Replacing it by a rename, as saves do, is safe.  If another program truncates
-        the file, touching the map ends the process (SIGBUS).
+        A ``.pt`` file of torch 1.6 or later that is not compressed, a safetensors file with
+        ptsave's checksums, or an index or directory of such files.  Replacing it by a rename, as
+        saves do, is safe.  If another program truncates the file, touching the map ends the
+        process (SIGBUS).
     pickle_module, weights_only, **pickle_load_args
         As for :func:`ptsave.load`.
 
@@ -44,7 +46,8 @@ def share(
     CorruptCheckpointError
         If the file is damaged; the message names the entries.
     ValueError
-        If the file cannot be mapped: a URL, a file object, another format, another device.
+        If the file cannot be mapped: a URL, a file object, another format, another device.  If a
+        safetensors file has no checksums.
 
     Examples
     --------
@@ -93,6 +96,8 @@ def verified(obj: Any, timeout: float | None = None) -> None:
     ...     ptsave.verified(state)
     """
     if isinstance(obj, Archive):
-        wait_for(obj._contents.obj, timeout, repr(obj))
+        parts = [part.map_check for part in obj._contents.parts if isinstance(part, OneFile)]
+        checks = require_checks([check for check in parts if check is not None], obj)
     else:
-        wait_for(obj, timeout, f"the {type(obj).__name__}")
+        checks = checks_for(obj)
+    wait_for(checks, timeout)

@@ -160,7 +160,13 @@ def _open_state(source: RangeSource, options: OpenOptions) -> FileContents:
 def _open_safetensors(source: RangeSource, options: OpenOptions) -> FileContents:
     from ptsave.contents.safetensors import SafetensorsContents
 
-    return SafetensorsContents(source, maps=options.open_map is not None, verify=options.verify)
+    maps = options.open_map is not None
+    contents = SafetensorsContents(source, maps=maps, verify=options.verify)
+    if maps:
+        from ptsave.archive.maps import watch
+
+        contents.watch(watch).recall()
+    return contents
 
 
 @contextmanager

@@ -51,6 +51,7 @@ from ptsave.support.torch_names import restore_location
 
 if TYPE_CHECKING:
     from ptsave.archive.loading import LoadOptions
+    from ptsave.archive.maps import Checked, MapCheck
 
 _HEADER_ALIGNMENT = 8
 _MAX_NAMED = 8
@@ -160,7 +161,7 @@ def _kind_of(
 class SafetensorsContents(OneFile):
     """`Contents` of a safetensors file.
 
-    With `maps`, every large tensor of a local file is mapped into memory.  By default, only tensors
+    With `maps`, the tensors are views of one map of a local file.  By default, only large tensors
     in the page cache of a local file system are mapped.  Threads read all other tensors in large
     blocks; a mapping would be slower, because each page fault reads only a few pages.  `spans`
     numbers the tensors by their positions in `header.tensors`.
@@ -191,8 +192,19 @@ class SafetensorsContents(OneFile):
         return {id(tensor): number for number, tensor in enumerate(self.obj.values())}
 
     def park(self) -> None:
-        if isinstance(self.source, LocalFile):
+        if isinstance(self.source, LocalFile) and self.map_check is None:
             self.source.park()
+
+    @cached_property
+    def _map(self) -> torch.UntypedStorage:
+        assert isinstance(self.source, LocalFile)
+        return self.source.map(0, self.nbytes).untyped_storage()
+
+    def watch(self, on_map: Callable[[Checked, torch.UntypedStorage], MapCheck]) -> MapCheck:
+        """Let `on_map` check the map; from then on, its check compares tensors."""
+        assert isinstance(self.source, LocalFile)
+        self.map_check = on_map(_CheckedTensors(self.source, self._stored), self._map)
+        return self.map_check
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
         stored = (self._stored[self._numbers[id(tensor)]] for tensor in tensors)
@@ -201,7 +213,9 @@ class SafetensorsContents(OneFile):
     def read(
         self, tensors: Sequence[Tensor], verify: bool | None, allocate: Allocator = new_storage
     ) -> list[Tensor]:
-        self._refuse(verify)
+        self.require_checksums(verify)
+        if self.map_check is not None and verify is not False:
+            self.map_check.compare([self._numbers[id(tensor)] for tensor in tensors])
         found: list[Tensor] = []
         spans: dict[int, Span] = {}
         for tensor in tensors:
@@ -222,15 +236,21 @@ class SafetensorsContents(OneFile):
     def _mapped(self, number: int, verify: bool | None) -> Tensor | None:
         """Map a tensor into memory and return it; None if it should be read instead.
 
-        The checksum of a mapped tensor is compared once.
+        The checksum of a mapped tensor is compared once, unless `map_check` compares it.
         """
         file, stored = self.source, self._stored[number]
-        if not isinstance(file, LocalFile) or stored.nbytes < _MIN_MAPPED_NBYTES:
+        begin, nbytes = stored.offset, stored.nbytes
+        if not isinstance(file, LocalFile) or nbytes < (1 if self._maps else _MIN_MAPPED_NBYTES):
             return None
-        memory = (file.map if self._maps else file.map_cached)(stored.offset, stored.nbytes)
-        if memory is None:
-            return None
-        if verify is not False and stored.crc is not None and number not in self._whole:
+        if self._maps:
+            memory = bytes_of(self._map[begin : begin + nbytes])
+        else:
+            cached = file.map_cached(begin, nbytes)
+            if cached is None:
+                return None
+            memory = cached
+        is_checked = verify is False or self.map_check is not None or number in self._whole
+        if not is_checked and stored.crc is not None:
             if crc_of(memory) != stored.crc:
                 raise damaged(self.path, [stored])
             self._whole.add(number)
@@ -251,15 +271,20 @@ class SafetensorsContents(OneFile):
         device: torch.device = CPU,
         allocate: Allocator = new_storage,
     ) -> Tensor:
-        self._refuse(verify)
+        self.require_checksums(verify)
         number = self._numbers[id(tensor)]
+        if self.map_check is not None and verify is not False:
+            self.map_check.compare([number])
         mapped = None if _C.can_stage(device) else self._mapped(number, verify)
         if mapped is not None:
             return to_device(mapped[index].clone(), device)
         return read_view(self.spans, number, tensor[index], verify, device, allocate=allocate)
 
     def verify(self, *, progress: bool) -> None:
-        self._refuse(True)
+        self.require_checksums(True)
+        if self.map_check is not None:
+            self.map_check.wait()
+            return
         with progress_bar(progress, "verifying", self.nbytes) as callback:
             if found := self.find_damage(callback):
                 raise damaged(self.path, found)
@@ -280,9 +305,31 @@ class SafetensorsContents(OneFile):
                 progress(stored.offset + stored.nbytes)
         return found
 
-    def _refuse(self, verify: bool | None) -> None:
+    def require_checksums(self, verify: bool | None) -> None:
         if verify and not self.has_crcs:
             raise ValueError(f"{self.path}: this safetensors file has no checksums to compare")
+
+
+class _CheckedTensors:
+    """The tensors of a mapped file, for its `MapCheck`."""
+
+    label = "safetensors"
+
+    def __init__(self, file: LocalFile, tensors: Sequence[StoredTensor]) -> None:
+        self._file = file
+        self._tensors = tensors
+        self.descriptor = file.descriptor
+        self.verifies = any(each.crc is not None for each in tensors)
+
+    def checked(self) -> set[int]:
+        return {i for i, each in enumerate(self._tensors) if each.crc is not None and each.nbytes}
+
+    def compare(self, entries: list[int], progress: ProgressCallback) -> None:
+        """Compare tensors with their checksums; raise CorruptCheckpointError for damage."""
+        some = [self._tensors[i] for i in entries]
+        places = [(each.offset, each.nbytes, each.crc) for each in some]
+        if found := damaged_in(self._file, places, progress):
+            raise damaged(self._file.name, [some[i] for i in found])
 
 
 class _SourceSpans:
@@ -394,11 +441,16 @@ def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
     location = options.map_location
     fills = fills_storages(location)
     if fills and (options.maps or not isinstance(source, LocalFile)):
-        # As with torch archives, nothing is compared if the file is mapped.
-        verify = options.verify and not options.maps
+        # As with torch archives, nothing is compared before a mapped file is returned.
+        watched = options.on_map is not None
+        verify = options.verify and (watched or not options.maps)
         contents = SafetensorsContents(source, maps=options.maps, verify=verify)
+        if options.on_map is not None:
+            contents.require_checksums(verify and config.current().verify)
+            _require_aligned(contents)
+            contents.watch(options.on_map)
         with progress_bar(options.progress, "loading", source.nbytes) as contents.spans.progress:
-            values = contents.read(list(contents.obj.values()), None)
+            values = contents.read(list(contents.obj.values()), False if watched else None)
         return dict(zip(contents.obj, values, strict=True))
     stored, device = read_header(source, verify=options.verify).tensors, CPU
     if fills:
@@ -419,6 +471,16 @@ def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
             offsets = {offset - begin for _, offset in found}
             raise damaged(source.name, [each for each in some if each.offset in offsets])
     return tensors
+
+
+def _require_aligned(contents: SafetensorsContents) -> None:
+    """Raise ValueError for a tensor that cannot be a view of a map."""
+    for stored in contents.header.tensors:
+        if stored.offset % stored.dtype.itemsize and stored.nbytes:
+            raise ValueError(
+                f"{contents.path}: {stored.name} at offset {stored.offset} cannot be mapped: "
+                f"{stored.dtype} needs a multiple of {stored.dtype.itemsize}: load without mmap"
+            )
 
 
 def _placed(tensor: Tensor, map_location: Any) -> Tensor:
