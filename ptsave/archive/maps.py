@@ -1,7 +1,8 @@
 """Checks mapped files: in the background, when a tensor is handed out, or before a load returns.
 
-A check reads the file by its descriptor, which is as fast as touching the map.  If the file is cut
-short meanwhile, the check raises an error; touching the map would end the process (SIGBUS).
+A check of a whole file reads it by its descriptor, which is as fast as touching the map.  If the
+file is cut short meanwhile, the check raises an error; touching the map would end the process
+(SIGBUS).  A tensor that is handed out is compared in the map, because its user touches it next.
 All maps of a file share one check.  Its thread ends when the verdict is known, when all maps are
 gone, or when the interpreter exits.
 """
@@ -21,11 +22,13 @@ from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from ptsave.archive.damage import addresses_in, damage_of
 from ptsave.archive.filling import resources, verifies_storages
 from ptsave.archive.loading import LoadOptions
 from ptsave.archive.reader import RecordReader
+from ptsave.archive.spans import crc_of
 from ptsave.errors import CheckpointWarning, CorruptCheckpointError
 from ptsave.sources.locations import describe
 from ptsave.support import config, verdicts
@@ -47,6 +50,7 @@ class Checked(Protocol):
     @property
     def verifies(self) -> bool: ...  # whether checksums are compared at all
     def checked(self) -> set[int]: ...  # the entries that have checksums
+    def place(self, entry: int) -> tuple[int, int, int]: ...  # offset, size in bytes, CRC-32
     def compare(self, entries: list[int], progress: ProgressCallback) -> None: ...
 
 
@@ -70,6 +74,10 @@ class ArchiveRecords:
         others = set(reader.engine.other_names())
         records = reader.engine.records()
         return {i for i, record in enumerate(records) if record.name not in others}
+
+    def place(self, entry: int) -> tuple[int, int, int]:
+        record = self._reader.engine.record(entry)
+        return self._reader.engine.payload_offset(entry), record.nbytes, record.crc
 
     def compare(self, entries: list[int], progress: ProgressCallback) -> None:
         """Compare records with their checksums; raise CorruptCheckpointError for damage."""
@@ -104,12 +112,17 @@ class MapCheck:
         self._future: Future[Exception | None] | None = None
         self.n_waiting = 0
 
-    def compare(self, entries: Iterable[int]) -> None:
-        """Compare entries with their checksums, unless that has been done before."""
+    def compare(self, entries: Iterable[int], mapped: Tensor) -> None:
+        """Compare entries with their checksums in the map, unless that has been done before."""
         if self._unchecked and not self._unchecked.isdisjoint(entries):
             wanted = sorted(self._unchecked.intersection(entries))
-            self._file.compare(wanted, self._go_on)
+            if changed := [i for i in wanted if not self._is_whole(i, mapped)]:
+                self._file.compare(changed, self._go_on)  # else only the map was written to
             self._unchecked.difference_update(wanted)
+
+    def _is_whole(self, entry: int, mapped: Tensor) -> bool:
+        begin, nbytes, crc = self._file.place(entry)
+        return crc_of(mapped[begin : begin + nbytes]) == crc
 
     def start(self) -> Future[Exception | None]:
         """Start a thread that finds the verdict, unless there is one; return the verdict's future.
@@ -143,7 +156,7 @@ class MapCheck:
                 return None
             with verdicts.hold(self._folder, self._identity, self._go_on) as verdict:
                 if not verdict.is_whole:
-                    self.compare(self._unchecked.copy())
+                    self._file.compare(sorted(self._unchecked), self._go_on)
                     verdict.remember()
                 self._unchecked.clear()
         except (CorruptCheckpointError, OSError) as error:

@@ -41,6 +41,7 @@ _MAX_SPARSE_NBYTES = 64 << 20  # read at once, even if most bytes are not needed
 _MIN_SENT_NBYTES = 256 << 10  # of a block that is sent to an accelerator alone
 _PACK_NBYTES = 16 << 20  # of blocks that are sent together
 MIN_NBYTES = 1 << 20  # for less, malloc reuses memory whose pages exist
+_MIN_THREADED_NBYTES = 4 << 20  # of a checksum; for less, a thread takes longer to start
 _CPU = torch.device("cpu")
 _MAX_LENT = 256  # storages; with more, the pool forgets the oldest
 
@@ -289,6 +290,12 @@ def _read_halves(spans: SpanReader, record: int, view: Tensor, device: torch.dev
         part = read_view(spans, record, view.narrow(dim, begin, n), False, device)
         result.narrow(dim, begin, n).copy_(part)
     return result
+
+
+def crc_of(memory: Tensor) -> int:
+    """Return the CRC-32 of a contiguous CPU tensor's bytes."""
+    is_large = memory.nbytes >= _MIN_THREADED_NBYTES
+    return _C.crc32_of(memory, n_threads=config.current().n_threads if is_large else 0)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:

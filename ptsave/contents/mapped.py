@@ -12,7 +12,7 @@ from ptsave.archive.damage import parts_of
 from ptsave.archive.loading import LoadOptions, load_file
 from ptsave.archive.maps import ArchiveRecords, MapCheck, watch
 from ptsave.archive.reader import RecordReader
-from ptsave.archive.spans import Allocator, new_storage
+from ptsave.archive.spans import Allocator, bytes_of, new_storage
 from ptsave.contents.contents import CPU, LoadedContents, Place
 from ptsave.contents.files import metadata_of
 from ptsave.sources.ranges import RangeSource
@@ -30,12 +30,12 @@ class MappedContents(LoadedContents):
         source: RangeSource,
         records: ArchiveRecords,
         check: MapCheck,
-        begin: int,
+        mapped: Tensor,
     ) -> None:
         super().__init__(loaded.obj, loaded.locations, loaded.metadata, source)
         self._records = records
         self.map_check = check
-        self._begin = begin  # the map's address
+        self._mapped = mapped
         check.recall()
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
@@ -72,13 +72,14 @@ class MappedContents(LoadedContents):
 
     def _compare(self, tensors: Sequence[Tensor]) -> None:
         offsets = [self._offset_of(part) for tensor in tensors for part in parts_of(tensor)]
-        self.map_check.compare({self._records.at(at) for at in offsets if at is not None})
+        records = {self._records.at(at) for at in offsets if at is not None}
+        self.map_check.compare(records, self._mapped)
 
     def _offset_of(self, tensor: Tensor) -> int | None:
         """Return the file position of a tensor's storage; None if the map does not contain it."""
         if storage_id_of(tensor) is None:
             return None
-        offset = tensor.untyped_storage().data_ptr() - self._begin
+        offset = tensor.untyped_storage().data_ptr() - self._mapped.data_ptr()
         return offset if 0 <= offset < self.nbytes else None
 
 
@@ -87,14 +88,14 @@ def open_map(source: RangeSource, reader: RecordReader) -> MappedContents:
     locations: dict[int, str] = {}
     copy = RecordReader(reader.engine, reader.path, reader.limits, verify=reader.verify)
     records = ArchiveRecords(copy)
-    maps: list[tuple[MapCheck, int]] = []
+    maps: list[tuple[MapCheck, Tensor]] = []
 
     def stay(storage: Any, location: str) -> Any:
         locations[storage_id(storage)] = location
         return storage
 
     def note(_: RecordReader, storage: torch.UntypedStorage) -> MapCheck:
-        maps.append((watch(records, storage), storage.data_ptr()))
+        maps.append((watch(records, storage), bytes_of(storage)))
         return maps[0][0]
 
     metadata = metadata_of(reader.small_records())

@@ -21,6 +21,7 @@ from ptsave.archive.spans import (
     Span,
     batches,
     bytes_of,
+    crc_of,
     memory_of,
     new_storage,
     range_files,
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 
 _HEADER_ALIGNMENT = 8
 _MAX_NAMED = 8
-_MIN_THREADED_NBYTES = 4 << 20
 
 # How many numbers an element of torch's packed dtypes has.  Shapes in files count the numbers.
 _N_PACKED = {torch.float4_e2m1fn_x2: 2}
@@ -215,7 +215,8 @@ class SafetensorsContents(OneFile):
     ) -> list[Tensor]:
         self.require_checksums(verify)
         if self.map_check is not None and verify is not False:
-            self.map_check.compare([self._numbers[id(tensor)] for tensor in tensors])
+            numbers = [self._numbers[id(tensor)] for tensor in tensors]
+            self.map_check.compare(numbers, bytes_of(self._map))
         found: list[Tensor] = []
         spans: dict[int, Span] = {}
         for tensor in tensors:
@@ -274,7 +275,7 @@ class SafetensorsContents(OneFile):
         self.require_checksums(verify)
         number = self._numbers[id(tensor)]
         if self.map_check is not None and verify is not False:
-            self.map_check.compare([number])
+            self.map_check.compare([number], bytes_of(self._map))
         mapped = None if _C.can_stage(device) else self._mapped(number, verify)
         if mapped is not None:
             return to_device(mapped[index].clone(), device)
@@ -323,6 +324,11 @@ class _CheckedTensors:
 
     def checked(self) -> set[int]:
         return {i for i, each in enumerate(self._tensors) if each.crc is not None and each.nbytes}
+
+    def place(self, entry: int) -> tuple[int, int, int]:
+        stored = self._tensors[entry]
+        assert stored.crc is not None
+        return stored.offset, stored.nbytes, stored.crc
 
     def compare(self, entries: list[int], progress: ProgressCallback) -> None:
         """Compare tensors with their checksums; raise CorruptCheckpointError for damage."""
@@ -395,13 +401,6 @@ class _SourceSpans:
         if offsets:
             found = [each for each in self._tensors if each.offset in offsets and each.nbytes]
             raise damaged(self._source.name, found)
-
-
-def crc_of(memory: Tensor) -> int:
-    """Return the CRC-32 of a contiguous CPU tensor's bytes."""
-    # A thread takes longer to start than a small tensor's checksum.
-    is_large = memory.nbytes >= _MIN_THREADED_NBYTES
-    return _C.crc32_of(memory, n_threads=config.current().n_threads if is_large else 0)
 
 
 def damaged(path: str, tensors: Sequence[StoredTensor]) -> CorruptCheckpointError:

@@ -454,7 +454,7 @@ def _compare_mapped(read: Read) -> None:
     entry = read.entry
     if entry.crc is None or read.target.nbytes != entry.nbytes:
         return
-    from ptsave.contents.safetensors import crc_of
+    from ptsave.archive.spans import crc_of
 
     if crc_of(read.target) != entry.crc:
         raise _damaged([entry])

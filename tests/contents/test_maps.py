@@ -132,6 +132,15 @@ def test_a_handed_out_record_is_compared_alone(path: Path) -> None:
             assert archive.infos() == unmapped.infos()
 
 
+def test_a_written_map_is_no_damage(path: Path) -> None:
+    """The file is whole, although the program has changed its own copy of a page."""
+    with ptsave.open(path, map=True) as archive:
+        archive.get_tensor("w1", verify=False).zero_()
+        assert not archive.get_tensor("w1").count_nonzero()
+        ptsave.verified(archive)
+    assert stock_load(path)["w1"].count_nonzero()
+
+
 def test_damage_warns_once_if_nobody_waits(path: Path) -> None:
     flip(path, "w3")
     with warnings.catch_warnings(record=True) as caught:

@@ -304,6 +304,7 @@ inline std::vector<std::uint32_t> crcs_of_ranges(
     const File& file, std::span<const std::pair<std::uint64_t, std::uint64_t>> ranges,
     std::size_t n_threads, const Poll& poll) {
   constexpr std::uint64_t kPieceNbytes = std::uint64_t{1} << 20;  // stays in the processor's cache
+  constexpr std::size_t kMinPieces = 4;  // of a thread; fewer take less time than its start
   struct Piece {
     std::size_t range;
     std::uint64_t offset;
@@ -317,7 +318,7 @@ inline std::vector<std::uint32_t> crcs_of_ranges(
       pieces.push_back({i, ranges[i].first + done, static_cast<std::size_t>(nbytes)});
     }
   }
-  n_threads = pieces.size() > 1 ? std::min(n_threads, pieces.size()) : 0;
+  n_threads = std::min(n_threads, pieces.size() / kMinPieces);
   BufferPool buffers(std::max<std::size_t>(n_threads, 1), kPieceNbytes);
   const auto compute = [&](std::size_t i) {
     const BufferPool::Lease buffer(buffers);
