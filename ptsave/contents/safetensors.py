@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +15,7 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.archive.filling import accelerator_of, to_device
 from ptsave.archive.spans import (
+    BATCH_NBYTES,
     MAX_FETCHED_GAP,
     MAX_READ_GAP,
     Allocator,
@@ -297,13 +298,14 @@ class SafetensorsContents(OneFile):
                 places = [(each.offset, each.nbytes, each.crc) for each in self._stored]
                 return [self._stored[i] for i in damaged_in(file, places, progress)]
         found: list[StoredTensor] = []
-        for number, stored in enumerate(self._stored):
+        for some in self.spans.batches(range(len(self._stored))):
             try:
-                self.spans.check([number])
-            except CorruptCheckpointError:
-                found.append(stored)
+                self.spans.check(some)
+            except CorruptCheckpointError as error:
+                found += [self._stored[i] for i in some if self._stored[i].name in error.entries]
             if progress is not None:
-                progress(stored.offset + stored.nbytes)
+                last = self._stored[some[-1]]
+                progress(last.offset + last.nbytes)
         return found
 
     def require_checksums(self, verify: bool | None) -> None:
@@ -391,11 +393,28 @@ class _SourceSpans:
 
     def check(self, records: Sequence[int]) -> None:
         """Compare tensors with their checksums; raise CorruptCheckpointError for damage."""
-        for record in dict.fromkeys(records):
+        for some in self.batches(dict.fromkeys(records)):
+            sizes = [self._tensors[i].nbytes for i in some]
+            targets = [bytes_of(new_storage(nbytes)) for nbytes in sizes]
+            self.read(
+                [Span(i, 0, each) for i, each in zip(some, targets, strict=True)], verify=None
+            )
+
+    def batches(self, records: Iterable[int]) -> Iterator[list[int]]:
+        """Yield the tensors that have checksums, in lists of up to `BATCH_NBYTES`."""
+        batch: list[int] = []
+        nbytes = 0
+        for record in records:
             stored = self._tensors[record]
-            if stored.crc is not None and stored.nbytes:
-                target = bytes_of(new_storage(stored.nbytes))
-                self.read([Span(record, 0, target)], verify=None)
+            if stored.crc is None or not stored.nbytes:
+                continue
+            if batch and nbytes + stored.nbytes > BATCH_NBYTES:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(record)
+            nbytes += stored.nbytes
+        if batch:
+            yield batch
 
     def _refuse_damage(self, offsets: set[int]) -> None:
         if offsets:

@@ -285,3 +285,28 @@ def test_a_part_of_a_tensor_is_read_without_comparison(tmp_path: Path) -> None:
         assert torch.equal(file.get_slice("a")[:50], tensors["a"][:50])
         with pytest.raises(CorruptCheckpointError):
             file["a"]
+
+
+def test_verify_at_a_url_names_all_damage_in_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    from ptsave.sources.ranges import FsspecFile
+
+    url = "memory://checksums/many.safetensors"
+    ptsave.save_model({f"w{i:03}": torch.full((9,), float(i)) for i in range(300)}, url)
+    data = bytearray(fsspec.filesystem("memory").cat("/checksums/many.safetensors"))
+    for _, begin, _ in parts_of(bytes(data))[1][17::100]:
+        data[begin + 3] ^= 1
+    fsspec.filesystem("memory").pipe("/checksums/many.safetensors", bytes(data))
+    reads: list[int] = []
+    read = FsspecFile.read
+
+    def counted(self: FsspecFile, ranges: list[tuple[int, int]]) -> list[bytes]:
+        reads.append(len(ranges))
+        return read(self, ranges)
+
+    monkeypatch.setattr(FsspecFile, "read", counted)
+    with ptsave.open(url) as file, pytest.raises(CorruptCheckpointError) as caught:
+        file.verify()
+    assert caught.value.entries == ["w017", "w117", "w217"]
+    assert len(reads) < 6
