@@ -310,11 +310,12 @@ class _OpenFile:
     """Owns a file descriptor, which is closed at the latest when this object is deleted."""
 
     descriptor = -1
+    _close = staticmethod(os.close)  # at the interpreter's exit, this module may be gone
 
     def close(self) -> None:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
+            self._close(descriptor)
 
     __del__ = close
 

@@ -264,7 +264,8 @@ def test_a_child_checks_for_itself(path: Path) -> None:
     ptsave.verified(state)
 
 
-def test_exit_ends_a_check(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_exit_ends_a_check(tmp_path: Path, name: str) -> None:
     """A check that waits for another process's lock, and so would never end, ends at exit."""
     code = """
 import fcntl, glob, subprocess, sys, time
@@ -284,11 +285,11 @@ with open(verdict, "r+b") as file:
 """
     if sys.version_info < (3, 11):
         code = code.replace("except TimeoutError", "except Exception")
-    ptsave.save(torch.ones(1000), tmp_path / "a.pt")
+    (ptsave.save if name == "a.pt" else ptsave.save_model)({"a": torch.ones(1000)}, tmp_path / name)
     time.sleep(0.12)
     begin = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "a.pt", tmp_path / "verdicts"],
+        [sys.executable, "-c", code, tmp_path / name, tmp_path / "verdicts"],
         capture_output=True,
         timeout=60,
         check=False,
