@@ -34,6 +34,19 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
+def checked_int(value: Any, name: str, minimum: int) -> int:
+    """Return an int, or NumPy's, as an int; raise TypeError or ValueError for any other value."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, not {value}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, not {number}")
+    return number
+
+
 def one_of(**values: Any) -> Any:
     """Return the value that is not None, or None; raise a TypeError if several are not None.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import operator
 import os
 import signal
 import threading
@@ -33,7 +32,7 @@ from ptsave.background.async_save import async_save_with
 from ptsave.background.save_future import PendingSave, SaveFuture
 from ptsave.background.saves import release_own, wait_before_executors_end
 from ptsave.errors import CheckpointWarning, SaveError, add_note
-from ptsave.support.calls import check_flags
+from ptsave.support.calls import check_flags, checked_int
 from ptsave.support.ranks import check_rank_saves, group_of_job
 from ptsave.training.directory import CheckpointDirectory, Retention, create_directory
 from ptsave.training.options import RestoreOptions, check_named, entries_of
@@ -225,13 +224,13 @@ class AsyncCheckpointer:
             raise TypeError("every and peers need local: a directory for the newest checkpoints")
         numbers = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
         checked = {
-            name: None if number is None else _checked(number, name, 1)
+            name: None if number is None else checked_int(number, name, 1)
             for name, number in numbers.items()
         }
         self._retention = Retention(**checked, metric=metric, mode=mode, keep_marked=keep_marked)
         self._retention.check_rules()
-        self._rank = None if rank is None else _checked(rank, "rank", 0)
-        world_size = None if world_size is None else _checked(world_size, "world_size", 1)
+        self._rank = None if rank is None else checked_int(rank, "rank", 0)
+        world_size = None if world_size is None else checked_int(world_size, "world_size", 1)
         check_ranks(os.fsdecode(directory), self._rank, world_size, process_group)
         check_flags(fsync=fsync, weights_only_check=weights_only_check)
         self._only_warns = _only_warns(on_error)
@@ -322,7 +321,7 @@ class AsyncCheckpointer:
             remove an old checkpoint, and with ``on_error="warn"`` if the save fails.
         """
         self._check_process()
-        step = _checked(step, "step", 0)
+        step = checked_int(step, "step", 0)
         if self._closed:
             raise RuntimeError("the checkpointer is closed: make another one to save more")
         if self._parts is None:
@@ -556,7 +555,7 @@ class AsyncCheckpointer:
         TypeError, ValueError
             The step is not an int, or is negative.
         """
-        return self._directory.path_of(_checked(step, "step", 0))
+        return self._directory.path_of(checked_int(step, "step", 0))
 
     def restore(
         self,
@@ -654,7 +653,7 @@ class AsyncCheckpointer:
         options = RestoreOptions.of(locals())
         check_named("AsyncCheckpointer.restore", options, targets)
         check_flags(fallback=fallback)
-        step = None if step is None else _checked(step, "step", 0)
+        step = None if step is None else checked_int(step, "step", 0)
         if fallback:
             if step is not None:
                 raise ValueError("fallback=True chooses the step: leave the step out")
@@ -702,7 +701,7 @@ class AsyncCheckpointer:
         >>> folder.cleanup()
         """
         self._check_process()
-        step = _checked(step, "step", 0)
+        step = checked_int(step, "step", 0)
         release_own()
         with self._changed:
             self._changed.wait_for(lambda: step not in self._pending.values())
@@ -899,18 +898,6 @@ def _only_warns(on_error: OnError) -> bool:
     if on_error not in ("raise", "warn"):
         raise ValueError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
     return on_error == "warn"
-
-
-def _checked(value: Any, name: str, minimum: int) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, not {value}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
-    if number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, not {number}")
-    return number
 
 
 # -------------------------------------------------------------------------------- stop signals

@@ -24,7 +24,7 @@ from ptsave.sources.locations import LocalFolder, refuse_url
 from ptsave.sources.ranges import LocalFile, open_source
 from ptsave.streaming.payload_sources import write_copy
 from ptsave.support import config
-from ptsave.support.calls import warn_user
+from ptsave.support.calls import checked_int, warn_user
 from ptsave.support.rank_groups import new_token
 from ptsave.support.threads import ThreadPool
 from ptsave.training import peers
@@ -66,14 +66,12 @@ class TierOptions(NamedTuple):
             if not isinstance(values, Mapping) or not values.keys() <= places:
                 raise TypeError(f"{name} must be a dict with keys of {sorted(places)}: {values!r}")
             for place, number in values.items():
-                is_all = name == "keep" and number is None
-                if not is_all and (type(number) is not int or number < 1):
-                    raise ValueError(f"{name}[{place!r}] must be at least 1, not {number!r}")
+                if name != "keep" or number is not None:
+                    checked_int(number, f"{name}[{place!r}]", 1)
         if every.get("local", 1) != 1:
             raise ValueError('every["local"] must be 1: each step is saved to the local directory')
         refuse_url(local)
-        if type(n_peers) is not int or n_peers < 0:
-            raise ValueError(f"peers must be a number of at least 0, not {n_peers!r}")
+        n_peers = checked_int(n_peers, "peers", 0)
         return cls(local, kept.get("remote", 3), kept.get("local", 3), dict(every), n_peers)
 
     def is_due(self, step: int, place: str) -> bool:
