@@ -161,8 +161,8 @@ class AsyncCheckpointer:
     file twice.  It takes each rank's part from the nearest place that has it undamaged: the local
     directory, another host, `directory`.  It warns of each damaged copy.  In a job of several
     hosts, all ranks use the same `directory`, and the ranks of one host the same `local`.  Without
-    a process group, ranks with a `rank` and `world_size` can restore steps that are complete in
-    `directory`; if it is a URL, they cannot save.
+    a process group, processes with a `rank` alone restore only steps that are complete in
+    `directory`.  So do ranks with a `world_size` if it is a URL; they cannot save.
 
     Hosts reach each other at the address of the interface that leads to ``MASTER_ADDR``, or at
     ``PTSAVE_PEER_ADDRESS``.  Processes of one machine fail together.  If several machines do (a
@@ -231,6 +231,7 @@ class AsyncCheckpointer:
         self._retention.check_rules()
         self._rank = None if rank is None else checked_int(rank, "rank", 0)
         world_size = None if world_size is None else checked_int(world_size, "world_size", 1)
+        self._is_only_rank = world_size == 1
         check_ranks(os.fsdecode(directory), self._rank, world_size, process_group)
         check_flags(fsync=fsync, weights_only_check=weights_only_check)
         self._only_warns = _only_warns(on_error)
@@ -850,7 +851,8 @@ class AsyncCheckpointer:
         if self._tier_options is not None:
             from ptsave.training.tiers import Tiers
 
-            sees_all = self._rank is None or self._ranks() is not None
+            is_only = self._is_only_rank or self._rank is None
+            sees_all = is_only or self._ranks() is not None
             self._tiers = Tiers(
                 self._directory,
                 self._parts,

@@ -446,6 +446,17 @@ def test_refused_options(
     assert not (tmp_path / "fast").exists() or os.listdir(tmp_path / "fast") == []
 
 
+def test_the_only_rank_restores_from_its_local_directory(slow: Slow, tmp_path: Path) -> None:
+    with make(slow, tmp_path, rank=0, world_size=1, every={"remote": 2}) as run:
+        save(run, 2)
+        save(run, 3)
+        run.wait()
+        assert (run.steps(), run.protected()) == ([2, 3], 2)
+        assert restored(run) == (3, 3)
+    with make(slow, tmp_path, rank=0) as run:  # perhaps another process cannot see this directory
+        assert run.steps() == [2]
+
+
 def test_options_may_be_numbers_of_numpy(slow: Slow, tmp_path: Path) -> None:
     two = pytest.importorskip("numpy").int64(2)
     with make(slow, tmp_path, keep={"local": two}, every={"remote": two}, peers=two - 2) as run:
