@@ -736,7 +736,10 @@ class AsyncCheckpointer:
 
         parts, places = self._parts, self._tiers or OneDirectory(self._directory)
         together = nullcontext() if parts is None else parts.together("restore its part")
-        whole = newest_whole(places, self._ranks(), step, fallback=fallback)
+        ranks = self._ranks()
+        if ranks is not None:  # rank 0 chooses, as it does without a local directory
+            step, fallback = ranks.gather([step, fallback])[0]
+        whole = newest_whole(places, ranks, step, fallback=fallback)
         with whole as source, together:
             return self._restored(nullcontext(source), targets, options)
 

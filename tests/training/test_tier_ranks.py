@@ -139,6 +139,7 @@ def test_damaged_copies(tmp_path: Path) -> None:
         del texts[:]
         attempt("fallback", lambda: restore(run, fallback=True))
         found["fallback warned"] = list(texts)
+        attempt("different steps", lambda: restore(run, 2 - rank))
     """
     for rank, found in enumerate(run(tmp_path, program)):
         for n in range(3):
@@ -149,6 +150,7 @@ def test_damaged_copies(tmp_path: Path) -> None:
         assert "used by x.w" in found["3"] or rank == 1
         assert found["fallback"] == [2, 200]
         assert ["step 2 is restored" in text for text in found["fallback warned"]] == [True]
+        assert found["different steps"] == [2, 200]  # that of rank 0
 
 
 def test_a_host_that_cannot_store_copies(tmp_path: Path) -> None:
