@@ -77,7 +77,7 @@ def newest_whole(
     looked_at: dict[Any, Candidate] = {}
     damaged: dict[Candidate, str] = {}
     steps: list[int] = []
-    while fallback or not looked_at:
+    while fallback or not damaged:  # again if the newest was removed meanwhile
         keys = places.keys(share("list the checkpoints", places.listing))
         steps = sorted(_step_of(key) for key in keys)
         wanted = {key for key in keys if step is None or _step_of(key) == step}

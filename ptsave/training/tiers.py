@@ -28,7 +28,13 @@ from ptsave.support.calls import checked_int, warn_user
 from ptsave.support.rank_groups import new_token
 from ptsave.support.threads import ThreadPool
 from ptsave.training import peers
-from ptsave.training.directory import MANIFEST, CheckpointDirectory, PartsOfHosts, Retention
+from ptsave.training.directory import (
+    GONE,
+    MANIFEST,
+    CheckpointDirectory,
+    PartsOfHosts,
+    Retention,
+)
 from ptsave.training.fallback import read_whole
 from ptsave.training.manifests import Copy, Key, Manifest, copies_in, digest_of, hasher, manifest_of
 from ptsave.training.peers import Address, PeerServer
@@ -493,7 +499,10 @@ class TierCandidate:
         self._stack = stack
 
     def verify(self) -> str | None:
-        """Find an undamaged copy, and warn of each other one; return None, or the damage of all."""
+        """Find an undamaged copy, and warn of each other one; return None, or the damage of all.
+
+        Return "" if all copies have been removed since they were listed.
+        """
         reports = []
         for holder in self._holders:
             try:
@@ -503,13 +512,14 @@ class TierCandidate:
                     self._stack.push(stack.pop_all())
             except (CorruptCheckpointError, OSError) as error:
                 reports.append(getattr(error, "brief", None) or str(error))
-                self.damage = self.damage or error
+                if getattr(error, "errno", None) not in GONE:
+                    self.damage = self.damage or error
                 continue
             for report in reports:
                 message = f"step {self.step} is restored from another copy: {report}"
                 warn_user(f"{self._tiers.path}: {message}", CheckpointWarning)
             return None
-        return "; ".join(reports)
+        return "; ".join(reports) if self.damage is not None else ""
 
 
 def _listed(place: CheckpointDirectory, n_parts: int) -> list[Any]:

@@ -642,6 +642,27 @@ class Brake:
         monkeypatch.setattr(tiers, "write_copy", braked)
 
 
+@pytest.mark.parametrize("fallback", [False, True])
+def test_another_process_removes_the_step_that_is_restored(
+    slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
+) -> None:
+    """The newer step is taken, and nothing warns: the step is not damaged."""
+    with make(slow, tmp_path, keep=1, every={"remote": 9}) as run:
+        save(run, 1)
+        reader, candidate = make(slow, tmp_path, every={"remote": 9}), tiers.Tiers.candidate
+
+        def late(self: Any, key: Any, stack: Any) -> Any:
+            if key[0] == 1:
+                save(run, 2)
+                run.wait()
+            return candidate(self, key, stack)
+
+        monkeypatch.setattr(tiers.Tiers, "candidate", late)
+        with warned() as texts:
+            assert restored(reader, fallback=fallback) == (2, 2)
+        assert texts == []
+
+
 def test_uploads_slower_than_the_run(
     slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
