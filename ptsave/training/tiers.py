@@ -424,7 +424,7 @@ class Tiers:
         return Path(self._folder.join(holder.copy.name))
 
     def opened(self, holder: _Holder, stack: ExitStack) -> Any:
-        """Return a copy as an open file or, if there is no room here for a remote copy, its URL."""
+        """Return a copy as an open file or, if a remote copy cannot be stored here, its URL."""
         place = self.place_of(holder)
         if isinstance(place, str):
             if not self._fetch_remote(place, holder.copy.name):
@@ -437,17 +437,13 @@ class Tiers:
         return self._options.storage_options if isinstance(source, str) else None
 
     def _fetch_remote(self, url: str, name: str) -> bool:
-        """Copy a file from the slow place to the local directory; return False if it has no room.
+        """Copy a file from the slow place to the local directory; return False if that fails.
 
         A file here that is damaged is replaced.
         """
         options = self._remote.folder.storage_options
         known = manifest_of(self._remote.folder, name)
         with closing(open_source(url, options)) as source:
-            try:
-                self._folder.check_room(source.nbytes)
-            except OSError:
-                return False
             manifest = (known or Manifest(name, 0, None)).at(self.domain)
             manifest = manifest._replace(nbytes=source.nbytes)
             begin = 0
@@ -463,7 +459,10 @@ class Tiers:
                 begin += done
                 return done
 
-            peers.store(self._folder, manifest, fill, fsync=self._options.fsync)
+            try:
+                peers.store(self._folder, manifest, fill, fsync=self._options.fsync)
+            except OSError:  # the disk is full, for example of files that other ranks copy
+                return False
             if manifest.digest is not None:
                 with suppress(OSError):  # the file is whole without it
                     manifest.write(self._folder, fsync=self._options.fsync)

@@ -25,6 +25,7 @@ from url_file_systems import GUARDED, TOKEN, failing, guarded
 from warm_python import run_warm
 
 import ptsave
+from ptsave.sources.locations import LocalFolder
 from ptsave.training import tiers
 from ptsave.training.directory import MANIFEST
 
@@ -611,7 +612,7 @@ def test_full_disks(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_full_local_disk(slow: Slow, tmp_path: Path) -> None:
+def test_a_full_local_disk(slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that have no room here are restored from the URL."""
     with make(slow, tmp_path) as run:
         run.save(1, x=torch.ones(100_000)).result()
@@ -620,6 +621,10 @@ def test_a_full_local_disk(slow: Slow, tmp_path: Path) -> None:
     with mounted(tmp_path / "fast", "-t", "tmpfs", "-o", "size=100k", "none"):
         with make(slow, tmp_path) as run:
             assert torch.equal(run.restore()["x"], torch.ones(100_000))
+            assert fast_names(tmp_path) == []
+            with monkeypatch.context() as patch:  # there was room before other ranks took it
+                patch.setattr(LocalFolder, "check_room", lambda *_: None)
+                assert torch.equal(run.restore()["x"], torch.ones(100_000))
             assert fast_names(tmp_path) == []
             with pytest.raises(OSError, match="No space left"):
                 run.save(2, x=torch.zeros(100_000)).result()
