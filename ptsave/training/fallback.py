@@ -18,6 +18,7 @@ from ptsave.sources.ranges import RangeSource, open_source
 from ptsave.support.calls import warn_user
 from ptsave.support.text import some_of
 from ptsave.training.directory import GONE, CheckpointDirectory
+from ptsave.training.manifests import digest_of
 
 if TYPE_CHECKING:
     from ptsave.archive.damage import Damage
@@ -186,14 +187,19 @@ def _is_unreadable(error: Exception, place: Path | str) -> bool:
     return isinstance(error, OSError) and error.errno == errno.EIO and isinstance(place, Path)
 
 
-def read_whole(f: Any, storage_options: Mapping[str, Any] | None) -> None:
+def read_whole(
+    f: Any,
+    storage_options: Mapping[str, Any] | None,
+    digest: Callable[[], str | None] = lambda: None,
+) -> None:
     """Read all of a checkpoint; raise a CorruptCheckpointError for damage, and name its entries.
 
-    A file without checksums is loaded completely, because only this shows its damage.
+    A file without checksums is compared with its `digest`, if there is one, and loaded completely,
+    because only this shows its damage.
     """
     with position_kept(f), closing(open_source(f, storage_options)) as source:
         if source.kind == "zip":
-            _compare(source)
+            _compare(source, digest)
         try:
             open_file(source)
         except CorruptCheckpointError:
@@ -202,11 +208,16 @@ def read_whole(f: Any, storage_options: Mapping[str, Any] | None) -> None:
             return  # not damage: the restore decides whether it may unpickle such an object
 
 
-def _compare(source: RangeSource) -> None:
-    """Compare all records of an archive with their checksums."""
+def _compare(source: RangeSource, digest: Callable[[], str | None]) -> None:
+    """Compare all records of an archive with their checksums; without these, the `digest`."""
     with closing(open_source_archive(source, verify=True)) as reader:
         if damage := find_damage(reader, spans_of(reader).find_damage, None):
             raise _error_of(reader, damage)
+        if reader.engine.storages_have_crcs or (wanted := digest()) is None:
+            return
+        if wanted != digest_of(source):
+            message = f"{source.name}: its XXH3-128 is not {wanted} as in its manifest"
+            raise CorruptCheckpointError(message, path=source.name)
 
 
 def _error_of(reader: RecordReader, damage: list[Damage]) -> Exception:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -436,6 +437,12 @@ class Tiers:
         """Return the options with which a result of `opened` is read."""
         return self._options.storage_options if isinstance(source, str) else None
 
+    def digest_in(self, holder: _Holder) -> str | None:
+        """Return the digest in the manifest of a copy that `opened` has opened."""
+        folder = self._remote.folder if holder.kind == "remote" else self._folder
+        manifest = manifest_of(folder, holder.copy.name)
+        return None if manifest is None else manifest.digest
+
     def _fetch_remote(self, url: str, name: str) -> bool:
         """Copy a file from the slow place to the local directory; return False if that fails.
 
@@ -507,7 +514,8 @@ class TierCandidate:
             try:
                 with ExitStack() as stack:
                     self.source = self._tiers.opened(holder, stack)
-                    read_whole(self.source, self._tiers.storage_options_of(self.source))
+                    options = self._tiers.storage_options_of(self.source)
+                    read_whole(self.source, options, partial(self._tiers.digest_in, holder))
                     self._stack.push(stack.pop_all())
             except (CorruptCheckpointError, OSError) as error:
                 reports.append(getattr(error, "brief", None) or str(error))

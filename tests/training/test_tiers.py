@@ -236,6 +236,27 @@ def test_damaged_copies(slow: Slow, tmp_path: Path, is_fast: bool, is_slow: bool
         assert texts == []
 
 
+@near_and_far
+def test_files_without_checksums_are_compared_with_their_digests(
+    slow: Slow, tmp_path: Path
+) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        with make(slow, tmp_path) as run:
+            save(run, 1)
+            save(run, 2)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    damage_fast(tmp_path, 2)
+    with warned() as texts:
+        assert restored(run) == (2, 2)
+    assert sum("as in its manifest" in text for text in texts) == 1
+    damage_slow(slow, 2)
+    damage_fast(tmp_path, 2)
+    with warned():
+        assert restored(run, fallback=True) == (1, 1)
+
+
 @pytest.mark.parametrize("kind", ["removed", "garbage", "directory", "stale", "of another file"])
 def test_manifests_are_no_condition(slow: Slow, tmp_path: Path, kind: str) -> None:
     """A restore needs none, unless two saves of one step have to be told apart."""
