@@ -247,8 +247,15 @@ class CheckpointDirectory:
                 and self._is_own(name)
             ]
             if orphans:  # a file that has just been written is not in the first list
+                from ptsave.training.manifests import manifest_of
+
                 files = {*self.folder.regular_files()} - dead
-                orphans = [name for name in orphans if name.removesuffix(MANIFEST) not in files]
+                alone = [name.removesuffix(MANIFEST) for name in orphans]
+                orphans = [  # a user's file may have such a name, too
+                    name + MANIFEST
+                    for name in alone
+                    if name not in files and manifest_of(self.folder, name) is not None
+                ]
             for name in [*dead, *orphans]:
                 with suppress(FileNotFoundError):  # another rank has removed it
                     self.folder.remove(name)
