@@ -117,7 +117,10 @@ def failure_domain() -> str:
 
     Containers of one machine fail together, so they are one domain.
     """
-    return os.environ.get("PTSAVE_FAILURE_DOMAIN") or boot_id() or os.uname().nodename
+    given = os.environ.get("PTSAVE_FAILURE_DOMAIN", "")
+    if "://" in given or os.path.isabs(given):  # `ptsave ls` would take it for the slow place
+        raise ValueError(f"PTSAVE_FAILURE_DOMAIN must not be a path or URL: {given[:_MAX_SHOWN]!r}")
+    return given or boot_id() or os.uname().nodename
 
 
 def boot_id() -> str:

@@ -490,6 +490,15 @@ def test_options_may_be_numbers_of_numpy(slow: Slow, tmp_path: Path) -> None:
     assert slow.names() == with_manifests(2)
 
 
+@pytest.mark.parametrize("domain", ["/rack/1", "s3://rack/1"])
+def test_a_failure_domain_that_looks_like_a_slow_place(
+    slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, domain: str
+) -> None:
+    monkeypatch.setenv("PTSAVE_FAILURE_DOMAIN", domain)
+    with pytest.raises(ValueError, match="PTSAVE_FAILURE_DOMAIN must not be a path or URL"):
+        make(slow, tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["same", "relative", "link", "below a link", "URL"])
 def test_one_directory_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     (tmp_path / "a" / "run").mkdir(parents=True)
