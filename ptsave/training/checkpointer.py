@@ -245,6 +245,10 @@ class AsyncCheckpointer:
         self._parts = rank_parts(self._place, self._rank, world_size, process_group, local_place)
         self._tier_options = tiers
         if tiers is not None and local_place is not None:
+            if isinstance(self._place, Path) and self._place.samefile(local_place):
+                raise ValueError(
+                    f"{local_place}: local and directory must be different directories"
+                )
             self._tier_options = tiers._replace(
                 remote=self._place, retention=self._retention, storage_options=storage_options
             )

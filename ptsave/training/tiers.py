@@ -127,8 +127,6 @@ class Tiers:
             naming.in_shared_directory() if isinstance(naming, PartsOfHosts) else None,
             options.storage_options,
         )
-        if os.path.realpath(str(options.remote)) == os.path.realpath(self.path):
-            raise ValueError(f"{self.path}: local and directory must be different directories")
         if parts is None and options.n_peers:
             raise TypeError("peers is for several ranks that each save a part of a checkpoint")
         if parts is not None and not self._is_alone:

@@ -516,6 +516,15 @@ def test_one_directory_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         ptsave.AsyncCheckpointer(directory, local=local)
 
 
+@needs_root
+def test_one_directory_that_is_mounted_twice(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    same = pytest.raises(ValueError, match="must be different directories")
+    with mounted(tmp_path / "b", "--bind", tmp_path / "a"), same:
+        ptsave.AsyncCheckpointer(tmp_path / "a", local=tmp_path / "b")
+
+
 def test_a_local_directory_that_cannot_be(slow: Slow, tmp_path: Path) -> None:
     (tmp_path / "fast").write_text("")
     with pytest.raises(ptsave.SaveError, match="is a file"):
