@@ -78,6 +78,8 @@ class CheckpointDirectory:
     A directory that does not exist has no checkpoints.
     """
 
+    has_manifests = False  # set for the places of `Tiers`; elsewhere, such files are the user's
+
     def __init__(
         self,
         path: Path | str,
@@ -241,21 +243,14 @@ class CheckpointDirectory:
             files -= dead
             orphans = [
                 name
-                for name in files
+                for name in (files if self.has_manifests else ())
                 if name.endswith(MANIFEST)
                 and name.removesuffix(MANIFEST) not in files
                 and self._is_own(name)
             ]
             if orphans:  # a file that has just been written is not in the first list
-                from ptsave.training.manifests import manifest_of
-
                 files = {*self.folder.regular_files()} - dead
-                alone = [name.removesuffix(MANIFEST) for name in orphans]
-                orphans = [  # a user's file may have such a name, too
-                    name + MANIFEST
-                    for name in alone
-                    if name not in files and manifest_of(self.folder, name) is not None
-                ]
+                orphans = [name for name in orphans if name.removesuffix(MANIFEST) not in files]
             for name in [*dead, *orphans]:
                 with suppress(FileNotFoundError):  # another rank has removed it
                     self.folder.remove(name)

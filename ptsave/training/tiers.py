@@ -127,6 +127,7 @@ class Tiers:
             naming.in_shared_directory() if isinstance(naming, PartsOfHosts) else None,
             options.storage_options,
         )
+        local.has_manifests = self._remote.has_manifests = True
         if parts is None and options.n_peers:
             raise TypeError("peers is for several ranks that each save a part of a checkpoint")
         if parts is not None and not self._is_alone:

@@ -231,6 +231,14 @@ def test_other_zero_padding(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-00000013.pt", "step-012.pt"]
 
 
+def test_files_of_the_user_beside_checkpoints_stay(tmp_path: Path) -> None:
+    """Only with a local directory, such a file would be a manifest."""
+    (tmp_path / "step-00000002.pt.json").write_text("{}")
+    checkpointer = ptsave.AsyncCheckpointer(tmp_path, keep=1)
+    save_all(checkpointer, 1, 2, 3)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000002.pt.json", "step-00000003.pt"]
+
+
 def test_two_names_of_one_step(tmp_path: Path) -> None:
     ptsave.save({"value": "other"}, tmp_path / "step-5.pt")
     ptsave.save({"value": "ours"}, tmp_path / name_of(5))
