@@ -36,6 +36,7 @@ from ptsave.errors import CheckpointWarning, CorruptCheckpointError, NotCheckpoi
 from ptsave.sources.kinds import Kind, what_it_is
 from ptsave.sources.locations import is_url, n_files_to_hold, name_file, naming_limit
 from ptsave.sources.ranges import Buffer, FsspecFile, LocalFile, RangeSource
+from ptsave.support import config
 from ptsave.support.calls import warn_user
 from ptsave.support.torch_names import restricted_unpickler, storage_id
 
@@ -161,7 +162,8 @@ def _open_safetensors(source: RangeSource, options: OpenOptions) -> FileContents
     from ptsave.contents.safetensors import SafetensorsContents
 
     maps = options.open_map is not None
-    contents = SafetensorsContents(source, maps=maps, verify=options.verify)
+    verify = options.verify and config.current().verify
+    contents = SafetensorsContents(source, maps=maps, verify=verify)
     if maps:
         from ptsave.archive.maps import watch
 

@@ -88,7 +88,6 @@ def read_header(source: RangeSource, *, verify: bool = True) -> SafetensorsHeade
 
     Without `verify`, the tensors have no checksums.
     """
-    verify = verify and config.current().verify
     with pausing_garbage_collection():
         stored = read_fields(source)
         crcs = crcs_in(stored, source.name) if verify else [None] * len(stored.tensors)
@@ -458,19 +457,20 @@ def load_safetensors(source: RangeSource, options: LoadOptions) -> dict[str, Ten
 def _tensors_of(source: RangeSource, options: LoadOptions) -> dict[str, Tensor]:
     location = options.map_location
     fills = fills_storages(location)
+    verify = options.verify and config.current().verify
     if fills and (options.maps or not isinstance(source, LocalFile)):
         # As with torch archives, nothing is compared before a mapped file is returned.
         watched = options.on_map is not None
-        verify = options.verify and (watched or not options.maps)
+        verify = verify and (watched or not options.maps)
         contents = SafetensorsContents(source, maps=options.maps, verify=verify)
         if options.on_map is not None:
-            contents.require_checksums(verify and config.current().verify)
+            contents.require_checksums(verify)
             _require_aligned(contents)
             contents.watch(options.on_map)
         with progress_bar(options.progress, "loading", source.nbytes) as contents.spans.progress:
             values = contents.read(list(contents.obj.values()), False if watched else None)
         return dict(zip(contents.obj, values, strict=True))
-    stored, device = read_header(source, verify=options.verify).tensors, CPU
+    stored, device = read_header(source, verify=verify).tensors, CPU
     if fills:
         device = accelerator_of(location) or CPU
     elif is_meta_location(location):

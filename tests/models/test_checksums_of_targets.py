@@ -189,6 +189,22 @@ def test_verify_of_a_directory_says_which_file_has_no_checksums(tmp_path: Path) 
     assert ["no checksums" in line for line in lines if ".safetensors" in line] == [False, True]
 
 
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_verify_compares_although_loads_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    ones = torch.ones(30)
+    ptsave.save_model({"a": ones}, tmp_path / "a.safetensors")
+    ptsave.save({"a": ones}, tmp_path / "a.pt")
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data.replace(ones.numpy().tobytes(), bytes(ones.nbytes)))
+    monkeypatch.setenv("PTSAVE_VERIFY", "0")
+    assert torch.equal(ptsave.load(tmp_path / name)["a"], torch.zeros(30))
+    result = run("verify", tmp_path / name)
+    assert result.exit_code == 1
+    assert "damaged: a" in result.stdout
+
+
 @pytest.mark.parametrize("value", ["1", "null", '["0"]', '{"a": "00000000"}'])
 def test_checksums_that_are_no_text(tmp_path: Path, value: str) -> None:
     """The safetensors library refuses metadata whose values are not text."""
