@@ -83,7 +83,7 @@ benchmark: $(SETUP_STAMP) build  ## all benchmarks: make benchmark [ROUNDS=5] [S
 	done
 
 BENCHMARKS := serialization object_graph state_dicts optimizer_state restore archive command first_calls \
-  weights async_save convert ranks distributed appending capture capture_diff integrations
+  weights async_save convert ranks distributed appending capture capture_diff integrations tiers checks
 benchmark: ROUNDS ?= 2
 MEASURE = $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(STATES),--states $(STATES))
 
@@ -168,7 +168,6 @@ negative-controls: $(SETUP_STAMP)  ## tests notice each missing wait: make negat
 accelerator: ROUNDS ?= 1
 accelerator:  ## the same tests (3 minutes at most), and the benchmark, on this machine's accelerator, with PYTHON
 	$(PYTHON) setup.py --quiet build_ext --inplace
-	$(PYTHON) -m compileall -q ptsave  # as in an installed package, also where Python writes no byte code
 	rm -f build/accelerator.md
 	status=0; \
 	PTSAVE_ACCELERATOR=real PYTHONPATH="$(CURDIR):$$PYTHONPATH" \

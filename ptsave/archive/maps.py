@@ -13,7 +13,7 @@ import os
 import warnings
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from copy import copy
 from functools import cached_property, partial
@@ -212,10 +212,11 @@ _maps: dict[int, _Map] = {}  # by the address of the first byte
 _checks: weakref.WeakValueDictionary[tuple[str, bool], MapCheck] = weakref.WeakValueDictionary()
 
 
-def mapping(
-    f: Any, options: LoadOptions, on_map: Callable[[Any, torch.UntypedStorage], MapCheck]
-) -> LoadOptions:
-    """Return the options for a load with `on_map`; raise ValueError if they do not allow a map."""
+def mapping(f: Any, options: LoadOptions, *, waits: bool) -> LoadOptions:
+    """Return the options for a load of a map that is checked; raise ValueError if they forbid one.
+
+    With `waits`, the load waits for the verdict.
+    """
     name = describe(f)
     if not options.maps or not isinstance(f, (str, os.PathLike)):
         raise ValueError(f"{name}: only the path of a file, loaded with mmap=True, can be mapped")
@@ -227,7 +228,15 @@ def mapping(
             raise ValueError(f"{name} has tensors of {location!r}: pass map_location='cpu'")
         return storage
 
-    return options._replace(map_location=stay, on_map=on_map)
+    def check(file: Checked | RecordReader, storage: torch.UntypedStorage) -> MapCheck:
+        found = watch(file, storage)
+        if waits:
+            found.wait()
+        else:
+            found.start()
+        return found
+
+    return options._replace(map_location=stay, on_map=check)
 
 
 def watch(file: Checked | RecordReader, storage: torch.UntypedStorage) -> MapCheck:
@@ -245,20 +254,6 @@ def watch(file: Checked | RecordReader, storage: torch.UntypedStorage) -> MapChe
         if check is None:
             check = _checks[key] = MapCheck(file)
         _maps[begin] = _Map(weakref.ref(storage, forget), storage.nbytes(), check)
-    return check
-
-
-def check_in_background(file: Checked | RecordReader, storage: torch.UntypedStorage) -> MapCheck:
-    """Start the check of a mapped file."""
-    check = watch(file, storage)
-    check.start()
-    return check
-
-
-def check_now(file: Checked | RecordReader, storage: torch.UntypedStorage) -> MapCheck:
-    """Check a mapped file; raise an error if it is damaged."""
-    check = watch(file, storage)
-    check.wait()
     return check
 
 

@@ -133,10 +133,10 @@ def load(
         pickle_load_args=pickle_load_args,
     )
     if in_background:
-        from ptsave.archive.maps import check_in_background, mapping
+        from ptsave.archive.maps import mapping
 
         with failing_together(process_group, describe(f)):
-            options = mapping(f, options, check_in_background)
+            options = mapping(f, options, waits=False)
     return load_source(f, options, storage_options, process_group)
 
 

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ptsave.archive.loading import LoadOptions
-from ptsave.archive.maps import check_now, checks_for, mapping, require_checks, wait_for
+from ptsave.archive.maps import checks_for, mapping, require_checks, wait_for
 from ptsave.contents.archive import Archive
 from ptsave.contents.contents import OneFile
 from ptsave.contents.loading import load_source
@@ -61,7 +61,7 @@ def share(
     options = LoadOptions(
         None, pickle_module, weights_only, mmap=True, pickle_load_args=pickle_load_args
     )
-    return load_source(path, mapping(path, options, check_now))
+    return load_source(path, mapping(path, options, waits=True))
 
 
 def verified(obj: Any, timeout: float | None = None) -> None:

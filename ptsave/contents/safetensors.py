@@ -309,7 +309,8 @@ class SafetensorsContents(OneFile):
 
     def require_checksums(self, verify: bool | None) -> None:
         if verify and not self.has_crcs:
-            raise ValueError(f"{self.path}: this safetensors file has no checksums to compare")
+            reason = "this safetensors file has no checksums to compare, or PTSAVE_VERIFY=0"
+            raise ValueError(f"{self.path}: {reason}")
 
 
 class _CheckedTensors:
