@@ -629,10 +629,11 @@ class AsyncCheckpointer:
         (:class:`CorruptCheckpointError`, :class:`NotCheckpointError`), is missing, or has a sector
         that the disk cannot read (``EIO`` of a local file), the next lower step is verified.  Other
         errors are raised: a missing key, a wrong shape, a missing permission, a server that does
-        not answer.  So the targets get the values of one whole checkpoint or keep their own.  The
-        restore reads the file again, and compares the checksums again (unless `verify` is False).
-        Damage that arises between the two reads raises as without `fallback`: then some entries may
-        be overwritten.
+        not answer.  (With `local`, a copy that cannot be read counts as damaged, for example if its
+        server does not answer.)  So the targets get the values of one whole checkpoint or keep
+        their own.  The restore reads the file again, and compares the checksums again (unless
+        `verify` is False).  Damage that arises between the two reads raises as without `fallback`:
+        then some entries may be overwritten.
 
         With `fallback`, all ranks must call `restore`, also if only one rank saves, and they
         restore the same step: the highest that is whole on each rank.  If only one rank saves, the
