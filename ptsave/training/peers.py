@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from ptsave.errors import CorruptCheckpointError
+from ptsave.errors import CorruptCheckpointError, add_note
 from ptsave.sources.locations import LocalFolder, name_for
 from ptsave.sources.ranges import LocalFile
 from ptsave.support import config
@@ -61,6 +61,16 @@ def own_host() -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])
+
+
+@contextmanager
+def advising() -> Iterator[None]:
+    """Add advice to an OSError of the block: the address of a host may be wrong."""
+    try:
+        yield
+    except OSError as error:
+        add_note(error, "if a host has another address, set PTSAVE_PEER_ADDRESS there")
+        raise
 
 
 def seen_from_here(address: Address) -> Address:

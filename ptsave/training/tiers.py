@@ -574,7 +574,7 @@ class RankPeers:
         self.token = str(ranks.gather(secrets.token_hex(32))[0])
         self._n_ranks = ranks.size
         folder: Any = local.folder
-        with parts.together("listen to other ranks"):
+        with parts.together("listen to other ranks"), peers.advising():
             self.server = PeerServer(
                 folder,
                 self.token,
@@ -599,7 +599,8 @@ class RankPeers:
                 "hosts take part in this job, so fewer copies are made"
             )
             warn_user(message, CheckpointWarning)
-        with parts.together("reach the ranks of other hosts; set PTSAVE_PEER_ADDRESS on each host"):
+        reached = "reach the ranks of other hosts; set PTSAVE_PEER_ADDRESS on each host"
+        with parts.together(reached), peers.advising():
             for _, address in self.addresses:
                 with peers.connected(address, timeout_s):
                     pass

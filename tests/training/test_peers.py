@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -455,6 +456,12 @@ def test_no_server_at_all(tmp_path: Path) -> None:
         peers.tell_done(address, TOKEN, TIMEOUT_S, 1, [])
     with pytest.raises(OSError, match=r"nowhere\.invalid"):
         peers.tell_done(peers.Address("nowhere.invalid", 1), TOKEN, TIMEOUT_S, 1, [])
+    with warnings.catch_warnings(record=True) as seen:  # before Python 3.11, notes are warnings
+        warnings.simplefilter("always")
+        with pytest.raises(OSError, match="refused") as caught, peers.advising():
+            peers.tell_done(address, TOKEN, TIMEOUT_S, 1, [])
+    notes = getattr(caught.value, "__notes__", None) or [str(each.message) for each in seen]
+    assert "PTSAVE_PEER_ADDRESS" in notes[0]
 
 
 def test_a_fork(server: Server, tmp_path: Path) -> None:
