@@ -26,7 +26,7 @@ SETUP_STAMP := $(VENV)/.setup-stamp
 INSTALL_STAMP := $(VENV)/.install-stamp
 
 CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPTSAVE_WERROR=ON
-CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
+CXX_FILES = $(shell find csrc tests benchmarks -path csrc/third_party -prune -o '(' -name '*.h' -o -name '*.cpp' ')' -print)
 # gcc 12's ThreadSanitizer does not know the address layout of newer kernels.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 

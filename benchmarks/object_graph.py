@@ -90,7 +90,7 @@ class Task:
     reference: str = ""  # a file by torch to compare with, or whose floor to measure
 
 
-def calls(contender: str) -> tuple[Callable[..., None], Callable[..., Any]]:
+def calls(contender: str) -> tuple[Callable[..., object], Callable[..., Any]]:
     """Return what the contender's user would call."""
     if contender == STOCK:
         return torch.save, torch.load

@@ -91,6 +91,7 @@ class _FilePlan:
         durable: bool,
         options: WriteOptions,
         progress: Progress,
+        sharing: Sharing | None = None,
     ) -> None: ...
     # Writes through `scratch`, if given: an empty file open for reading and writing.
     def write_in_place(
@@ -112,6 +113,28 @@ class _FilePlan:
     ) -> None: ...
 
 @final
+class FileHashes: ...
+
+# Lets write_file() share pieces with an older archive: a descriptor with a name, and its hashes.
+class Sharing:
+    def __init__(
+        self,
+        plan: WritePlan,
+        base: tuple[int, bytes] | None = None,
+        hashes: FileHashes | None = None,
+    ) -> None: ...
+    @property
+    def nbytes_shared(self) -> int: ...
+    # The new file's identity and hashes, after the write, if its file system can share.
+    @property
+    def hashed(self) -> tuple[tuple[int, ...], FileHashes] | None: ...
+
+# The XXH3-128 of bytes that arrive in pieces.
+class Xxh3:
+    def __init__(self) -> None: ...
+    def update(self, data: Buffer, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
 class WritePlan(_FilePlan):
     # A list of storages, all in reach, stands for the records data/0, data/1, and so on.
     def __init__(

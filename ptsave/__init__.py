@@ -48,6 +48,7 @@ _NAMES = {
     "state.renaming": "add_prefix strip_prefix",
     "training.checkpoint": "RestoredEntries load_checkpoint load_into save_checkpoint",
     "training.checkpointer": "AsyncCheckpointer",
+    "writing.sharing": "SavedBytes",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -56,6 +56,7 @@ from ptsave.training.checkpoint import load_checkpoint as load_checkpoint
 from ptsave.training.checkpoint import load_into as load_into
 from ptsave.training.checkpoint import save_checkpoint as save_checkpoint
 from ptsave.training.checkpointer import AsyncCheckpointer as AsyncCheckpointer
+from ptsave.writing.sharing import SavedBytes as SavedBytes
 
 __all__ = [
     "Archive",
@@ -79,6 +80,7 @@ __all__ = [
     "RestoredEntries",
     "SaveError",
     "SaveFuture",
+    "SavedBytes",
     "StagingFullError",
     "TensorInfo",
     "UnmatchedParameters",

@@ -6,7 +6,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.serialization import DEFAULT_PROTOCOL, get_crc32_options
@@ -18,7 +18,13 @@ from ptsave.support.torch_names import (
     check_save_filelike,
     log_api_usage,
 )
-from ptsave.writing.planning import SaveOptions, engine_can_save, pickle_object, plan_archive
+from ptsave.writing.planning import (
+    SaveOptions,
+    base_of,
+    engine_can_save,
+    pickle_object,
+    plan_archive,
+)
 from ptsave.writing.targets import (
     TargetWriter,
     is_url_file,
@@ -26,6 +32,9 @@ from ptsave.writing.targets import (
     resolve_file,
     resolve_target,
 )
+
+if TYPE_CHECKING:
+    from ptsave.writing.sharing import SavedBytes
 
 
 def save(
@@ -41,7 +50,8 @@ def save(
     progress: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     weights_only_check: bool = False,
-) -> None:
+    base: str | os.PathLike[str] | None = None,
+) -> SavedBytes | None:
     """Save an object to a file as :func:`torch.save` does: the same bytes, but faster and safer.
 
     Several threads compute checksums and write the data; they read each byte only once.  The
@@ -74,6 +84,16 @@ def save(
     weights_only_check : bool, default False
         Whether to warn of objects that ``weights_only=True`` will refuse to load.  `save` tries the
         pickle with the restricted unpickler; if this fails, it looks for the refused parts.
+    base : str or os.PathLike, optional
+        An older file in torch's format, with which the new file may share unchanged bytes.  The new
+        file has the same bytes as without `base`, and is as complete: either file may be removed.
+        `base` may be `f` itself.
+
+    Returns
+    -------
+    SavedBytes or None
+        With `base`, the numbers of bytes that were written and shared.  Otherwise None, as from
+        :func:`torch.save`.
 
     Raises
     ------
@@ -85,6 +105,10 @@ def save(
     ValueError
         If the name ends with ``.safetensors``: :func:`ptsave.save_model` writes such files.
         After :func:`ptsave.install`, ``torch.save`` accepts any name.
+    FileNotFoundError, UnsupportedSourceError, CorruptCheckpointError
+        If `base` is missing, is not in torch's format, or is damaged.
+    TypeError
+        If there is a `base`, but `f` is a file-like object.
 
     Warns
     -----
@@ -100,6 +124,13 @@ def save(
     the sent parts stay invisible in the store until a rule for incomplete uploads removes them.
     A ``memory://`` file is replaced in one step, and a ``file://`` URL is a local path.  On other
     file systems, a temporary file is written and then moved (on some, copied and removed).
+
+    A file can share blocks with `base` on XFS and btrfs (and on NFS 4.2, where the server copies
+    them).  Blocks of 64 KiB are compared: by their hashes (XXH3-128) if this process has written
+    `base` with a base of its own, else by their bytes.  A tensor's bytes must be at the same place
+    in both files, or be moved by a multiple of 4096 bytes.  With
+    ``torch.utils.serialization.config.save.storage_alignment = 4096`` they always are.  On other
+    file systems, all bytes are written.
 
     With ``_use_new_zipfile_serialization=False``, torch's own code writes its format of before 1.6.
 
@@ -122,11 +153,12 @@ def save(
         progress,
         storage_options,
         weights_only_check,
+        base,
     )
-    save_with(obj, f, options)
+    return save_with(obj, f, options)
 
 
-def save_with(obj: object, f: Any, options: SaveOptions) -> None:
+def save_with(obj: object, f: Any, options: SaveOptions) -> SavedBytes | None:
     """Save an object as :func:`save` does."""
     options.check()
     pickling = options.pickle_module, options.pickle_protocol
@@ -140,13 +172,18 @@ def save_with(obj: object, f: Any, options: SaveOptions) -> None:
     if not is_url_file(f):  # a UrlLocation comes from a checkpoint directory at a URL
         check_save_filelike(f)
     if not engine_can_save(new_format):
+        if options.base is not None:
+            raise ValueError(
+                "base needs torch's zip format, with storages aligned to at most 32 KiB"
+            )
         if options.weights_only_check:
             warn_of_refusals(obj, *pickling)
         with _opened_for_torch(f, options.storage_options) as target:
             stock.save(obj, target, *pickling, new_format, no_byte_order)
-        return
+        return None
     log_api_usage("torch.save")
     f = resolve_target(f, options.storage_options)
+    base = base_of(options, f)
     data, storages = pickle_object(obj, *pickling)
     if options.weights_only_check:
         warn_of_refusals(obj, *pickling, data)
@@ -158,8 +195,14 @@ def save_with(obj: object, f: Any, options: SaveOptions) -> None:
             fsync=options.fsync,
             atomic=options.atomic,
             progress=callback,
+            base=base,
         )
         writer.write(f)
+    if base is None:
+        return None
+    from ptsave.writing.sharing import SavedBytes
+
+    return SavedBytes(plan.nbytes - writer.nbytes_shared, writer.nbytes_shared)
 
 
 def _opened_for_torch(

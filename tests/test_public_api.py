@@ -21,8 +21,8 @@ RECORDED = Path(__file__).with_name("public_api.txt")
 RESULTS = {
     "Archive", "Capture", "CaptureComparison", "CaptureSummary", "CapturedCall",
     "CapturedDifference", "CapturedValue", "Compaction", "Comparison", "Conversion",
-    "IncompatibleKeys", "LoadedWeights", "RestoredEntries", "SaveFuture", "TensorInfo",
-    "UnmatchedParameters", "WeightSlice",
+    "IncompatibleKeys", "LoadedWeights", "RestoredEntries", "SaveFuture", "SavedBytes",
+    "TensorInfo", "UnmatchedParameters", "WeightSlice",
 }  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def report(tree: str) -> float:
     n_sentences = n_hard = 0
     pages = ROOT.glob("*.md") if tree == "docs" else ()
     for path in sorted([*(ROOT / tree).rglob("*"), *pages]):
-        if path.suffix not in PROSE_OF:
+        if path.suffix not in PROSE_OF or "third_party" in path.parts:
             continue
         for prose in PROSE_OF[path.suffix](path.read_text()):
             for sentence in sentences(prose):

@@ -20,8 +20,10 @@
 #include "bindings/bindings.h"
 #include "core/io/file.h"
 #include "core/io/late_release.h"
+#include "core/read/reader.h"
 #include "core/write/file_plan.h"
 #include "core/write/payloads.h"
+#include "core/write/sharing.h"
 #include "device/accelerator_copies.h"
 #include "device/side_streams.h"
 #include "tensors/ranges.h"
@@ -108,12 +110,13 @@ void bind_file_plan(py::class_<Plan>& plan) {
       .def(
           "write_file",
           [](Plan& self, std::string path, std::string display, bool durable,
-             const WriteOptions& options, const py::object& callback) {
+             const WriteOptions& options, const py::object& callback, Sharing* sharing) {
             const FilePlan::Replacement target{std::move(path), std::move(display), durable};
             run_write(self, callback,
-                      [&](const Poll& poll) { self.write_file(target, options, poll); });
+                      [&](const Poll& poll) { self.write_file(target, options, poll, sharing); });
           },
-          "path"_a, "display"_a, py::kw_only(), "durable"_a, "options"_a, "progress"_a)
+          "path"_a, "display"_a, py::kw_only(), "durable"_a, "options"_a, "progress"_a,
+          "sharing"_a = nullptr)
       .def(
           "write_in_place",
           [](Plan& self, const std::string& path, std::optional<int> scratch, bool durable,
@@ -238,6 +241,31 @@ void write_memory(ArchivePlan& plan, const py::buffer& target, const WriteOption
   run_write(plan, callback, [&](const Poll& poll) { plan.write_memory(memory, options, poll); });
 }
 
+// ------------------------------------------------------------------------ sharing with a base
+
+// Python passes the hashes of one save on to the next.
+struct KeptHashes {
+  std::shared_ptr<const FileHashes> hashes;
+};
+
+std::unique_ptr<Sharing> make_sharing(const ArchivePlan& plan,
+                                      const std::optional<std::pair<int, std::string>>& base,
+                                      const KeptHashes* kept) {
+  return without_gil([&] {
+    if (!base) {
+      auto sharing = std::make_unique<Sharing>(std::nullopt);
+      plan.prepare(*sharing, {});
+      return sharing;
+    }
+    const auto& [fd, name] = *base;
+    const ArchiveReader archive(ByteSource(File::reopen_for_reading(fd, name), 0));
+    auto sharing = std::make_unique<Sharing>(Sharing::Base{
+        File::reopen_for_reading(fd, name), kept != nullptr ? kept->hashes : nullptr});
+    plan.prepare(*sharing, archive.index().records());
+    return sharing;
+  });
+}
+
 // ---------------------------------------------------------------------------- packed payloads
 
 // nbytes, source, offset, CRC if known, parts.
@@ -344,6 +372,15 @@ py::bytes block_crcs_of(const CheckedPlan& plan) {
 }
 
 void bind_plans(py::module_& module) {
+  py::class_<KeptHashes>(module, "FileHashes");
+  py::class_<Sharing>(module, "Sharing")
+      .def(py::init(&make_sharing), "plan"_a, "base"_a = std::nullopt, "hashes"_a = nullptr)
+      .def_property_readonly("nbytes_shared", &Sharing::nbytes_shared)
+      .def_property_readonly("hashed", [](const Sharing& self) -> py::object {
+        if (!self.hashed()) return py::none();
+        return py::make_tuple(py::tuple(py::cast(self.hashed()->identity)),
+                              KeptHashes{self.hashed()->hashes});
+      });
   py::class_<ArchivePlan> plan(module, "WritePlan");
   plan.def(py::init(&make_plan), "root"_a, "records"_a, "alignment"_a)
       .def("release", &ArchivePlan::release)

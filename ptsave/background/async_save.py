@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,7 +20,13 @@ from ptsave.support.torch_names import (
     log_api_usage,
     storage_alignment,
 )
-from ptsave.writing.planning import SaveOptions, engine_can_save, pickle_object, plan_archive
+from ptsave.writing.planning import (
+    SaveOptions,
+    base_of,
+    engine_can_save,
+    pickle_object,
+    plan_archive,
+)
 from ptsave.writing.targets import absolute, refuse_safetensors_name, resolve_target
 
 
@@ -39,6 +46,7 @@ def async_save(
     when_full: Literal["wait", "raise"] = "wait",
     storage_options: Mapping[str, Any] | None = None,
     weights_only_check: bool = False,
+    base: str | os.PathLike[str] | None = None,
 ) -> SaveFuture:
     """Save the current state of an object, while the program goes on and may change the object.
 
@@ -50,9 +58,10 @@ def async_save(
     Parameters
     ----------
     obj, f, pickle_module, pickle_protocol
-    fsync, atomic, progress, storage_options, weights_only_check
+    fsync, atomic, progress, storage_options, weights_only_check, base
         As for :func:`ptsave.save`.  A relative path is relative to the current directory during
-        the call.  If `f` is a file-like object, the program must not use it until the save ends.
+        the call.  `base` is opened when the write begins, after earlier saves.  If `f` is a
+        file-like object, the program must not use it until the save ends.
     staging : {"blocking", "background"}
         When the tensors are copied.  With "blocking", the call copies them, and the program may
         overwrite them when it returns.  With "background", the call does not wait for the copy, and
@@ -124,6 +133,7 @@ def async_save_with(obj: object, f: Any, options: SaveOptions) -> SaveFuture:
     named = target = resolve_target(f, options.storage_options)
     if isinstance(named, str):
         target = absolute(named)
+    base = base_of(options, target)
     pickling = options.pickle_module, options.pickle_protocol
     data, storages = pickle_object(obj, *pickling)
     if options.weights_only_check:
@@ -151,6 +161,7 @@ def async_save_with(obj: object, f: Any, options: SaveOptions) -> SaveFuture:
             reservation,
             target,
             options,
+            base=base,
             compute_crcs=get_crc32_options(),
         )
         undo.pop_all()  # from here on, `save` releases the memory

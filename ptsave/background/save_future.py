@@ -46,6 +46,7 @@ class SaveFuture(concurrent.futures.Future[None]):
         self._target = target
         self._nbytes = nbytes
         self._nbytes_written = 0
+        self._nbytes_shared = 0
         self._withdraw: Callable[[], bool] | None = withdraw
         self._before_wait = before_wait
         self._staged = threading.Event()
@@ -62,8 +63,16 @@ class SaveFuture(concurrent.futures.Future[None]):
 
     @property
     def nbytes_written(self) -> int:
-        """Bytes of the file that have been written so far, updated every 0.1 s."""
+        """Bytes of the file that have been written so far, updated every 0.1 s.
+
+        Until the save ends, they include the shared bytes.
+        """
         return self._nbytes_written
+
+    @property
+    def nbytes_shared(self) -> int:
+        """Bytes of the file that it shares with the save's `base`, after the save."""
+        return self._nbytes_shared
 
     def staged(self) -> bool:
         """Return whether all tensors have been copied, so that they may be overwritten."""
@@ -141,7 +150,7 @@ class SaveFuture(concurrent.futures.Future[None]):
     def set_result(self, result: None) -> None:
         """Note that the save has succeeded; called by the thread that writes."""
         self._withdraw = None
-        self._nbytes_written = self._nbytes
+        self._nbytes_written = self._nbytes - self._nbytes_shared
         super().set_result(result)
 
     def _observe(self) -> None:
@@ -165,6 +174,10 @@ class PendingSave(SaveFuture):
     def set_nbytes_written(self, nbytes: int) -> None:
         """Set the progress; called by the thread that writes."""
         self._nbytes_written = nbytes
+
+    def set_nbytes_shared(self, nbytes: int) -> None:
+        """Note how many bytes are shared; called by the thread that writes, before the result."""
+        self._nbytes_shared = nbytes
 
     def fail_in_child(self, error: BaseException) -> None:
         """Let the future fail in a forked process, which does not have the threads of the save."""

@@ -39,7 +39,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptsave import _C
 from ptsave.background.save_future import PendingSave, forget_failures, report_failures
@@ -49,6 +49,9 @@ from ptsave.support.calls import ProgressCallback, progress_bar
 from ptsave.support.threads import Call, Thread, run_all
 from ptsave.writing.planning import SaveOptions
 from ptsave.writing.targets import TargetWriter, is_url_file, name_of
+
+if TYPE_CHECKING:
+    from ptsave.writing.sharing import Base
 
 _NBYTES_WITHOUT_LOOKING = 32 << 20
 _FORKED = (
@@ -292,6 +295,7 @@ class BackgroundSave:
         target: Any,
         options: SaveOptions,
         *,
+        base: Base | None = None,
         compute_crcs: bool,
     ) -> None:
         self.is_remote = is_url_file(target)
@@ -317,6 +321,7 @@ class BackgroundSave:
             atomic=options.atomic,
             progress=self._progress,
             payloads_are_still=True,
+            base=base,
         )
         self._writer.begin_staging()
         self._n_threads = config.current().n_threads
@@ -416,6 +421,7 @@ class BackgroundSave:
         self._release()
         try:
             if error is None:
+                self.future.set_nbytes_shared(self._writer.nbytes_shared)
                 self.future.set_result(None)
             else:
                 self.future.set_exception(error)

@@ -63,7 +63,7 @@ def touch_every_page(tensors: StateDict) -> int:
     return sum(int(tensor.view(-1).view(torch.uint8)[::PAGE].sum()) for tensor in tensors.values())
 
 
-def save_call(task: Task) -> Callable[[StateDict], None]:
+def save_call(task: Task) -> Callable[[StateDict], object]:
     """Return the save call that a user of the contender would make."""
     path = Path(task.path)
     if task.contender == "ptsave":

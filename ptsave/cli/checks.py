@@ -143,9 +143,7 @@ def _run_in(checkpoints: CheckpointFiles, storage_options: dict[str, Any] | None
     """Return the files of a run in a directory; their manifests then count as looked at."""
     from ptsave.inspection.runs import RunDirectory
     from ptsave.training.directory import MANIFEST
-    from ptsave.training.manifests import hasher
 
-    hasher()  # raises an ImportError now, not for each file
     folder = folder_at(checkpoints.path, storage_options)
     assert folder is not None
     run = RunDirectory.of(checkpoints.path, folder)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ptsave.state.optimizer_matching import Matching, Named
     from ptsave.state.renaming import Rename, Renaming
     from ptsave.training.options import KeyMapping, Match
+    from ptsave.writing.sharing import SavedBytes
 
 
 def load_into(
@@ -196,8 +197,9 @@ def save_checkpoint(
     progress: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     weights_only_check: bool = False,
+    base: str | os.PathLike[str] | None = None,
     **objects: Any,
-) -> None:
+) -> SavedBytes | None:
     """Save named objects; an object that has a ``state_dict`` method is saved as its state dict.
 
     The file holds a dict from the names to the saved objects.  :func:`torch.load` can read it.
@@ -206,11 +208,16 @@ def save_checkpoint(
     ----------
     f : str, os.PathLike or file-like
         File to write: a path, a URL or a file-like object.
-    fsync, atomic, progress, storage_options, weights_only_check
+    fsync, atomic, progress, storage_options, weights_only_check, base
         As for :func:`ptsave.save`.
     **objects : object
         Models, optimizers, schedulers, and any other objects that can be saved.  No object
         may have the name of an option.
+
+    Returns
+    -------
+    SavedBytes or None
+        As from :func:`ptsave.save`.
 
     Raises
     ------
@@ -236,7 +243,7 @@ def save_checkpoint(
 
     options = SaveOptions.of(locals())
     check_named("ptsave.save_checkpoint", options, objects)
-    save_with(entries_of(objects), f, options)
+    return save_with(entries_of(objects), f, options)
 
 
 class RestoredEntries(dict[str, Any]):

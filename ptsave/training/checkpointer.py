@@ -38,6 +38,8 @@ from ptsave.training.directory import CheckpointDirectory, Retention, create_dir
 from ptsave.training.options import RestoreOptions, check_named, entries_of
 from ptsave.training.rank_parts import RankParts, check_ranks, rank_parts
 from ptsave.writing.planning import SaveOptions
+from ptsave.writing.sharing import Base
+from ptsave.writing.targets import FileTarget, resolve
 
 if TYPE_CHECKING:
     from ptsave.support.rank_groups import GroupRanks, Ranks
@@ -102,13 +104,16 @@ class AsyncCheckpointer:
         copy is such a warning, too.
     local : str or os.PathLike, optional
         Fast local directory to which each step is saved first.  Threads copy the steps from there
-        to `directory`, the slow place.  This needs the xxhash library.
+        to `directory`, the slow place.
     every : dict, optional
         ``{"remote": 10, "peers": 2}`` copies the steps that are divisible by 10 to `directory`, and
         even steps to other hosts.  The default is each step.  A step that has no copies on other
         hosts is removed once a later step has them.
     peers : int, default 0
         Number of other hosts that store a copy of each rank's part in their `local` directory.
+    incremental : bool, default False
+        Whether a checkpoint may share unchanged bytes with the one before, as with the `base` of
+        :func:`ptsave.save`.  A save's future tells how many bytes it has shared.
 
     Raises
     ------
@@ -213,6 +218,7 @@ class AsyncCheckpointer:
         local: str | os.PathLike[str] | None = None,
         every: Mapping[str, int] | None = None,
         peers: int = 0,
+        incremental: bool = False,
     ) -> None:
         tiers = None
         if local is not None:
@@ -233,7 +239,9 @@ class AsyncCheckpointer:
         world_size = None if world_size is None else checked_int(world_size, "world_size", 1)
         self._is_only_rank = world_size == 1
         check_ranks(os.fsdecode(directory), self._rank, world_size, process_group)
-        check_flags(fsync=fsync, weights_only_check=weights_only_check)
+        check_flags(fsync=fsync, weights_only_check=weights_only_check, incremental=incremental)
+        self._is_incremental = incremental
+        self._base: Base | None
         self._only_warns = _only_warns(on_error)
         self._options = SaveOptions.of(locals())
         self._closed = False
@@ -340,6 +348,8 @@ class AsyncCheckpointer:
         warns = self._only_warns if on_error is None else _only_warns(on_error)
         entries = entries_of(objects)
         self._retention.check(entries)
+        if self._is_incremental:
+            options = replace(options, base=self._last_saved())
         save = ""
         try:
             path, highest = self._directory.place(step)
@@ -359,6 +369,17 @@ class AsyncCheckpointer:
             lambda _: self._finish(step, str(path), future, atomic=atomic, warns=warns, save=save),
         )
         return future
+
+    def _last_saved(self) -> Base:
+        """Return the base of the next save: the checkpoint whose write will end before it."""
+        if self._base is None:
+            self._base = Base(None, is_required=False)
+            with suppress(OSError):  # without a base, all bytes are written
+                self._base.target = self._target(self._directory.latest())
+        return self._base
+
+    def _target(self, path: Path | str | None) -> FileTarget | None:
+        return None if path is None else resolve(path, self._options.storage_options)
 
     def _begin(self, path: Path | Any, entries: dict[str, Any], options: SaveOptions) -> SaveFuture:
         if self._parts is not None:
@@ -391,6 +412,8 @@ class AsyncCheckpointer:
         error = CancelledError() if future.cancelled() else Future.exception(future)
         warns_of_copies, warns = warns, warns and isinstance(error, OSError)
         try:
+            if error is None and self._base is not None:
+                self._base.target = self._target(path)
             if error is None and self._tiers is not None:
                 self._tiers.saved(step, path, save, warns=warns_of_copies)
             elif error is None:
@@ -853,6 +876,7 @@ class AsyncCheckpointer:
         # A forked process must open the directory again: connections do not survive a fork.
         self._directory = CheckpointDirectory(self._place, naming, self._options.storage_options)
         self._changed = threading.Condition()
+        self._base = None
         self._pending: dict[SaveFuture, int] = {}
         self._failed: list[SaveFuture] = []
         self._tiers: Tiers | None = None

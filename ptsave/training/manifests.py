@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, NamedTuple, TypeAlias
 
+from ptsave import _C
 from ptsave.sources.locations import Location
 from ptsave.sources.ranges import RangeSource, open_source
 from ptsave.streaming.payload_sources import write_bytes
@@ -104,22 +105,11 @@ def copies_in(folder: Location) -> Iterator[tuple[Key, Copy]]:
         yield (part.step, save), Copy(part.rank, part.n_ranks, name, has_manifest)
 
 
-def hasher() -> Any:
-    """Return an object with the methods ``update`` and ``hexdigest`` that computes XXH3-128."""
-    try:
-        from xxhash import xxh3_128
-    except ImportError:
-        raise ImportError(
-            "checkpoints in several places need the xxhash library: pip install xxhash"
-        ) from None
-    return xxh3_128()
-
-
 def digest_of(source: RangeSource) -> str:
     """Return the XXH3-128 of all bytes of a file."""
-    digest = hasher()
+    digest = _C.Xxh3()
     with source.stream() as stream:
         buffer = memoryview(bytearray(min(_PIECE_NBYTES, source.nbytes)))
         while n := stream.readinto(buffer):
             digest.update(buffer[:n])
-    return str(digest.hexdigest())
+    return digest.hexdigest()

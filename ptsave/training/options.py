@@ -6,6 +6,7 @@ of another function is refused, too: otherwise it would become an entry of the f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from types import FunctionType, GeneratorType, ModuleType
@@ -62,6 +63,7 @@ _KINDS: dict[Any, tuple[type, ...]] = {
     "int | None": (int, _NONE),
     "ModuleType": (ModuleType,),
     "str": (str,),
+    "Base | str | os.PathLike[str] | None": (str, os.PathLike, _NONE),
     "Mapping[str, Any] | None": (Mapping, _NONE),
     "ProcessGroup": (*_GROUPS, _NONE),
     "Match": (str, _NONE),

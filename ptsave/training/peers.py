@@ -25,12 +25,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+from ptsave import _C
 from ptsave.errors import CorruptCheckpointError, add_note
 from ptsave.sources.locations import LocalFolder, name_for
 from ptsave.sources.ranges import LocalFile
 from ptsave.support import config
 from ptsave.support.threads import ThreadPool
-from ptsave.training.manifests import Manifest, hasher, manifest_of
+from ptsave.training.manifests import Manifest, manifest_of
 
 _LENGTH = struct.Struct(">I")
 _MAX_MESSAGE_NBYTES = 1 << 20
@@ -224,7 +225,7 @@ def _write(descriptor: int, nbytes: int, fill: Callable[[memoryview], int]) -> s
     """Write `nbytes` that `fill` delivers to a new file, and return their digest."""
     if config.current().direct_io and nbytes >= _BUFFER_NBYTES:
         _set_direct(descriptor, True)
-    digest = hasher()
+    digest = _C.Xxh3()
     buffers = [memoryview(mmap.mmap(-1, _BUFFER_NBYTES)) for _ in range(_N_BUFFERS)]
     using: deque[tuple[Future[None], Future[None]]] = deque()
     with ThreadPool(4, "ptsave-writing") as writing, ThreadPool(1, "ptsave-hashing") as hashing:

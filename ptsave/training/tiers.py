@@ -37,7 +37,7 @@ from ptsave.training.directory import (
     Retention,
 )
 from ptsave.training.fallback import read_whole
-from ptsave.training.manifests import Copy, Key, Manifest, copies_in, digest_of, hasher, manifest_of
+from ptsave.training.manifests import Copy, Key, Manifest, copies_in, digest_of, manifest_of
 from ptsave.training.peers import Address, PeerServer
 
 if TYPE_CHECKING:
@@ -104,7 +104,6 @@ class Tiers:
         sees_all: bool,
         pending: Mapping[Any, int],
     ) -> None:
-        hasher()  # raises an ImportError now, not after the first save
         self.path = local.path
         self.domain = config.failure_domain()
         self._local, self._parts, self._options = local, parts, options

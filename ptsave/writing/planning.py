@@ -5,12 +5,13 @@ from __future__ import annotations
 import _pickle
 import functools
 import io
+import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.serialization import DEFAULT_PROTOCOL, location_tag, normalize_storage_type
@@ -25,7 +26,10 @@ from ptsave.support.torch_names import (
     storage_type_name,
     untyped_of,
 )
-from ptsave.writing.targets import is_url_file, name_of, root_for_path
+from ptsave.writing.targets import absolute, is_url_file, name_of, resolve, root_for_path
+
+if TYPE_CHECKING:
+    from ptsave.writing.sharing import Base
 
 _Records: TypeAlias = "_C.PlannedRecord | _C.StorageList"
 
@@ -115,6 +119,7 @@ class SaveOptions:
     progress: bool = False
     storage_options: Mapping[str, Any] | None = None
     weights_only_check: bool = False
+    base: Base | str | os.PathLike[str] | None = None
     staging: str = "blocking"
     max_staged_bytes: int | None = None
     when_full: str = "wait"
@@ -135,6 +140,20 @@ class SaveOptions:
         check_flags(
             fsync=self.fsync, atomic=self.atomic, weights_only_check=self.weights_only_check
         )
+
+
+def base_of(options: SaveOptions, target: object) -> Base | None:
+    """Return the base of a save to `target`, with an absolute path."""
+    if options.base is None:
+        return None
+    from ptsave.writing.sharing import Base
+
+    if isinstance(options.base, Base):
+        return options.base
+    if not isinstance(target, str) and not is_url_file(target):
+        raise TypeError("base needs a path or a URL to save to, not a file-like object")
+    base = resolve(options.base, options.storage_options)
+    return Base(absolute(base) if isinstance(base, str) else base, is_required=True)
 
 
 class StorageTable:

@@ -38,6 +38,7 @@ from ptsave.support.calls import ProgressCallback
 
 if TYPE_CHECKING:
     from ptsave.sources.url_locations import UrlLocation
+    from ptsave.writing.sharing import Base
 
 FileTarget: TypeAlias = "str | UrlLocation"
 
@@ -247,6 +248,7 @@ class FileWriter:
         scratch_for: Callable[[os.stat_result], int | None] = lambda _: None,
         payloads_are_still: bool = False,
         limits: config.Config | None = None,
+        base: Base | None = None,
     ) -> None:
         self._plan = plan
         self._compute_crcs = compute_crcs
@@ -256,7 +258,9 @@ class FileWriter:
         self._scratch_for = scratch_for
         self._payloads_are_still = payloads_are_still
         self._config = config.current() if limits is None else limits
+        self._base = base
         self._is_following = False
+        self.nbytes_shared = 0  # with the base, in the last write
 
     def write_file(self, target: FileTarget) -> None:
         """Write to a URL or a path, as the docstring of this module describes."""
@@ -278,6 +282,9 @@ class FileWriter:
         raise SaveError(errno.EINVAL, "not a regular file", path)
 
     def _replace(self, target: str, path: str) -> None:
+        sharing = None
+        if self._base is not None and isinstance(self._plan, _C.WritePlan):
+            sharing = self._base.sharing_for(self._plan)
         try:
             self._plan.write_file(
                 os.fsencode(target),
@@ -285,11 +292,16 @@ class FileWriter:
                 durable=self._fsync,
                 options=self._options(),
                 progress=self._progress,
+                sharing=sharing,
             )
         except OSError as error:
             if operation_of(error) != "rename" or not _is_refused(error.errno, target):
                 raise SaveError.from_os_error(error, path) from None
             self._write_in_place(target, path)
+        else:
+            if self._base is not None and sharing is not None:
+                self.nbytes_shared = sharing.nbytes_shared
+                self._base.remember(sharing)
 
     def _write_in_place(self, target: str, path: str) -> None:
         with _translated_errors(path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -292,18 +291,6 @@ def test_verify_a_host_of_several(places: tuple[Path, Path, Path]) -> None:
     for manifest in a.glob("*.json"):
         manifest.unlink()
     assert "other parts of this step are missing" in run("verify", a).stdout  # as without tiers
-
-
-def test_verify_without_xxhash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(SLOW, tmp_path)
-    monkeypatch.setitem(sys.modules, "xxhash", None)
-    assert len(succeed("ls", tmp_path).stdout.splitlines()) == 4
-    result = run("verify", tmp_path)
-    assert result.exit_code == 2
-    assert result.stderr == (
-        "ptsave: checkpoints in several places need the xxhash library: pip install xxhash\n"
-    )
-    assert result.stdout.count(": whole (") == 4
 
 
 def test_a_manifest_names_its_own_place_first(

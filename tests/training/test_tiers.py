@@ -533,12 +533,6 @@ def test_a_local_directory_that_cannot_be(slow: Slow, tmp_path: Path) -> None:
         ptsave.AsyncCheckpointer(tmp_path / "slow").protected()
 
 
-def test_without_xxhash(slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
-    with pytest.raises(ImportError, match="pip install xxhash"):
-        make(slow, tmp_path)
-
-
 # -------------------------------------------------------------------------------------- faults
 
 

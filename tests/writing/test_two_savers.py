@@ -71,7 +71,7 @@ _OPENERS = tuple(
 
 
 @contextmanager
-def meanwhile(action: Callable[[], None], n: int, *files: str) -> Iterator[list[str]]:
+def meanwhile(action: Callable[[], object], n: int, *files: str) -> Iterator[list[str]]:
     """Do something before the n-th call of something built in that a module of `files` makes."""
     calls: list[str] = []
 
@@ -95,7 +95,7 @@ _LOADING = (str(loading.__file__),)
 
 
 def at_every_call(
-    prepare: Callable[[], object], action: Callable[[], None], *files: str
+    prepare: Callable[[], object], action: Callable[[], object], *files: str
 ) -> Iterator[str]:
     """Do something again and again; yield where `action` came in between, until it came after."""
     for n in range(1, _MAX_CALLS):

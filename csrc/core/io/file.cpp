@@ -5,6 +5,7 @@
 #include <sys/random.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
+#include <sys/sysmacros.h>
 
 #include <array>
 #include <cerrno>
@@ -13,6 +14,7 @@
 #include <climits>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <random>
 #include <span>
@@ -145,10 +147,31 @@ std::uint64_t File::nbytes() const {
   return static_cast<std::uint64_t>(status_or_fail(fd(), path_).st_size);
 }
 
+File::Identity File::identity() const {
+  constexpr std::int64_t kNanoseconds = 1'000'000'000;
+  const struct stat status = status_or_fail(fd(), path_);
+  const auto changed = status.st_mtim.tv_sec * kNanoseconds + status.st_mtim.tv_nsec;
+  return {status.st_dev, status.st_ino, static_cast<std::uint64_t>(status.st_size),
+          static_cast<std::uint64_t>(changed)};
+}
+
 bool File::is_cached(std::uint64_t offset, std::uint64_t nbytes) const {
   const PageRange pages = pages_covering(offset, offset + nbytes, page_nbytes());
   const std::uint64_t n_pages = pages.nbytes() / page_nbytes();
   return sys::cached_pages(fd(), offset, nbytes) == static_cast<std::int64_t>(n_pages);
+}
+
+bool File::is_copied_by_server() const {
+  constexpr std::int64_t kNfs = 0x6969;
+  if (sys::file_system_type(fd()) != kNfs) return sys::is_on_server(false);
+  const dev_t device = status_or_fail(fd(), path_).st_dev;
+  const std::string field =
+      " " + std::to_string(major(device)) + ":" + std::to_string(minor(device)) + " ";
+  std::ifstream mounts("/proc/self/mountinfo");
+  std::string line;
+  while (std::getline(mounts, line) && line.find(field) == std::string::npos) {
+  }
+  return sys::is_on_server(line.find("vers=4.2") != std::string::npos);
 }
 
 bool File::is_remote() const {
@@ -241,6 +264,25 @@ void File::truncate(std::uint64_t nbytes) const {
   if (retry_interrupted([&] { return sys::ftruncate(fd(), static_cast<off_t>(nbytes)); }) != 0) {
     fail("ftruncate", path_);
   }
+}
+
+bool File::share(std::uint64_t offset, const File& from, std::uint64_t from_offset,
+                 std::uint64_t nbytes) const {
+  const auto to = static_cast<off_t>(offset);
+  const auto begin = static_cast<off_t>(from_offset);
+  if (retry_interrupted([&] { return sys::clone_range(fd(), to, from.fd(), begin, nbytes); }) ==
+      0) {
+    return true;
+  }
+  if (!is_copied_by_server()) return false;  // elsewhere the kernel would read and write the bytes
+  for (std::uint64_t done = 0; done < nbytes;) {
+    const auto step = static_cast<off_t>(done);
+    const ssize_t n = retry_interrupted(
+        [&] { return sys::copy_range(fd(), to + step, from.fd(), begin + step, nbytes - done); });
+    if (n <= 0) return false;
+    done += static_cast<std::uint64_t>(n);
+  }
+  return true;
 }
 
 void File::finish(bool durable) const {

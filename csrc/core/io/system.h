@@ -3,7 +3,9 @@
 #pragma once
 
 #include <fcntl.h>
+#include <linux/fs.h>
 #include <sys/file.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -38,11 +40,17 @@ inline DeviceHook device_hook = nullptr;
 inline std::uint32_t device_alignment(std::uint32_t alignment) {
   return device_hook != nullptr ? device_hook(alignment) : alignment;
 }
+
+// Simulates a file server that copies ranges.  Set by tests.
+inline bool server_hook = false;
+
+inline bool is_on_server(bool is_found) { return server_hook || is_found; }
 #else
 inline constexpr bool fault(const char* /*call*/, std::size_t* /*nbytes*/ = nullptr) {
   return false;
 }
 inline constexpr std::uint32_t device_alignment(std::uint32_t alignment) { return alignment; }
+inline constexpr bool is_on_server(bool is_found) { return is_found; }
 #endif
 
 inline int openat(int dir_fd, const char* path, int flags, mode_t mode = 0) {
@@ -103,6 +111,20 @@ inline std::int64_t file_system_type(int fd) {
 }
 inline int fallocate(int fd, off_t nbytes) {
   return fault("fallocate") ? -1 : ::fallocate(fd, 0, 0, nbytes);
+}
+// Lets a range of `fd` share the blocks of another file's range.
+inline int clone_range(int fd, off_t offset, int from, off_t from_offset, std::size_t nbytes) {
+  if (fault("clone_range")) return -1;
+  file_clone_range range{};
+  range.src_fd = from;
+  range.src_offset = static_cast<__u64>(from_offset);
+  range.src_length = nbytes;
+  range.dest_offset = static_cast<__u64>(offset);
+  return ::ioctl(fd, FICLONERANGE, &range);
+}
+inline ssize_t copy_range(int fd, off_t offset, int from, off_t from_offset, std::size_t nbytes) {
+  if (fault("copy_range", &nbytes)) return -1;
+  return ::copy_file_range(from, &from_offset, fd, &offset, nbytes, 0);
 }
 inline int ftruncate(int fd, off_t nbytes) {
   return fault("ftruncate") ? -1 : ::ftruncate(fd, nbytes);

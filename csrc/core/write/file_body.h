@@ -41,6 +41,7 @@ struct ByteRange {
 
   std::uint64_t nbytes() const { return end - begin; }
   bool empty() const { return begin >= end; }
+  bool operator==(const ByteRange&) const = default;
 };
 
 inline ByteRange intersect(ByteRange a, ByteRange b) {

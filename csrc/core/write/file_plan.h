@@ -26,6 +26,7 @@
 #include "core/pipeline/stager.h"
 #include "core/write/file_body.h"
 #include "core/write/payloads.h"
+#include "core/write/sharing.h"
 #include "core/write/writer.h"
 
 namespace ptsave {
@@ -51,14 +52,18 @@ class FilePlan : public Interface {
   // The payloads with a wrong CRC, if the last write threw FormatError.
   virtual std::vector<DamagedPayload> damaged() const = 0;
 
-  // Replaces or creates a file.  Throws IoError, FormatError.
-  void write_file(const Replacement& target, const WriteOptions& options, const Poll& poll) {
+  // Replaces or creates a file, which may share blocks with an older one.  Throws IoError,
+  // FormatError.
+  void write_file(const Replacement& target, WriteOptions options, const Poll& poll,
+                  Sharing* sharing = nullptr) {
+    options.sharing = has_holes() ? nullptr : sharing;
     run(options, [&](const WriteOptions& write) {
       AtomicFile replacement(target.path, target.display);
       File& file = replacement.file();
       write_to(file, write, poll);
       try {
         replacement.commit(target.durable);
+        if (sharing != nullptr) sharing->end(file);
       } catch (const IoError&) {
         if (arriving_ != nullptr) complete_ = File::duplicate(file.fd(), target.display);
         throw;
@@ -125,8 +130,11 @@ class FilePlan : public Interface {
   Progress progress_{0};
 
  private:
-  void write_to(File& file, const WriteOptions& options, const Poll& poll) {
-    if (!has_holes()) file.preallocate(nbytes());
+  void write_to(File& file, WriteOptions options, const Poll& poll) {
+    if (options.sharing != nullptr && !options.sharing->begin(file, nbytes())) {
+      options.sharing = nullptr;
+    }
+    if (!has_holes() && options.sharing == nullptr) file.preallocate(nbytes());
     const auto body = make_body(options, direct_chunk_nbytes(file, options));
     write_to_file(*body, file, 0, options, progress_, poll);
   }
@@ -222,6 +230,11 @@ class ArchivePlan final : public FilePlan {
       by_record[found->second] = each.payload;
     }
     staging_ = std::make_unique<SourcedPayloads>(std::move(sources), std::move(by_record));
+  }
+
+  // Prepares a write_file() that shares unchanged records with an archive that has these records.
+  void prepare(Sharing& sharing, std::span<const IndexedRecord> base) const {
+    sharing.plan(layout_, base);
   }
 
   // Freezes the values of payloads on accelerators: writes use the values after the work that is

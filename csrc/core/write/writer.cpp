@@ -11,6 +11,7 @@
 #include "core/base/error.h"
 #include "core/crc/crc32.h"
 #include "core/memory/pages.h"
+#include "core/write/sharing.h"
 
 namespace ptsave {
 namespace {
@@ -127,6 +128,14 @@ class BlockChunk final : public ChunkSink {
   std::vector<iovec> pieces_;
 };
 
+void write_through_cache(const File& file, std::uint64_t offset, const std::byte* data,
+                         std::uint64_t nbytes) {
+  for (std::uint64_t done = 0; done < nbytes; done += kCacheWriteNbytes) {
+    file.write_at(offset + done, data + done,
+                  std::min<std::uint64_t>(nbytes - done, kCacheWriteNbytes));
+  }
+}
+
 // Whether payloads are gathered even without a checksum.  Threads that write to one file wait for
 // each other while the kernel copies, and the kernel copies faster from the processor's cache than
 // from memory.  A single thread would only copy the bytes twice.
@@ -204,10 +213,7 @@ void write_cached(FileBody& body, ChunkPipeline& pipeline, std::size_t i, File& 
   const StreamSink sink = [&](const std::byte* data, std::uint64_t nbytes) {
     if (data != nullptr) {
       const auto begin = thread_cpu_time();
-      for (std::uint64_t done = 0; done < nbytes; done += kCacheWriteNbytes) {
-        file.write_at(offset + done, data + done,
-                      std::min<std::uint64_t>(nbytes - done, kCacheWriteNbytes));
-      }
+      write_through_cache(file, offset, data, nbytes);
       gauge.note(nbytes, thread_cpu_time() - begin);
     }
     offset += nbytes;
@@ -236,14 +242,15 @@ class DirectWriter {
   // False if the file system has no direct writes or has refused one, or if memory is short.
   bool is_possible() const { return is_possible_.load(std::memory_order_relaxed); }
 
-  // Must be called before the first write().
-  void take_buffers() {
+  // Must be called before the first write(); false if memory is short.
+  bool take_buffers() {
     try {
       buffers_ = &(options_.buffers != nullptr ? *options_.buffers : own_)
                       .take(n_buffers_, body_.chunk_nbytes());
     } catch (const std::bad_alloc&) {
       is_possible_.store(false, std::memory_order_relaxed);
     }
+    return buffers_ != nullptr;
   }
 
   void write(ChunkPipeline& pipeline, std::size_t i) {
@@ -251,6 +258,12 @@ class DirectWriter {
     const BufferPool::Lease buffer(*buffers_);
     const std::uint64_t offset = base_offset_ + range.begin;
     const std::size_t nbytes = std::min(range.end, aligned_end_) - range.begin;
+    if (options_.sharing != nullptr) {
+      Sharing::Chunk chunk(*options_.sharing, file_, range, buffer.data());
+      body_.produce(pipeline, i, chunk);
+      for (const Sharing::Chunk::Part& part : chunk.finish()) write_part(part);
+      return;
+    }
     std::function<void(const File&)> write;
     // Staged bytes are freed when the chunk has been produced.
     const bool comes_later = options_.stager != nullptr || options_.arriving != nullptr;
@@ -275,6 +288,18 @@ class DirectWriter {
   const std::string& rest() const { return rest_; }
 
  private:
+  void write_part(const Sharing::Chunk::Part& part) {
+    const auto [begin, end] = part.range;
+    std::uint64_t middle = begin;
+    if (begin < options_.direct_nbytes.value_or(0) && is_possible()) {
+      middle = std::clamp(aligned_end_, begin, end);
+    }
+    if (begin < middle) {
+      write_aligned([&](const File& file) { file.write_at(begin, part.data, middle - begin); });
+    }
+    write_through_cache(file_, middle, part.data + (middle - begin), end - middle);
+  }
+
   // If the kernel refuses promised direct I/O (EINVAL), the rest goes through the page cache.
   void write_aligned(const std::function<void(const File&)>& write) {
     try {
@@ -367,15 +392,19 @@ void write_to_file(FileBody& body, File& file, std::uint64_t base_offset,
   DirectWriter direct(body, file, base_offset, options, gathered.count());
   MemoryGauge gauge;
   std::once_flag turned;
+  bool has_buffers = false;
   run_body(body, n_threads, options.priority, progress, poll,
            [&](ChunkPipeline& pipeline, std::size_t i) {
              const bool is_first = body.chunk_range(i).begin < n_first;
-             if (direct.is_possible() && (is_first || !gauge.is_cheap())) {
+             const bool is_shared = options.sharing != nullptr;
+             if (is_shared || (direct.is_possible() && (is_first || !gauge.is_cheap()))) {
                std::call_once(turned, [&] {
-                 direct.take_buffers();
+                 has_buffers = direct.take_buffers();
                  pipeline.add_workers(n_more);
                });
-               if (direct.is_possible()) return direct.write(pipeline, i);
+               if (has_buffers && (is_shared || direct.is_possible())) {
+                 return direct.write(pipeline, i);
+               }
              }
              const BufferPool::Lease buffer(gathered);
              write_cached(body, pipeline, i, file, base_offset, options.compute_crcs, gather,

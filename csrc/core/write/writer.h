@@ -18,6 +18,8 @@
 
 namespace ptsave {
 
+class Sharing;
+
 // Keeps buffers between direct writes: fresh memory costs more than the copy.  One write at a time.
 class DirectBuffers {
  public:
@@ -44,6 +46,7 @@ struct WriteOptions {
   // directly, because another thread could change a live tensor after the checksum.
   bool payloads_are_still = false;
   DirectBuffers* buffers = nullptr;  // optional
+  Sharing* sharing = nullptr;        // shares blocks with an older file; optional
   // The number of threads while chunks go past the page cache.
   std::size_t n_direct_threads = 0;
   // This many of the file's first bytes go past the page cache; the rest goes past it only if the
