@@ -152,6 +152,9 @@ class WritePlan(_FilePlan):
         sources: PayloadSources,
         payloads: Sequence[tuple[str, int, int, int | None, Sequence[SourcePart]]],
     ) -> None: ...
+    # The offset and the size of each record's payload.
+    @property
+    def payloads(self) -> list[tuple[int, int]]: ...
     # Pairs (record, CRC found) for the records with a wrong CRC in the last write.
     @property
     def damaged(self) -> list[tuple[str, int]]: ...

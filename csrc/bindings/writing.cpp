@@ -389,6 +389,7 @@ void bind_plans(py::module_& module) {
           "follow", [](ArchivePlan& self, Snapshot& copies) { self.follow(copies.payloads()); },
           "copies"_a, py::keep_alive<1, 2>())
       .def("read_from", &read_from, "sources"_a, "payloads"_a)
+      .def_property_readonly("payloads", &ArchivePlan::payload_places)
       .def_property_readonly("damaged", &damaged_records)
       .def(
           "begin_staging",

@@ -17,7 +17,7 @@ import copy
 import errno
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -174,18 +174,25 @@ class UrlLocation(Location):
         with save_errors(self.path, failed):
             self.file_system.makedirs(key, exist_ok=True)
 
-    def opened(self, nbytes: int | None = None) -> AbstractContextManager[Any]:
+    def opened(
+        self,
+        nbytes: int | None = None,
+        *,
+        payloads: Iterable[tuple[int, int]] | None = None,
+        base: UrlLocation | None = None,
+    ) -> AbstractContextManager[Any]:
         """Open the file for writing; the new contents appear at the end of the ``with`` block.
 
         If the block raises, the file is unchanged.  `nbytes` is the size of the contents, if known;
-        it determines the size of the uploaded parts.  If the file system fails, a SaveError names
-        the URL.
+        it determines the size of the uploaded parts.  With `payloads` (begin, nbytes), S3 copies
+        unchanged parts from `base`, and may later copy parts of this file.  If the file system
+        fails, a SaveError names the URL.
         """
         is_small = nbytes is not None and nbytes <= _PART_NBYTES
         if "memory" in self.protocols or (self.is_object_store and is_small):
             return self._put_at_once()
         if self.protocols & _COMMITTED:
-            return self._uploaded(nbytes or 0)
+            return self._uploaded(nbytes or 0, payloads, base)
         if self.protocols & _COMPLETED_BY_CLOSING:
             return self._completed_by_closing(nbytes or 0)
         return self._moved()
@@ -198,10 +205,10 @@ class UrlLocation(Location):
             self.file_system.pipe_file(self.key, buffer.getvalue())
 
     @contextmanager
-    def _uploaded(self, nbytes: int) -> Iterator[Any]:
-        stream = self._open(self.key, block_size=_part_nbytes(nbytes), autocommit=False)
-        with suppress(ValueError):  # a transaction must not commit it
-            self.file_system.transaction.files.remove(stream)
+    def _uploaded(
+        self, nbytes: int, payloads: Iterable[tuple[int, int]] | None, base: UrlLocation | None
+    ) -> Iterator[Any]:
+        stream = self._open_upload(nbytes, payloads, base)
         try:
             yield _NamingSink(stream, self.path)
             with save_errors(self.path):
@@ -216,6 +223,21 @@ class UrlLocation(Location):
             raise
         finally:
             stream.closed = True  # or its destructor would send the rest
+
+    def _open_upload(
+        self, nbytes: int, payloads: Iterable[tuple[int, int]] | None, base: UrlLocation | None
+    ) -> Any:
+        if payloads is not None and hasattr(self.file_system, "call_s3"):
+            from ptsave.sources.shared_uploads import SharedUpload, part_ends
+
+            is_same = base is not None and base.file_system is self.file_system
+            key = base.key if base is not None and is_same else None
+            with save_errors(self.path):
+                return SharedUpload(self.file_system, self.key, key, part_ends(payloads, nbytes))
+        stream = self._open(self.key, block_size=_part_nbytes(nbytes), autocommit=False)
+        with suppress(ValueError):  # a transaction must not commit it
+            self.file_system.transaction.files.remove(stream)
+        return stream
 
     @contextmanager
     def _completed_by_closing(self, nbytes: int) -> Iterator[Any]:
@@ -271,6 +293,11 @@ class _NamingSink:
 
     def flush(self) -> None:
         """Do nothing: parts are sent when they are full."""
+
+    @property
+    def nbytes_shared(self) -> int:
+        """The bytes that the server has copied from a base."""
+        return getattr(self._stream, "nbytes_shared", 0)
 
     def write(self, data: Any, /) -> object:
         with save_errors(self._url):

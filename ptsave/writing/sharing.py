@@ -6,14 +6,18 @@ compares the blocks' hashes, if this process has written the older file, or else
 
 from __future__ import annotations
 
+import errno
 from collections import OrderedDict
 from contextlib import closing
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ptsave import _C
 from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
-from ptsave.sources.locations import Identity, Location, identity_of
+from ptsave.sources.locations import Identity, identity_of
 from ptsave.sources.ranges import LocalFile
+
+if TYPE_CHECKING:
+    from ptsave.sources.url_locations import UrlLocation
 
 _MAX_N_HASHED = 8
 # The hashes of the files that this process wrote last: 0.02 % of their bytes.
@@ -44,7 +48,7 @@ class Base:
     Without a `target`, only the new file's hashes are computed.
     """
 
-    def __init__(self, target: str | Location | None, *, is_required: bool) -> None:
+    def __init__(self, target: str | UrlLocation | None, *, is_required: bool) -> None:
         self.target = target
         self._is_required = is_required
 
@@ -61,6 +65,14 @@ class Base:
             if self._is_required:
                 raise
             return _C.Sharing(plan)
+
+    def location(self) -> UrlLocation | None:
+        """Return the base at a URL; None if there is none, or if it is a local file."""
+        if self.target is None or isinstance(self.target, str):
+            return None
+        if self._is_required and not self.target.is_there():
+            raise FileNotFoundError(errno.ENOENT, "the base does not exist", self.target.path)
+        return self.target
 
     def remember(self, sharing: _C.Sharing) -> None:
         """Keep the hashes of the new file after a write, for a save that has this file as base."""

@@ -265,8 +265,7 @@ class FileWriter:
     def write_file(self, target: FileTarget) -> None:
         """Write to a URL or a path, as the docstring of this module describes."""
         if not isinstance(target, str):
-            with target.opened(self._plan.nbytes) as sink:
-                self._write_stream(sink.write, _zero_writer(sink.write))
+            self._write_url(target)
             return
         is_special, file, can_replace = _behind(target)
         if is_special:
@@ -277,6 +276,14 @@ class FileWriter:
             self._replace(file, target)
         else:
             self._write_in_place(file, target)
+
+    def _write_url(self, target: UrlLocation) -> None:
+        base = payloads = None
+        if self._base is not None and isinstance(self._plan, _C.WritePlan):
+            base, payloads = self._base.location(), self._plan.payloads
+        with target.opened(self._plan.nbytes, payloads=payloads, base=base) as sink:
+            self._write_stream(sink.write, _zero_writer(sink.write))
+        self.nbytes_shared = getattr(sink, "nbytes_shared", 0)
 
     def _write_special(self, path: str) -> None:
         raise SaveError(errno.EINVAL, "not a regular file", path)

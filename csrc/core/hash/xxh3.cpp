@@ -3,7 +3,8 @@
 #include <cinttypes>
 #include <cstdio>
 
-// The library's own distance is too short for memory in small pages: this one takes 0.8 of the time.
+// The library's own distance is too short for memory in small pages: this one takes 0.8 of the
+// time.
 #define XXH_PREFETCH_DIST 2048
 #define XXH_INLINE_ALL
 #include <xxhash.h>

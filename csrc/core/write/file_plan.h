@@ -205,6 +205,14 @@ class ArchivePlan final : public FilePlan {
   }
 
   std::uint64_t nbytes() const override { return layout_.nbytes(); }
+  // The place and the size of each record's payload.
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> payload_places() const {
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> places;
+    for (std::size_t i = 0; i < layout_.size(); ++i) {
+      places.emplace_back(layout_.record(i).payload_offset, layout_.record(i).nbytes);
+    }
+    return places;
+  }
   std::string record_name(std::size_t record) const { return std::string(layout_.name(record)); }
   bool has_holes() const override { return records_.has_holes_; }
   bool is_sequential() const override { return !records_.makers_.empty(); }
