@@ -40,6 +40,7 @@ PYBIND11_MODULE(_C, module) {
   bind_appending(module);
   bind_statistics(module);
   bind_columns(module);
+  bind_patches(module);
   module.def("crc32", &crc32_of_buffer, "data"_a, "crc"_a = 0);
   py::class_<Xxh3Stream>(module, "Xxh3")
       .def(py::init())

@@ -633,3 +633,25 @@ def tensor_statistics(tensor: torch.Tensor, n_threads: int = 1) -> tuple[Any, ..
 def tensor_difference(
     a: torch.Tensor, b: torch.Tensor, rtol: float = 0.0, atol: float = 0.0, n_threads: int = 1
 ) -> dict[str, Any] | None: ...
+
+# A patch is a u32 count, as many u32 positions in ascending order, and as many bytes.
+
+# The patch that changes the bytes of `before` to those of `after`: contiguous CPU tensors of one
+# size, of at most MAX_PATCHED_NBYTES.
+def find_changes(before: torch.Tensor, after: torch.Tensor) -> bytes: ...
+
+MAX_PATCHED_NBYTES: int
+
+# Raises ValueError unless the positions ascend and are less than `nbytes`.
+def check_patch(patch: bytes, nbytes: int) -> None: ...
+
+# Applies patches to contiguous CPU tensors; signal handlers run afterwards.
+def apply_patches(patches: list[tuple[bytes, torch.Tensor]], *, n_threads: int) -> None: ...
+
+# Copies the bytes of `source` from `begin` on to all of `target`, with patches of `source`.
+def patched_copy(
+    source: torch.Tensor, begin: int, target: torch.Tensor, patches: list[bytes]
+) -> None: ...
+
+# Combines each byte of `target` with that of `other`.
+def xor_bytes(target: torch.Tensor, other: bytes) -> None: ...

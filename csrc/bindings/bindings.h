@@ -49,5 +49,6 @@ void bind_ranges(py::module_& module);
 void bind_appending(py::module_& module);
 void bind_statistics(py::module_& module);
 void bind_columns(py::module_& module);
+void bind_patches(py::module_& module);
 
 }  // namespace ptsave

@@ -1,0 +1,65 @@
+// Patches of bytes: the positions at which new contents differ from old ones, and the new bytes.
+//
+//     u32 count, u32 positions[count], u8 values[count]
+//
+// All numbers are little-endian, and the positions ascend.  This is the encoding "overwrite" of
+// ptsave.deltas.  Applying a patch twice has the same result as applying it once.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace ptsave {
+
+// The count has 32 bits, and all bytes may have changed.
+inline constexpr std::uint64_t kMaxPatchedNbytes = 0xFFFFFFFF;
+
+// The bytes of `after` that differ from `before`, in the order of their positions.
+class ByteChanges {
+ public:
+  // Compares two pieces of memory of one size, at most kMaxPatchedNbytes, in one pass.
+  ByteChanges(std::span<const std::byte> before, std::span<const std::byte> after);
+
+  std::size_t patch_nbytes() const;
+  // Writes patch_nbytes() bytes.
+  void write_patch(std::byte* patch) const;
+
+ private:
+  // Blocks of this size are reused by malloc.  Growing vectors would take twice as long.
+  struct Block {
+    static constexpr std::size_t kLength = 16 << 10;
+    std::size_t n = 0;
+    std::array<std::uint32_t, kLength> positions;
+    std::array<std::byte, kLength> values;
+  };
+
+  std::size_t count() const;
+
+  std::vector<std::unique_ptr<Block>> blocks_;
+};
+
+// A patch that may come from an attacker.
+class Patch {
+ public:
+  // Throws std::invalid_argument if the size does not fit the count.
+  explicit Patch(std::span<const std::byte> bytes);
+
+  // Throws std::invalid_argument unless the positions ascend and are less than `nbytes`.
+  void check(std::uint64_t nbytes) const;
+  // Changes the bytes of `target`, which begins at position `begin`.  Writes nothing outside
+  // of `target`, even if the positions do not ascend.
+  void apply(std::uint64_t begin, std::span<std::byte> target) const;
+
+ private:
+  std::uint32_t position(std::size_t i) const;
+
+  std::size_t count_;
+  const std::byte* positions_;
+  const std::byte* values_;
+};
+
+}  // namespace ptsave
