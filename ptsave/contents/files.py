@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ptsave.errors import (
     CheckpointWarning,
@@ -408,6 +408,14 @@ def read_index(source: RangeSource, folder: Folder) -> ShardFiles:
 
 
 def _weight_map_in(source: RangeSource) -> dict[str, str]:
+    weight_map: dict[str, str] = index_in(source)["weight_map"]
+    if not weight_map:
+        raise _no_weight_map(source.name)
+    return weight_map
+
+
+def index_in(source: RangeSource) -> dict[str, Any]:
+    """Return the JSON object of an index, whose weight_map names files in the index's directory."""
     path = source.name
     refuse_what_came_instead(source)
     if source.nbytes > _MAX_INDEX_NBYTES:
@@ -418,21 +426,26 @@ def _weight_map_in(source: RangeSource) -> dict[str, str]:
     except (ValueError, RecursionError) as error:  # ValueError: also not UTF-8
         raise CorruptCheckpointError(f"{path}: not JSON: {error}", path=path) from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptCheckpointError(f"{path}: the index of shards has no weight_map", path=path)
+    if not isinstance(weight_map, dict):
+        raise _no_weight_map(path)
     sound: set[str] = set()  # names that are checked already
     for tensor, name in weight_map.items():
-        if isinstance(name, str) and (name in sound or _is_inside(name)):
+        if isinstance(name, str) and (name in sound or is_inside(name)):
             sound.add(name)
         else:
             raise CorruptCheckpointError(
                 f"{path}: the file of {tensor} must be in this directory, and not {name!r}",
                 path=path,
             )
-    return weight_map
+    return cast("dict[str, Any]", index)
 
 
-def _is_inside(name: str) -> bool:
+def _no_weight_map(path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{path}: the index of shards has no weight_map", path=path)
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a relative path leads to a file in its directory or in one below it."""
     parts = name.split("/")
     return "\0" not in name and all(part not in ("", ".", "..") for part in parts)
 

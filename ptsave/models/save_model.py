@@ -126,7 +126,7 @@ def save_model(
     if isinstance(state_dict, nn.Module):
         state_dict = state_dict.state_dict()
     with pausing_garbage_collection():
-        tensors, objects = _tensors_of(state_dict)
+        tensors, objects = tensors_of(state_dict)
     require_loadable(objects)
     if packed_modules_mapping is not None:
         model = model_or_state_dict if isinstance(model_or_state_dict, nn.Module) else None
@@ -177,7 +177,7 @@ def _named_file(path: Any, storage_options: Mapping[str, Any] | None) -> FileTar
     return resolve_file(path, storage_options)
 
 
-def _tensors_of(state_dict: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def tensors_of(state_dict: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a state dict's tensors, and the extra state of modules that is not a tensor."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"expected a module or a state dict, not {type(state_dict).__name__}")
