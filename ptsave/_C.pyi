@@ -645,13 +645,17 @@ MAX_PATCHED_NBYTES: int
 # Raises ValueError unless the positions ascend and are less than `nbytes`.
 def check_patch(patch: bytes, nbytes: int) -> None: ...
 
-# Applies patches to contiguous CPU tensors; signal handlers run afterwards.
-def apply_patches(patches: list[tuple[bytes, torch.Tensor]], *, n_threads: int) -> None: ...
-
-# Copies the bytes of `source` from `begin` on to all of `target`, with patches of `source`.
-def patched_copy(
-    source: torch.Tensor, begin: int, target: torch.Tensor, patches: list[bytes]
+# Applies changes (bytes, target, is_whole) to contiguous CPU tensors: the bytes are a patch, or all
+# bytes of the target.  Signal handlers run afterwards.
+def apply_changes(
+    changes: Sequence[tuple[bytes, torch.Tensor, bool]], *, n_threads: int
 ) -> None: ...
 
-# Combines each byte of `target` with that of `other`.
-def xor_bytes(target: torch.Tensor, other: bytes) -> None: ...
+# Copies the bytes of `source` from `begin` on to all of `target`.  Then applies steps
+# (bytes, is_xor) to the copy: patches of `source`, or bytes to combine with those of `target`.
+def patched_copy(
+    source: torch.Tensor,
+    begin: int,
+    target: torch.Tensor,
+    steps: Sequence[tuple[bytes | memoryview, bool]],
+) -> None: ...

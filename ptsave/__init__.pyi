@@ -1,3 +1,4 @@
+from ptsave import deltas as deltas
 from ptsave import distributed as distributed
 from ptsave._built import VERSION as __version__
 from ptsave.appending.archive_writer import ArchiveWriter as ArchiveWriter
@@ -32,6 +33,7 @@ from ptsave.errors import SaveError as SaveError
 from ptsave.errors import StagingFullError as StagingFullError
 from ptsave.errors import UnsupportedSourceError as UnsupportedSourceError
 from ptsave.errors import UnsupportedUrlError as UnsupportedUrlError
+from ptsave.errors import WrongBaseError as WrongBaseError
 from ptsave.installation import install as install
 from ptsave.installation import installed as installed
 from ptsave.installation import uninstall as uninstall
@@ -87,6 +89,7 @@ __all__ = [
     "UnsupportedSourceError",
     "UnsupportedUrlError",
     "WeightSlice",
+    "WrongBaseError",
     "__version__",
     "add_prefix",
     "async_save",

@@ -329,6 +329,25 @@ class UnsupportedSourceError(ValueError):
     """
 
 
+class WrongBaseError(ValueError):
+    """The weights are not those that a patch changes, so nothing was changed.
+
+    :func:`ptsave.deltas.apply` raises it if a tensor would not get the checksum of its version.
+
+    Examples
+    --------
+    >>> import tempfile, torch, ptsave
+    >>> from ptsave.deltas import Publisher, apply
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Publisher(folder, {"a": torch.zeros(4)}).publish({"a": torch.arange(4.0)})
+    ...     try:
+    ...         apply(folder, {"a": torch.ones(4)})
+    ...     except ptsave.WrongBaseError as error:
+    ...         print("version 1" in str(error))
+    True
+    """
+
+
 class StagingFullError(RuntimeError):
     """There is no room for a copy of the tensors; nothing was copied.
 

@@ -11,7 +11,10 @@ import ptsave
 # Not preloaded: they need other libraries, or are programs.
 _OTHERS = ("ptsave.__main__", "ptsave.bench", "ptsave.cli", "ptsave.integrations", "ptsave.startup")
 # Optional libraries of ptsave.
-_OPTIONAL = ("fsspec.core", "numpy.lib.format", "safetensors.torch", "tqdm")
+_OPTIONAL = (
+    *("blake3", "fsspec.core", "numpy.lib.format", "safetensors.torch", "tqdm", "xxhash"),
+    "zstandard",
+)
 
 
 def preload() -> None:

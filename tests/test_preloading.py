@@ -46,6 +46,8 @@ _OPERATIONS = [
     "ptsave.compare_captures('run.pt', 'run.pt')",
     "with ptsave.ArchiveWriter('g.pt') as writer: writer.add('a', torch.ones(3))",
     "with ptsave.AsyncCheckpointer('h') as run: run.save(1, model=model)",
+    "ptsave.deltas.Publisher('versions', 'published', checksum='blake3').publish(model)",
+    "ptsave.deltas.apply('versions', 'published')",
     "with ptsave.installed(safetensors=True): torch.save([1], io.BytesIO())",
 ]
 
@@ -69,7 +71,8 @@ def test_each_name_has_its_module() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert imported.pop("distributed") == ("ptsave", "distributed")
+    for package in ("deltas", "distributed"):
+        assert imported.pop(package) == ("ptsave", package)
     assert sorted(name for name in imported if name) == sorted(ptsave.__all__)
     for name, (module, original) in imported.items():
         assert getattr(ptsave, str(name)) is getattr(sys.modules[str(module)], original)

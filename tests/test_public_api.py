@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import ptsave
-from ptsave import distributed
+from ptsave import deltas, distributed
 
 RECORDED = Path(__file__).with_name("public_api.txt")
 # Made by ptsave alone: what they have is public, how they are made is not.
@@ -28,7 +28,9 @@ RESULTS = {
 
 def callables() -> Iterator[tuple[str, Any]]:
     """Yield public functions, classes and their methods, by name."""
-    modules = {"": (ptsave, ptsave.__all__), "distributed.": (distributed, distributed.__all__)}
+    modules = {"": (ptsave, ptsave.__all__)}
+    for package in (deltas, distributed):
+        modules[f"{package.__name__.removeprefix('ptsave.')}."] = (package, package.__all__)
     for prefix, (module, names) in modules.items():
         for name in sorted(names):
             value = getattr(module, name)

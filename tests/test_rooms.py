@@ -34,6 +34,7 @@ ROOMS = (
     "appending",
     "training",
     "models",
+    "deltas",
     "distributed",
     "inspection",
     "comparison",

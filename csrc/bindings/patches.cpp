@@ -1,13 +1,17 @@
-// ptsave._C.find_changes, check_patch, apply_patches, patched_copy and xor_bytes.
+// ptsave._C.find_changes, check_patch, apply_changes and patched_copy.
 #include "core/patches/patches.h"
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
-#include <cstring>
+#include <functional>
+#include <optional>
+#include <span>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -49,44 +53,70 @@ void check_patch(const py::bytes& bytes, std::uint64_t nbytes) {
   without_gil([&] { patch.check(nbytes); });
 }
 
-// Signal handlers run after all patches are applied, so that no target stays half changed.
-void apply_patches(const std::vector<std::pair<py::bytes, py::object>>& patches,
+// Applies changes (bytes, target, is_whole): a patch of the target, or all of its new bytes. Signal
+// handlers run afterwards, so that no target stays half changed.
+void apply_changes(const std::vector<std::tuple<py::bytes, py::object, bool>>& changes,
                    std::size_t n_threads) {
-  std::vector<std::pair<Patch, std::span<std::byte>>> work;
-  work.reserve(patches.size());
-  for (const auto& [patch, target] : patches) {
-    work.emplace_back(Patch(bytes_in(patch)), writable_memory_in(unpack_measurable(target)));
+  struct Work {
+    std::optional<Patch> patch;
+    std::span<const std::byte> whole;
+    std::span<std::byte> target;
+  };
+  std::vector<Work> work;
+  work.reserve(changes.size());
+  for (const auto& [bytes, object, is_whole] : changes) {
+    const std::span<std::byte> target = writable_memory_in(unpack_measurable(object));
+    if (!is_whole) {
+      work.push_back({Patch(bytes_in(bytes)), {}, target});
+    } else if (bytes_in(bytes).size() == target.size()) {
+      work.push_back({std::nullopt, bytes_in(bytes), target});
+    } else {
+      throw py::value_error("expected as many bytes as in the target");
+    }
   }
   without_gil([&] {
-    run_chunks(
-        work.size(), n_threads, [&](std::size_t i) { work[i].first.apply(0, work[i].second); },
-        [] {});
+    const auto apply = [&](std::size_t i) {
+      const Work& each = work[i];
+      if (each.patch.has_value()) {
+        each.patch->apply(0, each.target);
+      } else {
+        std::ranges::copy(each.whole, each.target.begin());
+      }
+    };
+    run_chunks(work.size(), n_threads, apply, [] {});
   });
 }
 
-// Copies the bytes of `source` from `begin` on to `target`, and applies patches of `source` to the
-// copy.
+// Copies the bytes of `source` from `begin` on to `target`, and applies steps (bytes, is_xor) to
+// the copy, in order.  The bytes are a patch of the source, or are combined with the target's by
+// xor.
 void patched_copy(const py::handle& source, std::uint64_t begin, const py::handle& target,
-                  const std::vector<py::bytes>& patches) {
+                  const std::vector<std::pair<py::buffer, bool>>& steps) {
   const at::Tensor from = unpack_measurable(source);
   const std::span<std::byte> to = writable_memory_in(unpack_measurable(target));
   if (begin > from.nbytes() || to.size() > from.nbytes() - begin) {
     throw py::value_error("expected a range of the source");
   }
-  std::vector<Patch> changes;
-  for (const py::bytes& patch : patches) changes.emplace_back(bytes_in(patch));
+  std::vector<py::buffer_info> buffers;
+  std::vector<std::pair<std::span<const std::byte>, std::optional<Patch>>> work;
+  for (const auto& [bytes, is_xor] : steps) {
+    const py::buffer_info& info = buffers.emplace_back(bytes.request());
+    const std::span<const std::byte> memory(static_cast<const std::byte*>(info.ptr),
+                                            static_cast<std::size_t>(info.size * info.itemsize));
+    if (is_xor && memory.size() != to.size()) {
+      throw py::value_error("expected as many bytes as in the target");
+    }
+    work.emplace_back(memory, is_xor ? std::nullopt : std::optional(Patch(memory)));
+  }
   without_gil([&] {
-    if (!to.empty()) std::memcpy(to.data(), memory_in(from).data() + begin, to.size());
-    for (const Patch& patch : changes) patch.apply(begin, to);
-  });
-}
-
-void xor_bytes(const py::handle& target, const py::bytes& other) {
-  const std::span<std::byte> to = writable_memory_in(unpack_measurable(target));
-  const std::span<const std::byte> from = bytes_in(other);
-  if (to.size() != from.size()) throw py::value_error("expected as many bytes as in the target");
-  without_gil([&] {
-    for (std::size_t i = 0; i < to.size(); ++i) to[i] ^= from[i];
+    std::ranges::copy(memory_in(from).subspan(begin, to.size()), to.begin());
+    for (const auto& [memory, patch] : work) {
+      if (patch.has_value()) {
+        patch->apply(begin, to);
+      } else {
+        std::ranges::transform(to, memory, to.begin(), std::bit_xor());
+      }
+    }
   });
 }
 
@@ -96,9 +126,8 @@ void bind_patches(py::module_& module) {
   module.attr("MAX_PATCHED_NBYTES") = kMaxPatchedNbytes;
   module.def("find_changes", &find_changes_of_tensors, "before"_a, "after"_a);
   module.def("check_patch", &check_patch, "patch"_a, "nbytes"_a);
-  module.def("apply_patches", &apply_patches, "patches"_a, py::kw_only(), "n_threads"_a);
-  module.def("patched_copy", &patched_copy, "source"_a, "begin"_a, "target"_a, "patches"_a);
-  module.def("xor_bytes", &xor_bytes, "target"_a, "other"_a);
+  module.def("apply_changes", &apply_changes, "changes"_a, py::kw_only(), "n_threads"_a);
+  module.def("patched_copy", &patched_copy, "source"_a, "begin"_a, "target"_a, "steps"_a);
 }
 
 }  // namespace ptsave

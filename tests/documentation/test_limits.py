@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from torch.distributed.checkpoint.stateful import Stateful
 
 import ptsave
+from ptsave import _C
+from ptsave.deltas import Publisher, apply
 from ptsave.distributed import StorageWriter
 from ptsave.sources.locations import LocalFolder
 from ptsave.training.peers import PeerServer
@@ -284,6 +286,47 @@ def _() -> None:
     crcs = [struct.pack("<I", zlib.crc32(each)) for each in (old, new)]
     Path("a.pt").write_bytes(data.replace(crcs[0], crcs[1]))
     assert ptsave.load("a.pt").eq(2).all()
+
+
+@refuses("a tensor of 4 GiB or more in `deltas.Publisher`")
+def _() -> None:
+    Publisher("versions", {"weight": torch.zeros(1, dtype=torch.uint8).expand(1 << 32)})
+
+
+@refuses("`deltas.apply` to files that are links, as in the cache of Hugging Face")
+def _() -> None:
+    ptsave.save_model({"weight": torch.zeros(9)}, "blob.safetensors")
+    Path("model.safetensors").symlink_to("blob.safetensors")
+    Publisher("versions", "blob.safetensors").publish({"weight": torch.ones(9)})
+    apply("versions", "model.safetensors")
+
+
+@refuses("`deltas.apply` over a version that is a whole checkpoint")
+def _() -> None:
+    weights = {"weight": torch.zeros(9)}
+    ptsave.save_model(weights, "versions/weight_v000001", max_shard_size=1)
+    apply("versions", weights)
+
+
+@accepts("a process that is killed while `deltas.apply` changes files")
+def _() -> None:
+    states = [{"a": torch.full((9,), i), "b": torch.full((9,), i)} for i in range(2)]
+    ptsave.save_model(states[0], "model.safetensors")
+    Publisher("versions", "model.safetensors").publish(states[1])
+
+    def change_one(changes: Any, n_threads: int) -> None:
+        apply_changes(changes[:1], n_threads=n_threads)
+        raise KeyboardInterrupt
+
+    apply_changes = _C.apply_changes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_C, "apply_changes", change_one)
+        with pytest.raises(KeyboardInterrupt):
+            apply("versions", "model.safetensors")
+    with pytest.raises(ptsave.CorruptCheckpointError):
+        ptsave.load("model.safetensors")
+    apply("versions", "model.safetensors")
+    assert torch.equal(ptsave.load("model.safetensors")["b"], states[1]["b"])
 
 
 @accepts("copies between hosts (`peers=`)")

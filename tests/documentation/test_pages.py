@@ -61,11 +61,13 @@ def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    from ptsave import distributed
+    from ptsave import deltas, distributed
 
     pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
     named = re.findall(r"^\.\. auto(?:class|function):: (\w+)$", pages, re.MULTILINE)
-    assert sorted(named) == sorted({*ptsave.__all__, *distributed.__all__} - {"__version__"})
+    assert sorted(named) == sorted(
+        {*ptsave.__all__, *deltas.__all__, *distributed.__all__} - {"__version__"}
+    )
 
 
 def test_every_integration_is_in_the_reference() -> None:

@@ -13,7 +13,17 @@ from environments import PLACE, ROOT, Environment, Tools
 PLATFORM = f"manylinux_2_28_{platform.machine()}"  # that of torch's own wheels
 MINIMUM_TORCH = (2, 9)
 BUILD_PACKAGES = ("setuptools>=77", "wheel", "cmake", "ninja", "pybind11", "numpy")
-TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "numpy", "dill", "expecttest", "xxhash")
+TEST_PACKAGES = (
+    "pytest",
+    "pytest-timeout",
+    "hypothesis",
+    "numpy",
+    "dill",
+    "expecttest",
+    "xxhash",
+    "zstandard",
+    "blake3",
+)
 # What torch does differently in every release: its files, its state dicts, its pickles.
 TESTS = (
     "tests/compatibility/test_compatibility_files.py",

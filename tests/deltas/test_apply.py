@@ -1,0 +1,442 @@
+"""`apply` brings modules, state dicts and files to a version, and `Publisher` checks its base."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import delta_reference as reference
+import pytest
+import torch
+from delta_reference import assert_same_bits, changed, random_bits
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import ptsave
+from ptsave import _C
+from ptsave.deltas import Publisher, apply, applying, publishing
+from ptsave.support.locks import try_lock
+
+_N = 4
+
+
+def states(n: int = _N) -> list[dict[str, Tensor]]:
+    """Return weights and later versions of them; each version changes two of the tensors."""
+    found = [
+        {
+            "a.weight": random_bits(torch.bfloat16, (700, 900)),
+            "a.bias": random_bits(torch.float32, (33,)),
+            "b.weight": random_bits(torch.int8, (5, 5)),
+            "b.scale": torch.tensor(1.5),
+        }
+    ]
+    for number in range(1, n):
+        new = dict(found[-1])
+        for name in ("a.weight", ("a.bias", "b.weight", "b.scale")[number % 3]):
+            new[name] = changed(new[name], 0.05)
+        found.append(new)
+    return found
+
+
+def publish_all(root: Path, weights: list[dict[str, Tensor]], **options: Any) -> Publisher:
+    publisher = Publisher(root, weights[0], **options)
+    for each in weights[1:]:
+        publisher.publish(each)
+    return publisher
+
+
+def copy_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found.update(load_file(path))
+    return found
+
+
+# ------------------------------------------------------------------------------------- in memory
+
+
+@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+def test_a_module(encoding: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40))
+    replica = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40)).eval()
+    replica.load_state_dict(model.state_dict())
+    publisher = Publisher(tmp_path, model, encoding=encoding)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    version = 0
+    for _ in range(3):
+        model(torch.randn(8, 30)).square().sum().backward()
+        optimizer.step()
+        publisher.publish(model)
+        loss = replica(torch.randn(8, 30)).sum()
+        version = apply(tmp_path, replica, base_version=version)
+        assert version == publisher.version
+        assert_same_bits(replica.state_dict(), model.state_dict())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()  # autograd knows of the change
+
+
+def test_tensors_that_are_not_contiguous_or_share_memory(tmp_path: Path) -> None:
+    old, new = torch.randn(6, 5), torch.randn(6, 5)
+    Publisher(tmp_path, {"a": old, "b": old, "c": old.to(torch.cfloat).conj()}).publish(
+        {"a": new, "b": new, "c": new.to(torch.cfloat).conj()}
+    )
+    memory = torch.empty(5, 12)
+    view = memory.t()[::2]
+    tied = view.copy_(old)
+    conj = old.to(torch.cfloat).conj()
+    apply(tmp_path, {"a": tied, "b": tied, "c": conj})
+    assert torch.equal(view, new)
+    assert torch.equal(conj, new.to(torch.cfloat))
+
+
+@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_target_of_any_version(encoding: Any, known: bool, tmp_path: Path) -> None:
+    weights = states()
+    publish_all(tmp_path, weights, encoding=encoding)
+    for begin in range(_N):
+        for end in range(max(begin, 1), _N):
+            held = copy_of(weights[begin])
+            base = begin if known else None
+            assert apply(tmp_path, held, end, base_version=base) == end
+            assert_same_bits(held, weights[end])
+
+
+def test_a_target_with_other_tensors(tmp_path: Path) -> None:
+    weights = states()
+    publish_all(tmp_path, weights)
+    held = {**copy_of(weights[0]), "other": torch.ones(2)}
+    apply(tmp_path, held)
+    assert_same_bits(held, {**weights[-1], "other": torch.ones(2)})
+
+
+@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+def test_a_wrong_base(encoding: Any, tmp_path: Path) -> None:
+    weights = states()
+    publish_all(tmp_path, weights, encoding=encoding)
+    for name in ("a.weight", "a.bias"):
+        held = copy_of(weights[1])
+        held[name] = changed(held[name], 1)
+        before = copy_of(held)
+        for base in (None, 1):
+            with pytest.raises(ptsave.WrongBaseError, match=f"tensor {name}"):
+                apply(tmp_path, held, base_version=base)
+            assert_same_bits(held, before)
+
+
+def test_requests_that_do_not_fit(tmp_path: Path) -> None:
+    weights = states()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="there is no version"):
+        apply(tmp_path / "empty", weights[0])
+    root = tmp_path / "root"
+    publish_all(root, weights)
+    held = copy_of(weights[0])
+    with pytest.raises(FileNotFoundError, match="version 9 is missing"):
+        apply(root, held, 9)
+    with pytest.raises(ValueError, match="the target has version 3, which is later"):
+        apply(root, held, 2, base_version=3)
+    with pytest.raises(ValueError, match=r"has no tensor a\.weight"):
+        apply(root, {"a.bias": held["a.bias"]})
+    with pytest.raises(TypeError, match="not a tensor"):
+        apply(root, {**held, "a.bias": 3})  # type: ignore[dict-item]
+    shutil.rmtree(root / "weight_v000002")
+    with pytest.raises(FileNotFoundError, match="version 2 is missing"):
+        apply(root, held)
+    shutil.rmtree(root / "weight_v000001")
+    with pytest.raises(ptsave.WrongBaseError):
+        apply(root, held)
+    assert_same_bits(held, weights[0])
+    held = copy_of(weights[2])
+    assert apply(root, held) == 3  # older versions may be gone
+    assert_same_bits(held, weights[3])
+
+
+def test_a_whole_checkpoint_among_the_versions(tmp_path: Path) -> None:
+    weights = states()
+    publish_all(tmp_path, weights)
+    shutil.rmtree(tmp_path / "weight_v000002")
+    ptsave.save_model(weights[2], tmp_path / "weight_v000002", max_shard_size=1000)
+    held = copy_of(weights[2])
+    with pytest.raises(ptsave.UnsupportedSourceError, match="is a whole checkpoint"):
+        apply(tmp_path, held)
+    assert apply(tmp_path, held, base_version=2) == 3
+    assert_same_bits(held, weights[3])
+
+
+def test_libraries_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = states()
+    publish_all(tmp_path, weights, checksum="blake3")
+    for name in ("zstandard", "blake3"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, None)
+            with pytest.raises(
+                ImportError, match=rf"{name} library: pip install \"ptsave\[deltas\]\""
+            ):
+                apply(tmp_path, copy_of(weights[0]))
+            with pytest.raises(ImportError, match=r"ptsave\[deltas\]"):
+                Publisher(tmp_path / "new", weights[0], checksum="blake3")
+
+
+# -------------------------------------------------------------------------------------- in files
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+@pytest.mark.parametrize("shard_size", ["1GB", "1KB"])
+def test_files(checksums: bool, encoding: Any, shard_size: str, tmp_path: Path) -> None:
+    weights, served = states(), tmp_path / "served"
+    ptsave.save_model(weights[0], served, max_shard_size=shard_size, checksums=checksums)
+    publisher = Publisher(tmp_path / "versions", served, encoding=encoding)
+    for number in range(1, _N):
+        publisher.publish(weights[number])
+        assert apply(tmp_path / "versions", served, fsync=number == 2) == number
+        assert_same_bits(read(served), weights[number])
+        assert_same_bits(ptsave.load(served), weights[number])  # compares CRCs, if there are any
+    assert apply(tmp_path / "versions", served) == _N - 1
+    assert {*os.listdir(served / ".weight_sync")} == {"state.json", "lock"}
+
+
+def test_files_whose_version_is_unknown(tmp_path: Path) -> None:
+    weights, served = states(), tmp_path / "served"
+    publish_all(tmp_path / "versions", weights, encoding="xor")
+    for number in range(_N):
+        shutil.rmtree(served, ignore_errors=True)
+        ptsave.save_model(weights[number], served, max_shard_size="1KB")
+        assert apply(tmp_path / "versions", served) == _N - 1
+        assert_same_bits(read(served), weights[-1])
+
+
+def test_files_with_a_wrong_base_stay_as_they_are(tmp_path: Path) -> None:
+    weights, served = states(), tmp_path / "served"
+    publish_all(tmp_path / "versions", weights)
+    held = {**copy_of(weights[0]), "a.bias": torch.zeros(33)}
+    ptsave.save_model(held, served)
+    before = (served / "model.safetensors").read_bytes()
+    with pytest.raises(ptsave.WrongBaseError):
+        apply(tmp_path / "versions", served)
+    assert (served / "model.safetensors").read_bytes() == before
+
+
+def test_files_that_cannot_be_changed(tmp_path: Path) -> None:
+    weights, served = states(), tmp_path / "served"
+    publish_all(tmp_path / "versions", weights)
+    served.mkdir()
+    torch.save(weights[0], served / "model.pt")
+    with pytest.raises(ptsave.UnsupportedSourceError, match="only safetensors files"):
+        apply(tmp_path / "versions", served)
+    (served / "model.pt").unlink()
+    save_file(weights[0], tmp_path / "blob")
+    (served / "model.safetensors").symlink_to(tmp_path / "blob")
+    with pytest.raises(ValueError, match="is a link"):
+        apply(tmp_path / "versions", served)
+
+
+def test_a_single_file(tmp_path: Path) -> None:
+    weights = states()
+    publish_all(tmp_path / "versions", weights)
+    save_file(weights[0], tmp_path / "model.safetensors")
+    assert apply(tmp_path / "versions", tmp_path / "model.safetensors") == _N - 1
+    assert_same_bits(load_file(tmp_path / "model.safetensors"), weights[-1])
+
+
+class Killed(BaseException):
+    """The process ends here: ptsave catches nothing of it."""
+
+
+def killed() -> None:
+    raise Killed
+
+
+def _half(changes: list[Any], n_threads: int) -> None:
+    """Change only some bytes, then end."""
+    real(changes[: len(changes) // 2], n_threads=n_threads)
+    data, target, is_whole = changes[len(changes) // 2]
+    half = len(target) // 2
+    temporary = target.clone()
+    real([(data, temporary, is_whole)], n_threads=n_threads)
+    target[:half] = temporary[:half]
+    killed()
+
+
+real = _C.apply_changes
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        (applying, "save", lambda *_, **__: killed()),
+        (os, "unlink", lambda _: killed()),  # the journal is there, nothing is changed
+        (_C, "apply_changes", lambda *_, **__: killed()),
+        (_C, "apply_changes", _half),
+        (applying, "write_bytes", lambda *_, **__: killed()),
+    ],
+    ids=["before the journal", "after it", "before changes", "in the middle", "after changes"],
+)
+def test_a_kill_while_files_change(
+    place: Any, encoding: Any, checksums: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next call finds the old version or the new one."""
+    weights, served, root = states(), tmp_path / "served", tmp_path / "versions"
+    publish_all(root, weights, encoding=encoding)
+    ptsave.save_model(weights[0], served, max_shard_size="1KB", checksums=checksums)
+    apply(root, served, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(*place)
+        with pytest.raises(Killed):
+            apply(root, served, 2)
+    sync = applying._Sync(str(served), fsync=False)
+    with sync.locked():
+        sync.complete()
+    assert sync.version in (1, 2)
+    assert_same_bits(ptsave.load(served), weights[sync.version])
+    assert not (served / ".weight_sync" / "ptsave-journal.pt").exists()
+    assert apply(root, served) == _N - 1
+    assert_same_bits(ptsave.load(served), weights[-1])
+
+
+def test_a_journal_beside_files_of_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang copies the base again if no version is known; the journal must not change that."""
+    weights, served, root = states(), tmp_path / "served", tmp_path / "versions"
+    publish_all(root, weights)
+    ptsave.save_model(weights[0], served)
+    with monkeypatch.context() as patch:
+        patch.setattr(_C, "apply_changes", _half)
+        with pytest.raises(Killed):
+            apply(root, served, 2)
+    save_file(weights[3], served / "model.safetensors")
+    (served / ".weight_sync" / "state.json").write_text('{"version": "000003"}')
+    assert apply(root, served) == 3
+    assert_same_bits(read(served), weights[3])
+
+
+def test_several_appliers(tmp_path: Path) -> None:
+    weights, served, root = states(), tmp_path / "served", tmp_path / "versions"
+    publish_all(root, weights, encoding="xor")
+    ptsave.save_model(weights[0], served, max_shard_size="1KB")
+    threads = [threading.Thread(target=apply, args=(root, served)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same_bits(read(served), weights[-1])
+
+
+# ------------------------------------------------------------------------------------ publishers
+
+
+def test_a_publisher_goes_on(tmp_path: Path) -> None:
+    weights = states()
+    publish_all(tmp_path, weights[:3])
+    with pytest.raises(ValueError, match="already has version 2: pass version=2"):
+        Publisher(tmp_path, weights[2])
+    with pytest.raises(ValueError, match=r"the base is not version 2 .* tensor a\.weight differs"):
+        Publisher(tmp_path, weights[1], version=2)
+    publisher = Publisher(tmp_path, weights[2], version=2)
+    assert publisher.publish(weights[3]).endswith("weight_v000003")
+    held = copy_of(weights[0])
+    apply(tmp_path, held)
+    assert_same_bits(held, weights[3])
+
+
+def test_weights_that_do_not_fit_the_base(tmp_path: Path) -> None:
+    weights = states()
+    publisher = Publisher(tmp_path, weights[0])
+    scale = weights[0]["b.scale"]
+    for wrong in ({"b.scale": scale[None]}, {"b.scale": scale.double()}, {"more": scale}):
+        with pytest.raises(ValueError, match="missing in the base or in the new weights"):
+            publisher.publish({**weights[1], **wrong})
+    with pytest.raises(ValueError, match="the next version is 1, and not 2"):
+        publisher.publish(weights[1], 2)
+    with pytest.raises(ValueError, match="encoding must be one of overwrite, xor"):
+        Publisher(tmp_path, weights[0], encoding="delta")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_publication_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    weights = states()
+    publisher = Publisher(tmp_path, weights[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(publishing, "write_bytes", fail)
+        with pytest.raises(ptsave.SaveError, match="No space left"):
+            publisher.publish(weights[1])
+    assert list(tmp_path.iterdir()) == []
+    publisher.publish(weights[1])
+    held = copy_of(weights[0])
+    apply(tmp_path, held)
+    assert_same_bits(held, weights[1])
+
+
+def test_a_killed_publication_leaves_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = states()
+    leftover = tmp_path / ".weight_v000001.ptsave" / "weight_v000001"
+    leftover.mkdir(parents=True)
+    (leftover / "model-00000-of-00001.safetensors").write_bytes(b"incomplete")
+    with pytest.raises(FileNotFoundError, match="there is no version"):
+        apply(tmp_path, copy_of(weights[0]))
+    publisher = Publisher(tmp_path, weights[0])
+    publisher.publish(weights[1])
+    assert os.listdir(tmp_path) == ["weight_v000001"]
+
+
+def test_two_publishers(tmp_path: Path) -> None:
+    weights = states()
+    first, second = (Publisher(tmp_path, weights[0]) for _ in range(2))
+    first.publish(weights[1])
+    with pytest.raises(FileExistsError, match="another publisher has written this version"):
+        second.publish(weights[2])
+    assert second.version == 0
+    (tmp_path / ".weight_v000002.ptsave").mkdir()
+    lock = os.open(tmp_path / ".weight_v000002.ptsave" / "lock", os.O_RDWR | os.O_CREAT)
+    assert try_lock(lock)
+    with pytest.raises(ptsave.SaveError, match="another process is saving there"):
+        first.publish(weights[2])
+    os.close(lock)
+    first.publish(weights[2])
+    held = copy_of(weights[0])
+    assert apply(tmp_path, held) == 2
+    assert_same_bits(held, weights[2])
+
+
+@pytest.mark.usefixtures("_clean_file_systems")
+def test_a_url(tmp_path: Path) -> None:
+    weights = states()
+    publisher = Publisher("memory://versions", weights[0])
+    for each in weights[1:]:
+        publisher.publish(each)
+    with pytest.raises(ValueError, match="already has version 3"):
+        Publisher("memory://versions", weights[0])
+    held = copy_of(weights[0])
+    assert apply("memory://versions", held) == _N - 1
+    assert_same_bits(held, weights[-1])
+
+
+def test_the_reference_pulls_versions_of_a_publisher_from_files(tmp_path: Path) -> None:
+    weights = states()
+    ptsave.save_model(weights[0], tmp_path / "base", max_shard_size="1KB")
+    publisher = Publisher(tmp_path / "versions", tmp_path / "base")
+    held = {name: reference.bytes_of(tensor).copy() for name, tensor in weights[0].items()}
+    for number in range(1, _N):
+        publisher.publish(weights[number], number)
+        reference.pull(tmp_path / "versions", number, held)
+    for name, tensor in weights[-1].items():
+        assert held[name].tobytes() == reference.bytes_of(tensor).tobytes()
