@@ -645,6 +645,9 @@ MAX_PATCHED_NBYTES: int
 # Raises ValueError unless the positions ascend and are less than `nbytes`.
 def check_patch(patch: bytes, nbytes: int) -> None: ...
 
+# The bytes that `target` has at the positions of a patch.
+def old_values(patch: bytes, target: torch.Tensor) -> bytes: ...
+
 # Applies changes (bytes, target, is_whole) to contiguous CPU tensors: the bytes are a patch, or all
 # bytes of the target.  Signal handlers run afterwards.
 def apply_changes(

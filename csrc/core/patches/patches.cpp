@@ -133,6 +133,22 @@ void Patch::check(std::uint64_t nbytes) const {
   if (next > nbytes) throw std::invalid_argument("a position is outside of the tensor");
 }
 
+void Patch::prefetch(std::size_t i, const std::byte* target, std::uint64_t begin) const {
+  if (i + kPrefetchCount >= count_) return;
+  // An address outside of the target does no harm here.
+  const std::uint64_t offset = position(i + kPrefetchCount) - begin;
+  __builtin_prefetch(
+      reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(target) + offset));
+}
+
+void Patch::read(std::span<const std::byte> target, std::byte* values) const {
+  for (std::size_t i = 0; i < count_; ++i) {
+    prefetch(i, target.data(), 0);
+    const std::size_t at = position(i);
+    values[i] = at < target.size() ? target[at] : std::byte{0};
+  }
+}
+
 void Patch::apply(std::uint64_t begin, std::span<std::byte> target) const {
   std::size_t first = 0;
   for (std::size_t n = count_; n != 0;) {  // binary search for the first position >= begin
@@ -145,13 +161,7 @@ void Patch::apply(std::uint64_t begin, std::span<std::byte> target) const {
     }
   }
   for (std::size_t i = first; i < count_; ++i) {
-    if (i + kPrefetchCount < count_) {
-      // An address outside of the target does no harm here.
-      const std::uint64_t later = position(i + kPrefetchCount) - begin;
-      __builtin_prefetch(reinterpret_cast<const std::byte*>(
-                             reinterpret_cast<std::uintptr_t>(target.data()) + later),
-                         1);
-    }
+    prefetch(i, target.data(), begin);
     const std::uint64_t at = position(i) - begin;  // huge if the position is less than `begin`
     if (at >= target.size()) return;
     target[at] = values_[i];

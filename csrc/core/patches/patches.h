@@ -50,12 +50,18 @@ class Patch {
 
   // Throws std::invalid_argument unless the positions ascend and are less than `nbytes`.
   void check(std::uint64_t nbytes) const;
+  std::size_t count() const { return count_; }
+  // Writes the bytes that `target` has at the positions, one for each position; zero for a position
+  // outside of it.
+  void read(std::span<const std::byte> target, std::byte* values) const;
   // Changes the bytes of `target`, which begins at position `begin`.  Writes nothing outside
   // of `target`, even if the positions do not ascend.
   void apply(std::uint64_t begin, std::span<std::byte> target) const;
 
  private:
   std::uint32_t position(std::size_t i) const;
+  // Fetches the byte of a later change into the cache.
+  void prefetch(std::size_t i, const std::byte* target, std::uint64_t begin) const;
 
   std::size_t count_;
   const std::byte* positions_;

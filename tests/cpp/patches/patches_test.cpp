@@ -64,6 +64,9 @@ TEST_P(Densities, PatchesMakeTheNewBytes) {
 
   const Patch patch(bytes);
   patch.check(nbytes);
+  Bytes old(patch.count());
+  patch.read(before, old.data());
+  for (std::size_t i = 0; i < old.size(); ++i) EXPECT_EQ(old[i], before[positions[i]]);
   for (const std::size_t piece : {nbytes + 1, std::size_t{1000}, std::size_t{1}}) {
     Bytes target = before;
     for (const int round : {1, 2}) {
