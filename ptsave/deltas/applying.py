@@ -1,13 +1,13 @@
 """`apply`: brings weights in memory, or the files of a model, to a later version.
 
-All new contents are computed, and compared with their checksums, before the first byte changes.  Of
-a tensor with one ``overwrite`` patch, only blocks exist a second time; other patches are first
-turned into ``overwrite`` patches of blocks.
+Patches are read and checked before the first byte changes.  Then the old values of all bytes that
+are to change are noted, the bytes change in place, and each tensor's checksum is compared.  If an
+error is raised meanwhile, the old values are put back.
 
-Files are changed in place.  If 1 % of the elements change, nearly every page changes, so a copy
+Files also change in place.  If 1 % of the elements change, nearly every page changes, so a copy
 beside the file shares nothing with it.  Its pages are new, which takes three to four times as long.
-A journal with the new contents is written first.  If the process is killed, the next call first
-applies the journal again, which does no harm to bytes that are new already.
+The old values are written to a journal first.  If the process is killed, the next call puts them
+back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ptsave import _C
 from ptsave.archive.spans import memory_of
 from ptsave.contents.directories import find_files
-from ptsave.contents.files import is_inside, those_in_index
+from ptsave.contents.files import those_in_index
 from ptsave.contents.loading import load
 from ptsave.contents.safetensors import read_header
 from ptsave.contents.safetensors_fields import CHECKSUMS as CRCS
@@ -43,7 +43,10 @@ from ptsave.deltas.versions import (
     changes_between,
     checksum_of,
     hasher,
-    numbers_in,
+    make,
+    newest_in,
+    undo,
+    version_folders,
 )
 from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError, WrongBaseError
 from ptsave.models.filling import note_changes
@@ -51,7 +54,7 @@ from ptsave.models.save_model import tensors_of
 from ptsave.serialization import save
 from ptsave.sources.kinds import regular_only
 from ptsave.sources.locations import Location, sync_path
-from ptsave.sources.ranges import RangeSource
+from ptsave.sources.ranges import LocalFile, RangeSource
 from ptsave.streaming.payload_sources import write_bytes
 from ptsave.support import config
 from ptsave.support.calls import check_flags
@@ -60,6 +63,7 @@ from ptsave.support.text import some_of
 from ptsave.support.threads import ThreadPool
 from ptsave.writing.targets import resolve_folder
 
+_S = TypeVar("_S")
 _T = TypeVar("_T")
 
 _FOLDER = ".weight_sync"  # SGLang's folder for a directory's lock and version
@@ -123,7 +127,7 @@ def apply(
     -----
     Calls for the same files wait for each other, and for SGLang.  Processes that have mapped the
     files see new bytes at once.  If the process is killed while files change, the next call first
-    completes this change.  Until then, the files have bytes of both versions, and
+    brings the old bytes back.  Until then, the files have bytes of both versions, and
     ``.weight_sync/state.json`` does not exist.
 
     Examples
@@ -147,9 +151,11 @@ def apply(
     if isinstance(target, (str, os.PathLike)):
         path = os.fsdecode(target)
         folder = path if os.path.isdir(path) else os.path.dirname(path) or os.curdir
+        if not root.is_url and os.path.realpath(folder) in version_folders(root):
+            raise ValueError(f"{folder} is itself a version of {root.name}: copy its files first")
         sync = _Sync(folder, fsync)
         with sync.locked():
-            sync.complete()
+            sync.undo()
             plan = _plan(root, version, sync.version if base_version is None else base_version)
             _apply_to_files(plan, path, sync)
         return plan.version
@@ -178,55 +184,72 @@ class _Plan(NamedTuple):
 
 def _plan(root: Location, version: int | None, base: int | None) -> _Plan:
     if version is None:
-        numbers = numbers_in(root)
-        if not numbers:
+        version = newest_in(root)
+        if version is None:
             raise FileNotFoundError(errno.ENOENT, "there is no version", root.name)
-        version = numbers[-1]
     if base is not None and version < base:
         raise ValueError(f"the target has version {base}, which is later than version {version}")
     return _Plan(version, chain(root, version, base), base is not None)
 
 
-def _renewed(
-    memory: Tensor, patches: list[Patch], *, is_base_known: bool, with_crc: bool = False
-) -> tuple[list[Change], int]:
-    """Return the changes that bring a tensor to its version, and the CRC-32 of its new bytes.
+class _Tensor(NamedTuple):
+    """A tensor of the target that has patches."""
 
-    `memory` has the old bytes.  The CRC is computed only if there are changes.
+    memory: Tensor  # its bytes, which are to change
+    patches: list[Patch]  # none if it already has the wanted version
+    changes: list[Change]
+
+    def check(self, *, with_crc: bool = False) -> int:
+        """Raise WrongBaseError if the checksum is wrong; return the CRC-32 if it is wanted."""
+        if not self.patches:
+            return 0
+        last, crc = self.patches[-1], 0
+        digest = hasher(last.version.checksum)
+        size = BLOCK_NBYTES if with_crc else max(len(self.memory), 1)  # one pass over the memory
+        for begin in range(0, len(self.memory), size):
+            block = memory_of(self.memory[begin : begin + size])
+            digest.update(block)
+            if with_crc:
+                crc = _C.crc32(block, crc)
+        if digest.hexdigest() != last.checksum:
+            raise WrongBaseError(
+                f"tensor {last.name} would not get the checksum of version {last.version.number} "
+                f"in {last.source.name}: the target has none of these versions, or a patch is "
+                "damaged; the target is unchanged"
+            )
+        return crc
+
+
+def _prepared(
+    source: Tensor, memory: Tensor, patches: list[Patch], *, is_base_known: bool
+) -> _Tensor:
+    """Read the patches of a tensor, and return the changes that they make.
+
+    `source` has the old bytes; it may be `memory` itself.
     """
     if not is_base_known:
-        patches = _missing(memory, patches)
-        if not patches:
-            return [], 0
-    last, nbytes = patches[-1], len(memory)
-    # Of a patch, each block takes all bytes, or the block's part.
-    steps: list[Iterator[tuple[bytes, bool]]] = []
-    only: bytes | None = None
+        patches = _missing(source, patches)
+    if len(patches) == 1 and patches[0].version.encoding == "overwrite":
+        patch = patches[0].overwritten(len(memory))
+        return _Tensor(memory, patches, [Change.of_patch(patch, memory, source)])
+    return _Tensor(memory, patches, _merged(source, memory, patches))
+
+
+def _merged(source: Tensor, memory: Tensor, patches: list[Patch]) -> list[Change]:
+    """Return the changes that several patches make together, or patches that hold no positions."""
+    steps: list[Iterator[tuple[bytes, bool]]] = []  # what each block takes of a patch
     for patch in patches:
         if patch.version.encoding == "xor":
-            steps.append((block, True) for block in patch.xor_blocks(nbytes))
+            steps.append((block, True) for block in patch.xor_blocks(len(memory)))
         else:
-            overwritten = patch.overwritten(nbytes)
-            steps.append(repeat((overwritten, False)))
-            only = overwritten if len(patches) == 1 else None
-    digest, crc = hasher(last.version.checksum), 0
-    changes = [] if only is None else [Change(only, memory)]
-    block = torch.empty(min(nbytes, BLOCK_NBYTES), dtype=torch.uint8)
-    for begin, end in blocks_of(nbytes):
-        old, new = memory[begin:end], block[: end - begin]
-        _C.patched_copy(memory, begin, new, [next(step) for step in steps])
-        digest.update(memory_of(new))
-        if with_crc:
-            crc = _C.crc32(memory_of(new), crc)
-        if only is None:
-            changes += changes_between(old, new, old)
-    if digest.hexdigest() != last.checksum:
-        raise WrongBaseError(
-            f"tensor {last.name} would not get the checksum of version {last.version.number} in "
-            f"{last.source.name}: the target has none of these versions, or a patch is damaged; "
-            "the target is unchanged"
-        )
-    return changes, crc
+            steps.append(repeat((patch.overwritten(len(memory)), False)))
+    changes: list[Change] = []
+    block = torch.empty(min(len(memory), BLOCK_NBYTES), dtype=torch.uint8)
+    for begin, end in blocks_of(len(memory)) if patches else ():
+        new = block[: end - begin]
+        _C.patched_copy(source, begin, new, [next(step) for step in steps])
+        changes += changes_between(source[begin:end], new, memory[begin:end])
+    return changes
 
 
 def _missing(memory: Tensor, patches: list[Patch]) -> list[Patch]:
@@ -241,36 +264,39 @@ def _missing(memory: Tensor, patches: list[Patch]) -> list[Patch]:
     return patches
 
 
+def _in_threads(call: Callable[[_S], _T], items: Iterable[_S]) -> list[_T]:
+    with ThreadPool(config.current().n_threads) as pool:
+        return list(pool.map(call, items))
+
+
 # ------------------------------------------------------------------------------ weights in memory
 
 
 def _apply_in_memory(plan: _Plan, tensors: dict[str, Tensor]) -> None:
     plan.require(tensors)
 
-    def renew(item: tuple[str, list[Patch]]) -> tuple[Tensor, Tensor, list[Change]]:
-        tensor = tensors[item[0]]
-        memory = bytes_in(tensor)
-        return tensor, memory, _renewed(memory, item[1], is_base_known=plan.is_base_known)[0]
+    def prepare(name: str) -> _Tensor:
+        memory = bytes_in(tensors[name])
+        patches = plan.patches[name]
+        return _prepared(memory, memory, patches, is_base_known=plan.is_base_known)
 
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    found = [each for each in _in_threads(renew, plan, sizes) if each[2]]
-    _C.apply_changes(
-        [change for *_, changes in found for change in changes],
-        n_threads=config.current().n_threads,
-    )
-    for tensor, memory, _ in found:
-        if memory.data_ptr() != tensor.data_ptr():  # a copy
-            tensor.copy_(memory.view(tensor.dtype).view(tensor.shape))
-    note_changes([tensor for tensor, *_ in found])
-
-
-def _in_threads(
-    renew: Callable[[tuple[str, list[Patch]]], _T], plan: _Plan, sizes: Mapping[str, int]
-) -> list[_T]:
-    """Call `renew` for each tensor with patches, the largest first."""
-    by_size = sorted(plan.patches.items(), key=lambda item: -sizes[item[0]])
-    with ThreadPool(config.current().n_threads) as pool:
-        return list(pool.map(renew, by_size))
+    names = sorted(plan.patches, key=lambda name: -tensors[name].nbytes)
+    found = _in_threads(prepare, names)
+    changes = [change for each in found for change in each.changes]
+    try:
+        make(changes)
+        _in_threads(_Tensor.check, found)
+    except BaseException:
+        undo(changes)
+        raise
+    changed = []
+    for name, each in zip(names, found, strict=True):
+        tensor = tensors[name]
+        if each.memory.data_ptr() != tensor.data_ptr():  # a copy
+            tensor.copy_(each.memory.view(tensor.dtype).view(tensor.shape))
+        if each.changes:
+            changed.append(tensor)
+    note_changes(changed)
 
 
 # ------------------------------------------------------------------------------- weights in files
@@ -287,31 +313,37 @@ class _Shard:
         self.path = source.name
         self.header = read_header(source)
 
-    memory: Tensor  # all bytes of the file, after `map`
+    # All bytes of the file, after `map`.  If a mapping is first read and then written, each page
+    # faults twice, which takes ext4 ten times as long.  So the old bytes have their own mapping.
+    old: Tensor
+    memory: Tensor
 
-    def map(self) -> None:
-        """Map the file into memory."""
+    def map(self, folder: str) -> None:
+        """Map the file, which is in `folder`, into memory."""
         if not hasattr(self, "memory"):
-            self.memory = _mapped(self.path)
+            self.memory = _mapped(self.path, folder)
+            with closing(LocalFile.open(self.path)) as file:
+                self.old = file.map(0, file.nbytes)
 
-    def crc_change(self, number: int, crc: int) -> Change:
-        """Return the change of a tensor's checksum in the file's header."""
-        head = memory_of(self.memory[: self.header.tensors[0].offset])
+    def crc_place(self, number: int) -> slice:
+        """Return where the digits of a tensor's checksum are in the file's header."""
+        head = memory_of(self.old[: self.header.tensors[0].offset])
         found = re.search(rb'"%s"\s*:\s*"' % re.escape(CRCS).encode(), head)
         if found is None:
             raise CorruptCheckpointError(
-                f"{self.path}: {CRCS} is not in the header", path=self.path
+                f"{self.path}: the header does not name {CRCS} plainly", path=self.path
             )
         begin = found.end() + N_CRC_DIGITS * number
-        return Change(b"%08x" % crc, self.memory[begin : begin + N_CRC_DIGITS], is_whole=True)
+        return slice(begin, begin + N_CRC_DIGITS)
 
 
-def _mapped(path: str) -> Tensor:
-    """Map a file into memory, to change it."""
-    if os.path.islink(path):
+def _mapped(path: str, folder: str) -> Tensor:
+    """Map a file in `folder` into memory, to change it."""
+    own = os.path.join(os.path.realpath(folder), os.path.relpath(path, folder))
+    if os.path.realpath(path) != own:
         raise ValueError(
-            f"{path} is a link, perhaps into a cache that other programs share: copy the files "
-            "first"
+            f"{path} is a link out of {folder}, perhaps into a cache that other programs share: "
+            "copy the files first"
         )
     with open(path, "r+b", buffering=0, opener=regular_only) as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
@@ -336,31 +368,44 @@ def _apply_to_files(plan: _Plan, path: str, sync: _Sync) -> None:
         places[name] = shard, number
     plan.require(places)
 
-    def renew(item: tuple[str, list[Patch]]) -> tuple[_Shard, list[Change]]:
-        shard, number = places[item[0]]
-        stored, with_crc = shard.header.tensors[number], shard.header.has_checksums
-        memory = shard.memory[stored.offset : stored.offset + stored.nbytes]
-        changes, crc = _renewed(
-            memory, item[1], is_base_known=plan.is_base_known, with_crc=with_crc
-        )
-        if changes and with_crc:
-            changes.append(shard.crc_change(number, crc))
-        return shard, changes
-
-    sizes = {}
     for name in plan.patches:
+        places[name][0].map(sync.folder)
+
+    def prepare(name: str) -> _Tensor:
         shard, number = places[name]
-        shard.map()
-        sizes[name] = shard.header.tensors[number].nbytes
-    found = _in_threads(renew, plan, sizes)
-    sync.change(plan.version, [(shard, each) for shard, changes in found for each in changes])
+        stored = shard.header.tensors[number]
+        where = slice(stored.offset, stored.offset + stored.nbytes)
+        patches = plan.patches[name]
+        return _prepared(
+            shard.old[where], shard.memory[where], patches, is_base_known=plan.is_base_known
+        )
+
+    def check(item: tuple[str, _Tensor]) -> int:
+        return item[1].check(with_crc=places[item[0]][0].header.has_checksums)
+
+    names = sorted(plan.patches, key=lambda name: -plan.patches[name][0].nbytes)
+    found = dict(zip(names, _in_threads(prepare, names), strict=True))
+    replaced: list[tuple[_Shard, Change]] = []
+    heads: dict[str, Change] = {}  # of checksums in headers
+    for name, each in found.items():
+        shard, number = places[name]
+        replaced += ((shard, change) for change in each.changes)
+        if each.changes and shard.header.has_checksums:
+            where = shard.crc_place(number)
+            old = shard.old[where]
+            heads[name] = Change.of_all(bytes(memory_of(old)), shard.memory[where], old)
+            replaced.append((shard, heads[name]))
+    with sync.changing(plan.version, replaced):
+        make(change for _, change in replaced)
+        crcs = dict(zip(found, _in_threads(check, found.items()), strict=True))
+        make(head._replace(data=b"%08x" % crcs[name]) for name, head in heads.items())
 
 
 class _Sync:
     """The version of the files in a directory, and the journal of a change to them."""
 
     def __init__(self, folder: str, fsync: bool) -> None:
-        self._folder, self._fsync = folder, fsync
+        self.folder, self._fsync = folder, fsync
         self._own = os.path.join(folder, _FOLDER)
         self._state = os.path.join(self._own, "state.json")
         self._journal = os.path.join(self._own, "ptsave-journal.pt")
@@ -395,28 +440,40 @@ class _Sync:
             )
         return int(text)
 
-    def change(self, version: int, changes: list[tuple[_Shard, Change]]) -> None:
-        """Write the journal, and then change the files."""
+    @contextmanager
+    def changing(self, version: int, changes: list[tuple[_Shard, Change]]) -> Iterator[None]:
+        """Write the journal; the block then makes the changes, or leaves the files as they are."""
+        version_now = self.version
         if changes:
             entries, end = [], 0
-            data = torch.empty(sum(len(each.data) for _, each in changes), dtype=torch.uint8)
-            for shard, each in changes:
-                begin, end = end, end + len(each.data)
-                memory_of(data)[begin:end] = each.data
-                name = os.path.relpath(shard.path, self._folder)
-                offset = each.target.data_ptr() - shard.memory.data_ptr()
-                entries.append((name, offset, len(each.target), each.is_whole, end))
-            journal = {"version": version, "entries": entries, "data": data}
+            nbytes = sum(len(change.data) for _, change in changes)
+            data = torch.empty(nbytes, dtype=torch.uint8)
+            memory = memory_of(data)
+            for shard, change in changes:
+                for part in (change.positions, change.old):
+                    begin, end = end, end + len(part)
+                    memory[begin:end] = part
+                name = os.path.relpath(shard.path, self.folder)
+                offset = change.target.data_ptr() - shard.memory.data_ptr()
+                entries.append((name, offset, len(change.target), change.is_whole, end))
+            journal = {"version": version_now, "entries": entries, "data": data}
             save(journal, self._journal, fsync=self._fsync)
-            # From here on, only this journal knows the bytes of the files.
+            # From here on, only the journal knows the bytes of the files.
             with suppress(FileNotFoundError):
                 os.unlink(self._state)
             if self._fsync:
                 sync_path(self._own)
-        self._finish(version, [each for _, each in changes], {shard.path for shard, _ in changes})
+        paths = {shard.path for shard, _ in changes}
+        try:
+            yield
+        except BaseException:
+            undo(change for _, change in changes)  # if this fails, the journal stays
+            self._settle(version_now, paths)
+            raise
+        self._settle(version, paths)
 
-    def complete(self) -> None:
-        """Complete a change that was interrupted."""
+    def undo(self) -> None:
+        """Undo a change that was interrupted."""
         if not os.path.exists(self._journal):
             return
         if self.version is not None:
@@ -429,30 +486,28 @@ class _Sync:
         changes, begin = [], 0
         try:
             for name, offset, nbytes, is_whole, end in journal["entries"]:
-                if not is_inside(name):
-                    raise ValueError(f"it changes {name!r}")
-                path = os.path.join(self._folder, name)
+                path = os.path.join(self.folder, name)
                 if path not in memories:
-                    memories[path] = _mapped(path)
+                    memories[path] = _mapped(path, self.folder)
                 data = bytes(memory_of(journal["data"][begin:end]))
                 target = memories[path][offset : offset + nbytes]
                 if len(target) != nbytes:
                     raise ValueError(f"{name} has another size")
-                changes.append(Change(data, target, is_whole))
+                changes.append(Change(data, target, is_whole, b""))
                 begin = end
-            self._finish(journal["version"], changes, memories)
-        except (TypeError, ValueError, KeyError) as error:
+            make(changes)
+            self._settle(journal["version"], memories)
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
             raise CorruptCheckpointError(
                 f"{self._journal}: not a journal of these files: {error}", path=self._journal
             ) from None
 
-    def _finish(self, version: int, changes: list[Change], paths: Iterable[str]) -> None:
-        _C.apply_changes(changes, n_threads=config.current().n_threads)
+    def _settle(self, version: int | None, paths: Iterable[str]) -> None:
+        """Write the version that the files have now, if it is known, and remove the journal."""
         if self._fsync:
             for path in paths:
                 sync_path(path)
-        write_bytes(
-            self._state, json.dumps({"version": f"{version:06d}"}).encode(), fsync=self._fsync
-        )
-        with suppress(FileNotFoundError):
-            os.unlink(self._journal)
+        if version is not None:
+            text = json.dumps({"version": f"{version:06d}"}).encode()
+            write_bytes(self._state, text, fsync=self._fsync)
+        _C.remove_file(os.fsencode(self._journal))

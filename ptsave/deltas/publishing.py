@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ptsave import _C
-from ptsave.archive.spans import memory_of
+from ptsave.archive.spans import bytes_of, memory_of, new_storage
 from ptsave.deltas.versions import (
     CHECKSUMS,
     ENCODINGS,
@@ -25,8 +25,9 @@ from ptsave.deltas.versions import (
     changes_between,
     checksum_of,
     hasher,
+    make,
     name_of,
-    numbers_in,
+    newest_in,
     open_version,
     zstd,
 )
@@ -45,6 +46,7 @@ from ptsave.writing.targets import resolve_folder
 _SHARD = "model-00000-of-00001.safetensors"
 _LEVEL = 1  # of zstd; higher levels take much longer for a few percent
 _N_NAMED = 3
+_MIN_HUGE_NBYTES = 4 << 20
 
 
 class Publisher:
@@ -137,10 +139,7 @@ class Publisher:
         tensors = dict(iter_weights(base)) if is_file else _tensors_in(base)
         self._check_sizes(tensors)
         self._kinds = {name: _kind_of(tensor) for name, tensor in tensors.items()}
-        self._base = {
-            name: bytes_in(tensor if is_file else tensor.to("cpu", copy=True))
-            for name, tensor in tensors.items()
-        }
+        self._base = {name: _copy_of(bytes_in(tensor)) for name, tensor in tensors.items()}
         with save_errors(self._root.name):
             self._root.make()
         self._check_directory()
@@ -171,17 +170,14 @@ class Publisher:
             raise ValueError(f"the next version is {number}, and not {version!r}")
         tensors = _tensors_in(state)
         self._check_names(tensors)
-        by_size = sorted(tensors.items(), key=lambda item: -item[1].nbytes)
-        with ThreadPool(config.current().n_threads) as pool:
-            found = [each for each in pool.map(self._encoded, by_size) if each is not None]
+        found = self._encode(tensors)
         with save_errors(self._root.name), self._new_folder(number) as folder:
             blobs = {each.name: each.blob for each in found}
             if blobs:
                 checksums = {each.name: each.checksum for each in found}
                 write_safetensors(blobs, folder.file(_SHARD), checksums, fsync=self._fsync)
             write_bytes(folder.file(INDEX), self._index(number, blobs), fsync=self._fsync)
-        changes = [change for each in found for change in each.changes]
-        _C.apply_changes(changes, n_threads=config.current().n_threads)
+        make(change for each in found for change in each.changes)
         self.version = number
         return self._root.join(name_of(number))
 
@@ -197,13 +193,13 @@ class Publisher:
 
     def _check_directory(self) -> None:
         """Raise ValueError unless the base is the newest version in the directory."""
-        numbers = numbers_in(self._root)
-        if not numbers:
+        newest = newest_in(self._root)
+        if newest is None:
             return
-        if numbers[-1] != self.version:
+        if newest != self.version:
             raise ValueError(
-                f"{self._root.name} already has version {numbers[-1]}: pass version={numbers[-1]} "
-                "and the weights of this version, or another directory"
+                f"{self._root.name} already has version {newest}: pass version={newest} and the "
+                "weights of this version, or another directory"
             )
         try:
             version, patches = open_version(self._root, self.version)
@@ -229,13 +225,19 @@ class Publisher:
 
     # ----------------------------------------------------------------------------------- writing
 
+    def _encode(self, tensors: Mapping[str, Tensor]) -> list[_Encoded]:
+        """Return the patches of the tensors that have changed."""
+        by_size = sorted(tensors.items(), key=lambda item: -item[1].nbytes)
+        with ThreadPool(config.current().n_threads) as pool:
+            return [each for each in pool.map(self._encoded, by_size) if each is not None]
+
     def _encoded(self, item: tuple[str, Tensor]) -> _Encoded | None:
         """Return the patch of a tensor, compressed; None if nothing has changed."""
         name, tensor = item
         before, after = self._base[name], bytes_in(tensor)
         if self._encoding == "overwrite":
             patch = _C.find_changes(before, after)
-            changes = [Change(patch, before)] if any(patch[:4]) else []
+            changes = [Change(patch, before, False, b"")] if any(patch[:4]) else []
         else:
             changes = changes_between(before, after, before)
         if not changes:
@@ -267,7 +269,7 @@ class Publisher:
         name = name_of(number)
         path = self._root.join(name)
         taken = SaveError(errno.EEXIST, "another publisher has written this version", path)
-        if number in numbers_in(self._root):
+        if (newest_in(self._root) or 0) >= number:
             raise taken
         if self._root.is_url:
             folder = resolve_folder(path, self._root.storage_options)
@@ -306,6 +308,14 @@ class _Encoded(NamedTuple):
 
 def _tensors_in(state: Any) -> dict[str, Tensor]:
     return tensors_of(state.state_dict() if isinstance(state, nn.Module) else state)[0]
+
+
+def _copy_of(memory: Tensor) -> Tensor:
+    """Return a copy in huge pages: with them, a patch is found and applied in 0.6 of the time."""
+    nbytes = len(memory)
+    is_large = nbytes >= _MIN_HUGE_NBYTES
+    storage = _C.huge_page_storage(nbytes) if is_large else new_storage(nbytes)
+    return bytes_of(storage).copy_(memory)
 
 
 def _kind_of(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:

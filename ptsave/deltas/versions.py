@@ -36,9 +36,10 @@ version of a directory in ``.weight_sync/state.json``, and locks ``.weight_sync/
 from __future__ import annotations
 
 import errno
+import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -53,6 +54,7 @@ from ptsave.contents.safetensors import read_header
 from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
 from ptsave.sources.locations import Location
 from ptsave.sources.ranges import LocalFile, RangeSource, open_source
+from ptsave.support import config
 from ptsave.writing.targets import resolve_folder
 
 INDEX = FORMATS["safetensors"].index_name
@@ -69,7 +71,34 @@ class Change(NamedTuple):
 
     data: bytes
     target: Tensor
-    is_whole: bool = False
+    is_whole: bool
+    old: bytes  # the bytes that are replaced
+
+    @classmethod
+    def of_patch(cls, patch: bytes, target: Tensor, source: Tensor) -> Change:
+        """Return the change that a patch makes to `target`; `source` has the old bytes."""
+        return cls(patch, target, False, _C.old_values(patch, source))
+
+    @classmethod
+    def of_all(cls, data: bytes, target: Tensor, source: Tensor) -> Change:
+        """Return the change of all bytes of `target`; `source` has the old bytes."""
+        return cls(data, target, True, bytes(memory_of(source)))
+
+    @property
+    def positions(self) -> memoryview:
+        """The part of a patch before its values; nothing if all bytes change."""
+        n_values = len(self.data) // _PATCH_NBYTES_PER_BYTE
+        return memoryview(self.data)[: 0 if self.is_whole else len(self.data) - n_values]
+
+
+def make(changes: Iterable[Change]) -> None:
+    """Make changes, with all threads; signal handlers run afterwards."""
+    _C.apply_changes([each[:3] for each in changes], n_threads=config.current().n_threads)
+
+
+def undo(changes: Iterable[Change]) -> None:
+    """Bring the bytes back that changes have replaced."""
+    make(each._replace(data=b"".join([each.positions, each.old])) for each in changes)
 
 
 class Patch(NamedTuple):
@@ -161,9 +190,12 @@ def changes_between(before: Tensor, after: Tensor, target: Tensor) -> list[Chang
         patch = _C.find_changes(before[begin:end], after[begin:end])
         if len(patch) == _MIN_PATCH_NBYTES:
             continue
-        if is_whole := len(patch) > end - begin:
-            patch = bytes(memory_of(after[begin:end]))
-        changes.append(Change(patch, target[begin:end], is_whole))
+        old = before[begin:end]
+        if len(patch) <= end - begin:
+            changes.append(Change.of_patch(patch, target[begin:end], old))
+        else:
+            new = bytes(memory_of(after[begin:end]))
+            changes.append(Change.of_all(new, target[begin:end], old))
     return changes
 
 
@@ -227,9 +259,26 @@ def numbers_in(root: Location) -> list[int]:
     return sorted(int(match[1]) for match in found if match is not None)
 
 
+def newest_in(root: Location) -> int | None:
+    """Return the newest version with an index or a single file, which publishers write last."""
+    for number in reversed(numbers_in(root)):
+        if any(map(_folder_of(root, number).is_taken, (INDEX, FORMATS["safetensors"].single))):
+            return number
+    return None
+
+
+def version_folders(root: Location) -> set[str]:
+    """Return the real paths of the versions in a local directory."""
+    return {os.path.realpath(root.join(name_of(number))) for number in numbers_in(root)}
+
+
+def _folder_of(root: Location, number: int) -> Location:
+    return resolve_folder(root.join(name_of(number)), root.storage_options or None)
+
+
 def open_version(root: Location, number: int) -> tuple[Version, list[Patch]]:
     """Open a version, and check that its files have the patches that the index names."""
-    folder = resolve_folder(root.join(name_of(number)), root.storage_options or None)
+    folder = _folder_of(root, number)
     path = folder.join(INDEX)
     try:
         with closing(open_source(path, folder.storage_options or None)) as source:

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ptsave import _C
 from ptsave.deltas import Publisher, apply, applying, publishing
 from ptsave.support.locks import try_lock
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")  # a pool does not outlive a fork
 _N = 4
 
 
@@ -242,6 +243,14 @@ def test_files_that_cannot_be_changed(tmp_path: Path) -> None:
         apply(tmp_path / "versions", served)
 
 
+def test_a_version_is_no_target(tmp_path: Path) -> None:
+    weights = states()
+    publish_all(tmp_path, weights)
+    for target in (tmp_path / "weight_v000002", tmp_path / "weight_v000002" / reference.SHARD):
+        with pytest.raises(ValueError, match="is itself a version"):
+            apply(tmp_path, target)
+
+
 def test_a_single_file(tmp_path: Path) -> None:
     weights = states()
     publish_all(tmp_path / "versions", weights)
@@ -250,41 +259,46 @@ def test_a_single_file(tmp_path: Path) -> None:
     assert_same_bits(load_file(tmp_path / "model.safetensors"), weights[-1])
 
 
-class Killed(BaseException):
-    """The process ends here: ptsave catches nothing of it."""
+def killed(*_: object, **__: object) -> None:
+    os._exit(9)
 
 
-def killed() -> None:
-    raise Killed
+def half_changed(changes: list[Any], n_threads: int, end: Callable[[], object] = killed) -> None:
+    """Change only some of the bytes, the last tensor's in part, and end the process."""
+    half = changes[: len(changes) // 2 + 1]
+    data, target, is_whole = half[-1]
+    new = target.clone()
+    apply_changes([*half[:-1], (data, new, is_whole)], n_threads=n_threads)
+    target[: len(target) // 2] = new[: len(target) // 2]
+    end()
 
 
-def _half(changes: list[Any], n_threads: int) -> None:
-    """Change only some bytes, then end."""
-    real(changes[: len(changes) // 2], n_threads=n_threads)
-    data, target, is_whole = changes[len(changes) // 2]
-    half = len(target) // 2
-    temporary = target.clone()
-    real([(data, temporary, is_whole)], n_threads=n_threads)
-    target[:half] = temporary[:half]
-    killed()
+apply_changes = _C.apply_changes
+PLACES: dict[str, tuple[Any, str, Any]] = {
+    "before the journal": (applying, "save", killed),
+    "after it": (os, "unlink", killed),
+    "before changes": (_C, "apply_changes", killed),
+    "in the middle": (_C, "apply_changes", half_changed),
+    "after changes": (applying._Tensor, "check", killed),
+    "after checks": (applying, "write_bytes", killed),
+    "at the end": (_C, "remove_file", killed),
+}
 
 
-real = _C.apply_changes
+def in_killed_process(action: Callable[[], object]) -> None:
+    """Run an action in a child that is killed in the middle."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
 @pytest.mark.parametrize("checksums", [True, False])
 @pytest.mark.parametrize("encoding", ["overwrite", "xor"])
-@pytest.mark.parametrize(
-    "place",
-    [
-        (applying, "save", lambda *_, **__: killed()),
-        (os, "unlink", lambda _: killed()),  # the journal is there, nothing is changed
-        (_C, "apply_changes", lambda *_, **__: killed()),
-        (_C, "apply_changes", _half),
-        (applying, "write_bytes", lambda *_, **__: killed()),
-    ],
-    ids=["before the journal", "after it", "before changes", "in the middle", "after changes"],
-)
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_a_kill_while_files_change(
     place: Any, encoding: Any, checksums: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,16 +309,60 @@ def test_a_kill_while_files_change(
     apply(root, served, 1)
     with monkeypatch.context() as patch:
         patch.setattr(*place)
-        with pytest.raises(Killed):
-            apply(root, served, 2)
+        in_killed_process(lambda: apply(root, served, 2))
     sync = applying._Sync(str(served), fsync=False)
     with sync.locked():
-        sync.complete()
-    assert sync.version in (1, 2)
+        sync.undo()
+    assert sync.version == (2 if place[1] == "remove_file" else 1)
     assert_same_bits(ptsave.load(served), weights[sync.version])
     assert not (served / ".weight_sync" / "ptsave-journal.pt").exists()
     assert apply(root, served) == _N - 1
     assert_same_bits(ptsave.load(served), weights[-1])
+
+
+def test_a_kill_of_a_first_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version of the files was never known."""
+    weights, served, root = states(), tmp_path / "served", tmp_path / "versions"
+    publish_all(root, weights)
+    ptsave.save_model(weights[1], served)
+    with monkeypatch.context() as patch:
+        patch.setattr(_C, "apply_changes", half_changed)
+        in_killed_process(lambda: apply(root, served))
+    assert apply(root, served, 2) == 2
+    assert_same_bits(ptsave.load(served), weights[2])
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_an_error_in_the_middle(
+    in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, served, root = states(), tmp_path / "served", tmp_path / "versions"
+    publish_all(root, weights)
+    ptsave.save_model(weights[0], served)
+    held = copy_of(weights[0])
+    target: Any = held if in_memory else served
+    calls = 0
+
+    def fail_once(changes: list[Any], n_threads: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            half_changed(changes, n_threads, interrupt)
+        apply_changes(changes, n_threads=n_threads)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_C, "apply_changes", fail_once)
+        with pytest.raises(KeyboardInterrupt):
+            apply(root, target, 1)
+    assert calls == 2
+    assert_same_bits(held, weights[0])
+    assert_same_bits(ptsave.load(served), weights[0])
+    assert apply(root, target) == _N - 1
+    assert_same_bits(held if in_memory else ptsave.load(served), weights[-1])
 
 
 def test_a_journal_beside_files_of_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,9 +371,8 @@ def test_a_journal_beside_files_of_sglang(tmp_path: Path, monkeypatch: pytest.Mo
     publish_all(root, weights)
     ptsave.save_model(weights[0], served)
     with monkeypatch.context() as patch:
-        patch.setattr(_C, "apply_changes", _half)
-        with pytest.raises(Killed):
-            apply(root, served, 2)
+        patch.setattr(_C, "apply_changes", half_changed)
+        in_killed_process(lambda: apply(root, served, 2))
     save_file(weights[3], served / "model.safetensors")
     (served / ".weight_sync" / "state.json").write_text('{"version": "000003"}')
     assert apply(root, served) == 3
@@ -418,10 +475,14 @@ def test_two_publishers(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_clean_file_systems")
-def test_a_url(tmp_path: Path) -> None:
+def test_a_url() -> None:
     weights = states()
     publisher = Publisher("memory://versions", weights[0])
-    for each in weights[1:]:
+    for number, each in enumerate(weights[1:], 1):
+        file = f"memory://versions/weight_v{number:06d}/{reference.SHARD}"
+        ptsave.save_model({"a": torch.ones(1)}, file)  # of a publisher that was killed
+        if number > 1:
+            assert apply("memory://versions", copy_of(weights[number - 1])) == number - 1
         publisher.publish(each)
     with pytest.raises(ValueError, match="already has version 3"):
         Publisher("memory://versions", weights[0])

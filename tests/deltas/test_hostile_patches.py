@@ -206,6 +206,13 @@ JOURNALS: dict[str, Any] = {
     "a file outside": {"version": 1, "entries": [("../blob", 0, 1, True, 1)]},
     "an absolute path": {"version": 1, "entries": [("/tmp/blob", 0, 1, True, 1)]},
     "a link": {"version": 1, "entries": [("link", 0, 1, True, 1)]},
+    "a linked directory": {"version": 1, "entries": [("away/blob", 0, 1, True, 1)]},
+    "other data": {
+        "version": 1,
+        "entries": [("model.safetensors", 0, 1, True, 1)],
+        "data": torch.ones(4).to_sparse(),
+    },
+    "no data": {"version": 1, "entries": [("model.safetensors", 0, 1, True, 1)], "data": [1]},
     "too few fields": {"version": 1, "entries": [("model.safetensors", 0)]},
     "outside of the file": {"version": 1, "entries": [("model.safetensors", 10**9, 1, True, 1)]},
     "text as numbers": {"version": 1, "entries": [("model.safetensors", "0", 1, True, 1)]},
@@ -220,6 +227,7 @@ def test_journals(journal: Any, tmp_path: Path) -> None:
     ptsave.save_model(OLD, served)
     outside.write_bytes(b"untouched")
     (served / "link").symlink_to(outside)
+    (served / "away").symlink_to(tmp_path)
     (served / ".weight_sync").mkdir()
     if isinstance(journal, dict):
         journal = {"data": torch.full((4,), 255, dtype=torch.uint8), **journal}

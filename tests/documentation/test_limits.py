@@ -316,13 +316,14 @@ def _() -> None:
 
     def change_one(changes: Any, n_threads: int) -> None:
         apply_changes(changes[:1], n_threads=n_threads)
-        raise KeyboardInterrupt
+        os._exit(0)
 
     apply_changes = _C.apply_changes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_C, "apply_changes", change_one)
-        with pytest.raises(KeyboardInterrupt):
+        if (child := os.fork()) == 0:
             apply("versions", "model.safetensors")
+        os.waitpid(child, 0)
     with pytest.raises(ptsave.CorruptCheckpointError):
         ptsave.load("model.safetensors")
     apply("versions", "model.safetensors")
