@@ -645,6 +645,9 @@ MAX_PATCHED_NBYTES: int
 # Raises ValueError unless the positions ascend and are less than `nbytes`.
 def check_patch(patch: bytes, nbytes: int) -> None: ...
 
+# The patch that has the effect of two patches, which `check_patch` has accepted.
+def merge_patches(older: bytes, newer: bytes) -> bytes: ...
+
 # The bytes that `target` has at the positions of a patch.
 def old_values(patch: bytes, target: torch.Tensor) -> bytes: ...
 

@@ -1,4 +1,4 @@
-// ptsave._C.find_changes, check_patch, old_values, apply_changes and patched_copy.
+// ptsave._C.find_changes, check_patch, merge_patches, old_values, apply_changes and patched_copy.
 #include "core/patches/patches.h"
 
 #include <ATen/core/Tensor.h>
@@ -65,6 +65,14 @@ py::bytes old_values(const py::bytes& bytes, const py::handle& target) {
   const at::Tensor tensor = unpack_measurable(target);
   const Patch patch(bytes_in(bytes));
   return make_bytes(patch.count(), [&](std::byte* to) { patch.read(memory_in(tensor), to); });
+}
+
+// The patch that has the effect of two patches, which `check_patch` has accepted.
+py::bytes merge_patches(const py::bytes& older, const py::bytes& newer) {
+  const Patch first(bytes_in(older));
+  const Patch second(bytes_in(newer));
+  const std::size_t nbytes = without_gil([&] { return first.merged_nbytes(second); });
+  return make_bytes(nbytes, [&](std::byte* to) { first.write_merged(second, {to, nbytes}); });
 }
 
 void check_patch(const py::bytes& bytes, std::uint64_t nbytes) {
@@ -156,6 +164,7 @@ void bind_patches(py::module_& module) {
   module.attr("MAX_PATCHED_NBYTES") = kMaxPatchedNbytes;
   module.def("find_changes", &find_changes_of_tensors, "before"_a, "after"_a);
   module.def("old_values", &old_values, "patch"_a, "target"_a);
+  module.def("merge_patches", &merge_patches, "older"_a, "newer"_a);
   module.def("check_patch", &check_patch, "patch"_a, "nbytes"_a);
   module.def("apply_changes", &apply_changes, "changes"_a, py::kw_only(), "n_threads"_a);
   module.def("patched_copy", &patched_copy, "source"_a, "begin"_a, "target"_a, "steps"_a);

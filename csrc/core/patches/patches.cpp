@@ -168,4 +168,38 @@ void Patch::apply(std::uint64_t begin, std::span<std::byte> target) const {
   }
 }
 
+template <typename Use>
+void Patch::merge(const Patch& newer, const Use& use) const {
+  std::size_t i = 0;
+  std::size_t j = 0;
+  while (i < count_ || j < newer.count_) {
+    if (j == newer.count_ || (i < count_ && position(i) < newer.position(j))) {
+      use(position(i), values_[i]);
+      ++i;
+    } else {
+      if (i < count_ && position(i) == newer.position(j)) ++i;
+      use(newer.position(j), newer.values_[j]);
+      ++j;
+    }
+  }
+}
+
+std::size_t Patch::merged_nbytes(const Patch& newer) const {
+  std::size_t n = 0;
+  merge(newer, [&](std::uint32_t, std::byte) { ++n; });
+  return sizeof(std::uint32_t) + n * (sizeof(std::uint32_t) + 1);
+}
+
+void Patch::write_merged(const Patch& newer, std::span<std::byte> patch) const {
+  const auto n = static_cast<std::uint32_t>(patch.size() / (sizeof(std::uint32_t) + 1));
+  std::memcpy(patch.data(), &n, sizeof n);
+  std::byte* positions = patch.data() + sizeof n;
+  std::byte* values = positions + n * sizeof n;
+  merge(newer, [&](std::uint32_t position, std::byte value) {
+    std::memcpy(positions, &position, sizeof position);
+    positions += sizeof position;
+    *values++ = value;
+  });
+}
+
 }  // namespace ptsave

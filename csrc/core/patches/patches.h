@@ -57,8 +57,15 @@ class Patch {
   // Changes the bytes of `target`, which begins at position `begin`.  Writes nothing outside
   // of `target`, even if the positions do not ascend.
   void apply(std::uint64_t begin, std::span<std::byte> target) const;
+  // The patch that has the effect of this one and then of `newer`: its size, and its bytes.  The
+  // positions of both must ascend.
+  std::size_t merged_nbytes(const Patch& newer) const;
+  void write_merged(const Patch& newer, std::span<std::byte> patch) const;
 
  private:
+  // Calls use(position, value) for each change of this patch and of `newer`, in order.
+  template <typename Use>
+  void merge(const Patch& newer, const Use& use) const;
   std::uint32_t position(std::size_t i) const;
   // Fetches the byte of a later change into the cache.
   void prefetch(std::size_t i, const std::byte* target, std::uint64_t begin) const;

@@ -101,6 +101,25 @@ TEST(Patch, RefusesPositions) {
   Patch(last).check(std::uint64_t{1} << 32);
 }
 
+TEST(Patch, MergesWithANewerOne) {
+  std::mt19937 random(1);  // NOLINT(cert-msc32-c,cert-msc51-cpp)
+  for (int round = 0; round < 200; ++round) {
+    std::vector<Bytes> states(3, Bytes(random() % 100));
+    for (std::size_t i = 1; i < states.size(); ++i) {
+      for (auto& value : states[i]) value = static_cast<std::byte>(random() % 3);
+    }
+    const Bytes older = patch_of(states[0], states[1]);
+    const Bytes newer = patch_of(states[1], states[2]);
+    Bytes merged(Patch(older).merged_nbytes(Patch(newer)));
+    Patch(older).write_merged(Patch(newer), merged);
+    Patch(merged).check(states[0].size());
+    for (Bytes state : states) {  // of any of the versions
+      Patch(merged).apply(0, state);
+      EXPECT_EQ(state, states.back());
+    }
+  }
+}
+
 TEST(Patch, WritesOnlyIntoItsTarget) {
   Bytes memory(32, std::byte{0});
   const Bytes bytes = patch_at(5, {9, 3, 30, 12, 0xFFFFFFFF});
