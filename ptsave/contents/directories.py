@@ -437,6 +437,12 @@ def has_manifests(names: Iterable[str]) -> bool:
     return any(is_step(file) or is_step_of_rank(file) for file in files)
 
 
+def version_numbers(names: Iterable[str]) -> list[int]:
+    """Return the numbers of directories of `ptsave.deltas`, such as weight_v000001, in order."""
+    found = map(re.compile(r"weight_v(\d{6,15})").fullmatch, names)
+    return sorted(int(match[1]) for match in found if match is not None)
+
+
 def find_rank_set(folder: Folder, names: Iterable[str]) -> ShardFiles | None:
     """Return the files that ranks have written into a directory; None if there are none.
 

@@ -17,8 +17,8 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from ptsave import _C
 from ptsave.archive.spans import memory_of
 from ptsave.contents.directories import find_files
-from ptsave.contents.files import those_in_index
+from ptsave.contents.files import ShardFiles
 from ptsave.contents.loading import load
-from ptsave.contents.safetensors import read_header
+from ptsave.contents.safetensors import SafetensorsHeader
 from ptsave.contents.safetensors_fields import CHECKSUMS as CRCS
 from ptsave.contents.safetensors_fields import N_CRC_DIGITS
 from ptsave.deltas.versions import (
     BLOCK_NBYTES,
+    WHOLE,
     Change,
     Patch,
     blocks_of,
@@ -42,20 +43,24 @@ from ptsave.deltas.versions import (
     chain,
     changes_between,
     checksum_of,
+    folder_of,
     hasher,
+    links,
     make,
     newest_in,
+    tensors_in,
     undo,
     version_folders,
+    whole_files,
 )
-from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError, WrongBaseError
+from ptsave.errors import CorruptCheckpointError, WrongBaseError
 from ptsave.models.filling import note_changes
 from ptsave.models.save_model import tensors_of
 from ptsave.serialization import save
 from ptsave.sources.kinds import regular_only
 from ptsave.sources.locations import Location, sync_path
-from ptsave.sources.ranges import LocalFile, RangeSource
-from ptsave.streaming.payload_sources import write_bytes
+from ptsave.sources.ranges import LocalFile, open_source
+from ptsave.streaming.payload_sources import PayloadSources, write_bytes, write_copy
 from ptsave.support import config
 from ptsave.support.calls import check_flags
 from ptsave.support.locks import try_lock
@@ -82,7 +87,9 @@ def apply(
     """Bring weights to a later version, in place, and return the number of this version.
 
     The versions come from :class:`ptsave.deltas.Publisher`, slime or miles.  If an error is raised,
-    no byte of the target has changed.
+    no byte of the target has changed.  If there is a whole version between that of the target and
+    the wanted one, or the target has none of the versions, the newest whole version is the
+    beginning.
 
     Parameters
     ----------
@@ -90,7 +97,8 @@ def apply(
         The directory of the versions, or its URL.
     target : torch.nn.Module, mapping of str to torch.Tensor, str or os.PathLike
         The weights: in memory, or safetensors files of this machine (a directory, an index or a
-        file).  It may have weights that no version changes.
+        file).  It may have weights that no version changes.  A directory without a model first gets
+        a copy of the newest whole version.
     version : int, optional
         The wanted version; by default, the newest one.
     base_version : int, optional
@@ -110,16 +118,17 @@ def apply(
     Raises
     ------
     WrongBaseError
-        If the target is none of the versions, which its checksums show.
+        If the target is none of the versions, which its checksums show, and no version is whole.
     CorruptCheckpointError
         If a patch or an index is damaged.
     FileNotFoundError
         If a version or a file is missing.
     UnsupportedSourceError
-        If a version is a whole checkpoint, or uses an unknown encoding, compression or checksum, or
-        the target's files are not safetensors files.
+        If a version uses an unknown encoding, compression or checksum, or the files of a whole
+        version or of the target are not safetensors files.
     ValueError
-        If the target has a later version, lacks a tensor, or is a link to a shared file.
+        If the target has a later version, lacks a tensor, has one of another dtype or shape, is a
+        link to a shared file, or is itself a version of the directory.
     ImportError
         If a library is missing: ``pip install "ptsave[deltas]"``.
 
@@ -150,14 +159,23 @@ def apply(
     root = resolve_folder(directory, storage_options)
     if isinstance(target, (str, os.PathLike)):
         path = os.fsdecode(target)
+        os.stat(path)  # raises an error before a missing directory gets a lock
         folder = path if os.path.isdir(path) else os.path.dirname(path) or os.curdir
         if not root.is_url and os.path.realpath(folder) in version_folders(root):
             raise ValueError(f"{folder} is itself a version of {root.name}: copy its files first")
         sync = _Sync(folder, fsync)
         with sync.locked():
             sync.undo()
-            plan = _plan(root, version, sync.version if base_version is None else base_version)
-            _apply_to_files(plan, path, sync)
+            base = sync.version if base_version is None else base_version
+            try:
+                files = find_files(path)
+            except FileNotFoundError:
+                base = sync.copy_whole(root, newest_in(root) if version is None else version)
+                if base is None:
+                    raise
+                files = find_files(path)
+            plan = _plan(root, version, base)
+            _apply_to_files(plan, files, sync)
         return plan.version
     tensors = tensors_of(target.state_dict() if isinstance(target, nn.Module) else target)[0]
     plan = _plan(root, version, base_version)
@@ -172,14 +190,24 @@ class _Plan(NamedTuple):
     patches: dict[str, list[Patch]]  # of each tensor, in order
     is_base_known: bool  # otherwise checksums decide which of the patches are applied
 
-    def require(self, names: Container[str]) -> None:
-        """Raise ValueError if a tensor with patches is missing."""
-        missing = sorted(name for name in self.patches if name not in names)
+    def require(self, kinds: Mapping[str, tuple[torch.dtype, torch.Size]]) -> None:
+        """Raise ValueError if a tensor with patches is missing, or is of another kind."""
+        missing = sorted(name for name in self.patches if name not in kinds)
         if missing:
             raise ValueError(
                 f"the target has no tensor {some_of(missing, _N_NAMED)}, which versions up to "
                 f"{self.version} change"
             )
+        for name, patches in self.patches.items():
+            if patches[0].kind not in (None, kinds[name]):
+                raise ValueError(
+                    f"tensor {name} is {_kind_text(kinds[name])} in the target, but "
+                    f"{_kind_text(patches[0].kind)} in {patches[0].source.name}"
+                )
+
+
+def _kind_text(kind: Any) -> str:
+    return f"{kind[0]} {[*kind[1]]}"
 
 
 def _plan(root: Location, version: int | None, base: int | None) -> _Plan:
@@ -211,7 +239,7 @@ class _Tensor(NamedTuple):
             digest.update(block)
             if with_crc:
                 crc = _C.crc32(block, crc)
-        if digest.hexdigest() != last.checksum:
+        if last.checksum and digest.hexdigest() != last.checksum:
             raise WrongBaseError(
                 f"tensor {last.name} would not get the checksum of version {last.version.number} "
                 f"in {last.source.name}: the target has none of these versions, or a patch is "
@@ -237,6 +265,9 @@ def _prepared(
 
 def _merged(source: Tensor, memory: Tensor, patches: list[Patch]) -> list[Change]:
     """Return the changes that several patches make together, or patches that hold no positions."""
+    begins = source
+    if patches and patches[0].is_whole and len(memory) > 0:
+        begins, patches = patches[0].whole(), patches[1:]
     steps: list[Iterator[tuple[bytes, bool]]] = []  # what each block takes of a patch
     for patch in patches:
         if patch.version.encoding == "xor":
@@ -245,9 +276,9 @@ def _merged(source: Tensor, memory: Tensor, patches: list[Patch]) -> list[Change
             steps.append(repeat((patch.overwritten(len(memory)), False)))
     changes: list[Change] = []
     block = torch.empty(min(len(memory), BLOCK_NBYTES), dtype=torch.uint8)
-    for begin, end in blocks_of(len(memory)) if patches else ():
+    for begin, end in blocks_of(len(memory)) if steps or begins is not source else ():
         new = block[: end - begin]
-        _C.patched_copy(source, begin, new, [next(step) for step in steps])
+        _C.patched_copy(begins, begin, new, [next(step) for step in steps])
         changes += changes_between(source[begin:end], new, memory[begin:end])
     return changes
 
@@ -256,6 +287,8 @@ def _missing(memory: Tensor, patches: list[Patch]) -> list[Patch]:
     """Return the patches behind the newest one whose checksum the bytes have; else all patches."""
     found: dict[str, str] = {}
     for number, patch in reversed([*enumerate(patches, 1)]):
+        if patch.is_whole:  # its bytes decide
+            continue
         kind = patch.version.checksum
         if kind not in found:
             found[kind] = checksum_of(memory, kind)
@@ -273,7 +306,7 @@ def _in_threads(call: Callable[[_S], _T], items: Iterable[_S]) -> list[_T]:
 
 
 def _apply_in_memory(plan: _Plan, tensors: dict[str, Tensor]) -> None:
-    plan.require(tensors)
+    plan.require({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
 
     def prepare(name: str) -> _Tensor:
         memory = bytes_in(tensors[name])
@@ -305,13 +338,8 @@ def _apply_in_memory(plan: _Plan, tensors: dict[str, Tensor]) -> None:
 class _Shard:
     """A safetensors file of the target."""
 
-    def __init__(self, source: RangeSource) -> None:
-        if source.kind != "safetensors":
-            raise UnsupportedSourceError(
-                f"{source.name}: only safetensors files can be changed: convert this file first"
-            )
-        self.path = source.name
-        self.header = read_header(source)
+    def __init__(self, path: str, header: SafetensorsHeader) -> None:
+        self.path, self.header = path, header
 
     # All bytes of the file, after `map`.  If a mapping is first read and then written, each page
     # faults twice, which takes ext4 ten times as long.  So the old bytes have their own mapping.
@@ -349,24 +377,14 @@ def _mapped(path: str, folder: str) -> Tensor:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
-def _apply_to_files(plan: _Plan, path: str, sync: _Sync) -> None:
-    files = find_files(path)
-    shards = []
-    for source in files.open():
-        with closing(source):
-            shards.append(_Shard(source))
-    every = (
-        (stored.name, shard.path, (shard, number))
-        for shard in shards
-        for number, stored in enumerate(shard.header.tensors)
-    )
+def _apply_to_files(plan: _Plan, files: ShardFiles, sync: _Sync) -> None:
+    shards: dict[str, _Shard] = {}
     places: dict[str, tuple[_Shard, int]] = {}
-    for shard, number in those_in_index(every, files):
-        name = shard.header.tensors[number].name
-        if name in places:
-            raise ValueError(f"{name} is in {places[name][0].path} and in {shard.path}")
-        places[name] = shard, number
-    plan.require(places)
+    for name, (source, header, number) in tensors_in(files).items():
+        places[name] = shards.setdefault(source.name, _Shard(source.name, header)), number
+    plan.require(
+        {name: shard.header.tensors[number][2:0:-1] for name, (shard, number) in places.items()}
+    )
 
     for name in plan.patches:
         places[name][0].map(sync.folder)
@@ -471,6 +489,25 @@ class _Sync:
             self._settle(version_now, paths)
             raise
         self._settle(version, paths)
+
+    def copy_whole(self, root: Location, version: int | None) -> int | None:
+        """Copy the newest whole version up to `version`; return its number, or None without one."""
+        for found, _ in () if version is None else links(root, version, None):
+            if found.encoding == WHOLE:
+                break
+        else:
+            return None
+        with suppress(FileNotFoundError):
+            os.unlink(self._state)
+        files = whole_files(folder_of(root, found.number))
+        for path in (*files.paths, *filter(None, [files.index_path])):
+            copy = os.path.join(self.folder, files.name_of(path))
+            os.makedirs(os.path.dirname(copy), exist_ok=True)
+            with ExitStack() as stack:
+                source = open_source(path, files.storage_options)
+                local = PayloadSources(stack, self.folder).localize(source)
+                write_copy(local, copy, fsync=self._fsync)
+        return found.number
 
     def undo(self) -> None:
         """Undo a change that was interrupted."""

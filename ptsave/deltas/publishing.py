@@ -1,13 +1,11 @@
-"""`Publisher`: writes versions of weights as patches."""
+"""`Publisher`: writes versions of weights as patches, and whole versions in between."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,39 +16,47 @@ from ptsave.archive.spans import bytes_of, memory_of, new_storage
 from ptsave.deltas.versions import (
     CHECKSUMS,
     ENCODINGS,
-    INDEX,
+    WHOLE,
     Change,
+    Patch,
+    Version,
     blocks_of,
     bytes_in,
     changes_between,
     checksum_of,
+    compressed,
+    folder_of,
     hasher,
+    links,
     make,
     name_of,
     newest_in,
     open_version,
+    staging_of,
+    write_patches,
+    xor_frame,
     zstd,
 )
-from ptsave.errors import SaveError, UnsupportedSourceError
+from ptsave.errors import SaveError
 from ptsave.models.iterating import iter_weights
-from ptsave.models.save_model import save_errors, tensors_of
-from ptsave.sources.locations import Location, folder_for
-from ptsave.streaming.payload_sources import write_bytes, write_safetensors
+from ptsave.models.save_model import ShardSet, save_errors, split, tensors_of
+from ptsave.sources.locations import Location
+from ptsave.streaming.payload_sources import check_safetensors
 from ptsave.support import config
 from ptsave.support.calls import check_flags
-from ptsave.support.locks import FolderLock
 from ptsave.support.text import some_of
 from ptsave.support.threads import ThreadPool
 from ptsave.writing.targets import resolve_folder
 
-_SHARD = "model-00000-of-00001.safetensors"
-_LEVEL = 1  # of zstd; higher levels take much longer for a few percent
+# Patches since the last whole version may have this part of its bytes.
+_MAX_PATCHED = 0.5
+_SHARD_NBYTES = 5 * 10**9
 _N_NAMED = 3
 _MIN_HUGE_NBYTES = 4 << 20
 
 
 class Publisher:
-    """Publishes versions of a model's weights; each version holds only the bytes that changed.
+    """Publishes versions of a model's weights; most of them hold only the bytes that changed.
 
     The format is that of slime, miles and SGLang: SGLang's ``/pull_weights`` applies such versions,
     and so does :func:`ptsave.deltas.apply`.
@@ -72,6 +78,10 @@ class Publisher:
         long as the tensor before it is compressed; tensors of 4 GiB or more need it.
     checksum : {"xxh3-128", "adler32", "blake3"}, default "xxh3-128"
         The checksum that receivers compare.  ``"adler32"`` needs no library, but is slow.
+    max_depth : int or None, default 8
+        The most versions in a row that hold patches.  The next one is a whole checkpoint, and so is
+        a version with which the patches in a row would exceed half of the weights' bytes.  With
+        None, all versions hold patches.
     fsync : bool, default False
         Whether :meth:`publish` waits until the files have reached the disk.
     storage_options : mapping, optional
@@ -87,7 +97,8 @@ class Publisher:
     ValueError
         If the directory already has other versions, or `base` is not version `version` of them.
     TypeError
-        If a weight is not a dense tensor.
+        If a weight is not a dense tensor, or safetensors files cannot hold it.  The latter does not
+        matter with ``max_depth=None``.
     ImportError
         If zstandard or the library of the checksum is missing: ``pip install "ptsave[deltas]"``.
 
@@ -121,6 +132,7 @@ class Publisher:
         version: int = 0,
         encoding: Literal["overwrite", "xor"] = "overwrite",
         checksum: Literal["xxh3-128", "adler32", "blake3"] = "xxh3-128",
+        max_depth: int | None = 8,
         fsync: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -130,18 +142,24 @@ class Publisher:
                 f"{', '.join(CHECKSUMS)}, not {encoding!r} and {checksum!r}"
             )
         check_flags(fsync=fsync)
+        if max_depth is not None and max_depth < 0:
+            raise ValueError(f"max_depth must be None or a number of versions, not {max_depth}")
         zstd()
         hasher(checksum)
         self.version = version
         self._encoding, self._checksum, self._fsync = encoding, checksum, fsync
+        self._max_depth = max_depth
         self._root = resolve_folder(directory, storage_options)
         is_file = isinstance(base, (str, os.PathLike))
         tensors = dict(iter_weights(base)) if is_file else _tensors_in(base)
+        if max_depth is not None:
+            check_safetensors(tensors)
         self._check_sizes(tensors)
         self._kinds = {name: _kind_of(tensor) for name, tensor in tensors.items()}
         self._base = {name: _copy_of(bytes_in(tensor)) for name, tensor in tensors.items()}
         with save_errors(self._root.name):
             self._root.make()
+        self._depth = self._nbytes = 0  # of the versions since the last whole one
         self._check_directory()
 
     def publish(self, state: nn.Module | Mapping[str, Tensor], version: int | None = None) -> str:
@@ -170,15 +188,30 @@ class Publisher:
             raise ValueError(f"the next version is {number}, and not {version!r}")
         tensors = _tensors_in(state)
         self._check_names(tensors)
-        found = self._encode(tensors)
+        is_whole = self._max_depth is not None and self._depth >= self._max_depth
+        found = [] if is_whole else self._encode(tensors)
+        nbytes = self._nbytes + sum(each.blob.nbytes for each in found)
+        if self._max_depth is not None:
+            all_nbytes = sum(memory.nbytes for memory in self._base.values())
+            is_whole |= nbytes > _MAX_PATCHED * all_nbytes
         with save_errors(self._root.name), self._new_folder(number) as folder:
-            blobs = {each.name: each.blob for each in found}
-            if blobs:
-                checksums = {each.name: each.checksum for each in found}
-                write_safetensors(blobs, folder.file(_SHARD), checksums, fsync=self._fsync)
-            write_bytes(folder.file(INDEX), self._index(number, blobs), fsync=self._fsync)
-        make(change for each in found for change in each.changes)
+            if is_whole:
+                shards = split(tensors, _SHARD_NBYTES, tied=False)
+                ShardSet(folder, "safetensors", shards, self._fsync, checksums=True).write()
+            else:
+                write_patches(
+                    folder,
+                    Version(number, self.version, self._encoding, self._checksum),
+                    {each.name: (each.blob, each.checksum) for each in found},
+                    fsync=self._fsync,
+                )
+        if is_whole:
+            for name, tensor in tensors.items():
+                self._base[name].copy_(bytes_in(tensor))
+        else:
+            make(change for each in found for change in each.changes)
         self.version = number
+        self._depth, self._nbytes = (0, 0) if is_whole else (self._depth + 1, nbytes)
         return self._root.join(name_of(number))
 
     # ------------------------------------------------------------------------------------ checks
@@ -201,17 +234,19 @@ class Publisher:
                 f"{self._root.name} already has version {newest}: pass version={newest} and the "
                 "weights of this version, or another directory"
             )
-        try:
-            version, patches = open_version(self._root, self.version)
-        except UnsupportedSourceError:  # a whole checkpoint, which has no checksums
-            return
+        version, patches = open_version(self._root, self.version)
         for patch in patches:
             memory = self._base.get(patch.name)
-            if memory is None or checksum_of(memory, version.checksum) != patch.checksum:
+            if memory is None or not _has_result(memory, patch, version):
                 raise ValueError(
                     f"the base is not version {self.version} of {self._root.name}: tensor "
                     f"{patch.name} differs"
                 )
+        if self._max_depth is not None:
+            for version, patches in links(self._root, self.version, None):
+                if version.encoding != WHOLE:
+                    self._depth += 1
+                    self._nbytes += sum(patch.nbytes for patch in patches)
 
     def _check_names(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless the names, dtypes and shapes are those of the base."""
@@ -243,60 +278,39 @@ class Publisher:
         if not changes:
             return None
         digest = checksum_of(after, self._checksum)
-        compressor = zstd().ZstdCompressor(level=_LEVEL)
         if self._encoding == "overwrite":
-            blob = compressor.compress(patch)
+            blob = compressed(patch)
         else:
-            blob = b"".join(_xor_pieces(compressor, before, after))
-        # A bytearray, because torch warns of memory that cannot be written.
-        return _Encoded(name, torch.frombuffer(bytearray(blob), dtype=torch.uint8), digest, changes)
-
-    def _index(self, number: int, names: Mapping[str, Tensor]) -> bytes:
-        metadata = {
-            "version": f"{number:06d}",
-            "base_version": f"{self.version:06d}",
-            "delta_encoding": self._encoding,
-            "compression_format": "zstd",
-            "checksum_format": self._checksum,
-        }
-        return json.dumps(
-            {"metadata": metadata, "weight_map": dict.fromkeys(sorted(names), _SHARD)}
-        ).encode()
+            ranges = blocks_of(len(after))
+            blocks = ((before, begin, [memory_of(after[begin:end])]) for begin, end in ranges)
+            blob = xor_frame(blocks, len(after))
+        return _Encoded(name, blob, digest, changes)
 
     @contextmanager
     def _new_folder(self, number: int) -> Iterator[Location]:
         """Yield a directory that becomes the version's directory if the block succeeds."""
-        name = name_of(number)
-        path = self._root.join(name)
+        path = self._root.join(name_of(number))
         taken = SaveError(errno.EEXIST, "another publisher has written this version", path)
         if (newest_in(self._root) or 0) >= number:
             raise taken
         if self._root.is_url:
-            folder = resolve_folder(path, self._root.storage_options)
+            folder = folder_of(self._root, number)
             folder.make()
             yield folder
             return
-        staging = self._root.join(folder_for(name))
-        lock = FolderLock(staging, "lock", path)
-        try:
-            folder = resolve_folder(os.path.join(staging, name))
-            with suppress(FileNotFoundError):  # of a publisher that was killed
-                shutil.rmtree(folder.path)
+        with staging_of(self._root, number) as folder:
+            folder.make()
+            yield folder
+            if self._fsync:
+                folder.sync()
             try:
-                folder.make()
-                yield folder
-                if self._fsync:
-                    folder.sync()
                 os.rename(folder.path, path)
-                if self._fsync:
-                    self._root.sync()
-            except BaseException as error:
-                shutil.rmtree(folder.path, ignore_errors=True)
-                if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                     raise taken from error
                 raise
-        finally:
-            lock.release()
+            if self._fsync:
+                self._root.sync()
 
 
 class _Encoded(NamedTuple):
@@ -304,6 +318,13 @@ class _Encoded(NamedTuple):
     blob: Tensor  # the compressed patch
     checksum: str
     changes: list[Change]  # that make the base the new version
+
+
+def _has_result(memory: Tensor, patch: Patch, version: Version) -> bool:
+    """Return whether these are a tensor's bytes in the patch's version."""
+    if patch.is_whole:
+        return torch.equal(memory, patch.whole())
+    return checksum_of(memory, version.checksum) == patch.checksum
 
 
 def _tensors_in(state: Any) -> dict[str, Tensor]:
@@ -320,15 +341,3 @@ def _copy_of(memory: Tensor) -> Tensor:
 
 def _kind_of(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
     return tensor.dtype, tensor.shape
-
-
-def _xor_pieces(compressor: Any, before: Tensor, after: Tensor) -> Iterator[bytes]:
-    """Compress a whole tensor's bytes, combined with the old ones, block by block."""
-    stream = compressor.compressobj(size=len(after))
-    begin, end = next(blocks_of(len(after)))
-    block = torch.empty(end - begin, dtype=torch.uint8)
-    for begin, end in blocks_of(len(after)):
-        out = block[: end - begin]
-        _C.patched_copy(before, begin, out, [(memory_of(after[begin:end]), True)])
-        yield stream.compress(memory_of(out))
-    yield stream.flush()

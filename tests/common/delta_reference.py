@@ -16,6 +16,7 @@ import xxhash
 import zstandard
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 Bytes = npt.NDArray[np.uint8]
@@ -114,8 +115,13 @@ def contents_of(folder: Path) -> tuple[dict[str, bytes], dict[str, str]]:
 def pull(root: Path, number: int, weights: dict[str, Bytes]) -> None:
     """Apply a version to the bytes of tensors as SGLang does."""
     folder = root / f"weight_v{number:06d}"
-    index = json.loads((folder / INDEX).read_text())
-    metadata = index["metadata"]
+    index = json.loads((folder / INDEX).read_text()) if (folder / INDEX).exists() else {}
+    metadata = index.get("metadata", {})
+    if "delta_encoding" not in metadata:
+        files = [folder / name for name in {*index["weight_map"].values()}] if index else None
+        for path in files or [folder / "model.safetensors"]:
+            weights.update({name: bytes_of(each) for name, each in load_file(path).items()})
+        return
     assert metadata["version"] == f"{number:06d}"
     assert metadata["base_version"] == f"{number - 1:06d}"
     if not index["weight_map"]:

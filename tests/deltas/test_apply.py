@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import ptsave
 from ptsave import _C
-from ptsave.deltas import Publisher, apply, applying, publishing
+from ptsave.deltas import Publisher, apply, applying, versions
 from ptsave.support.locks import try_lock
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")  # a pool does not outlive a fork
@@ -46,7 +46,7 @@ def states(n: int = _N) -> list[dict[str, Tensor]]:
 
 
 def publish_all(root: Path, weights: list[dict[str, Tensor]], **options: Any) -> Publisher:
-    publisher = Publisher(root, weights[0], **options)
+    publisher = Publisher(root, weights[0], **{"max_depth": None, **options})
     for each in weights[1:]:
         publisher.publish(each)
     return publisher
@@ -160,18 +160,6 @@ def test_requests_that_do_not_fit(tmp_path: Path) -> None:
     assert_same_bits(held, weights[0])
     held = copy_of(weights[2])
     assert apply(root, held) == 3  # older versions may be gone
-    assert_same_bits(held, weights[3])
-
-
-def test_a_whole_checkpoint_among_the_versions(tmp_path: Path) -> None:
-    weights = states()
-    publish_all(tmp_path, weights)
-    shutil.rmtree(tmp_path / "weight_v000002")
-    ptsave.save_model(weights[2], tmp_path / "weight_v000002", max_shard_size=1000)
-    held = copy_of(weights[2])
-    with pytest.raises(ptsave.UnsupportedSourceError, match="is a whole checkpoint"):
-        apply(tmp_path, held)
-    assert apply(tmp_path, held, base_version=2) == 3
     assert_same_bits(held, weights[3])
 
 
@@ -431,7 +419,7 @@ def test_a_failed_publication_changes_nothing(
     weights = states()
     publisher = Publisher(tmp_path, weights[0])
     with monkeypatch.context() as patch:
-        patch.setattr(publishing, "write_bytes", fail)
+        patch.setattr(versions, "write_bytes", fail)
         with pytest.raises(ptsave.SaveError, match="No space left"):
             publisher.publish(weights[1])
     assert list(tmp_path.iterdir()) == []

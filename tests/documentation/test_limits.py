@@ -301,13 +301,6 @@ def _() -> None:
     apply("versions", "model.safetensors")
 
 
-@refuses("`deltas.apply` over a version that is a whole checkpoint")
-def _() -> None:
-    weights = {"weight": torch.zeros(9)}
-    ptsave.save_model(weights, "versions/weight_v000001", max_shard_size=1)
-    apply("versions", weights)
-
-
 @accepts("a process that is killed while `deltas.apply` changes files")
 def _() -> None:
     states = [{"a": torch.full((9,), i), "b": torch.full((9,), i)} for i in range(2)]
