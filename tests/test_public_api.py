@@ -20,7 +20,7 @@ RECORDED = Path(__file__).with_name("public_api.txt")
 # Made by ptsave alone: what they have is public, how they are made is not.
 RESULTS = {
     "Archive", "Capture", "CaptureComparison", "CaptureSummary", "CapturedCall",
-    "CapturedDifference", "CapturedValue", "Compaction", "Comparison", "Conversion",
+    "CapturedDifference", "CapturedValue", "Compaction", "Comparison", "Conversion", "Folding",
     "IncompatibleKeys", "LoadedWeights", "RestoredEntries", "SaveFuture", "SavedBytes",
     "TensorInfo", "UnmatchedParameters", "WeightSlice",
 }  # fmt: skip

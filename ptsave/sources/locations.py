@@ -94,6 +94,10 @@ class Location:
         """Make the directory, with its parents."""
         raise NotImplementedError
 
+    def remove_all(self) -> None:
+        """Remove the directory and the files in it."""
+        raise NotImplementedError
+
     def remove_leftovers(self, is_own: Callable[[str], bool]) -> None:
         """Remove temporary files of killed processes, if `is_own` accepts their final names."""
 
@@ -157,6 +161,11 @@ class LocalFolder(Location):
 
     def make(self) -> None:
         os.makedirs(self.path, exist_ok=True)
+
+    def remove_all(self) -> None:
+        import shutil
+
+        shutil.rmtree(self.path)
 
     def remove_leftovers(self, is_own: Callable[[str], bool]) -> None:
         from ptsave import _C

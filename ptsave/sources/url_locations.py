@@ -101,6 +101,7 @@ class UrlLocation(Location):
 
     def names(self) -> list[str]:
         with os_errors(self.path):
+            self.file_system.invalidate_cache(self.key)
             found = self.file_system.ls(self.key, detail=False)
         return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
 
@@ -156,6 +157,13 @@ class UrlLocation(Location):
         elif not self.key.strip("/"):
             raise SaveError(errno.ENOENT, "the URL lacks a bucket name: add one", self.path)
         self.files()
+
+    def remove_all(self) -> None:
+        for name in self.files():
+            self.remove(name)
+        if not self.is_object_store:
+            with save_errors(self.path, "the directory cannot be removed"):
+                self.file_system.rmdir(self.key)
 
     # ------------------------------------------------------------------------------ as a file
 

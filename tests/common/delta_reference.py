@@ -107,7 +107,8 @@ def publish(
 
 def contents_of(folder: Path) -> tuple[dict[str, bytes], dict[str, str]]:
     """Return the compressed patches and the checksums of a version."""
-    with safe_open(folder / SHARD, framework="np") as shard:
+    (path,) = folder.glob("*.safetensors")
+    with safe_open(path, framework="np") as shard:
         blobs = {name: shard.get_tensor(name).tobytes() for name in shard.keys()}  # noqa: SIM118
         return blobs, shard.metadata()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 import delta_reference as reference
 import pytest
 import torch
+import zstandard
 from delta_reference import assert_same_bits, bytes_of, changed
 from safetensors.torch import save_file
 from test_apply import copy_of, in_killed_process, killed, publish_all, read, states
 from torch import Tensor, nn
 
 import ptsave
-from ptsave.deltas import Publisher, apply, applying
+from ptsave.deltas import Publisher, apply, applying, fold, folding, remove, versions
+from ptsave.sources.locations import LocalFolder
 from ptsave.streaming import payload_sources
+from ptsave.support.locks import try_lock
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")  # a pool does not outlive a fork
 
@@ -267,3 +271,217 @@ def test_damaged_whole_versions(tmp_path: Path) -> None:
     with pytest.raises(ptsave.CorruptCheckpointError, match=r"a\.weight is not in this shard"):
         apply(root, held)
     assert_same_bits(held, weights[0])
+
+
+# --------------------------------------------------------------------------------------- folding
+
+
+@pytest.mark.parametrize("checksum", ["xxh3-128", "adler32", "blake3"])
+@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+def test_folding(encoding: Any, checksum: Any, tmp_path: Path) -> None:
+    weights = states(6)
+    publisher = publish_all(tmp_path, weights, encoding=encoding, checksum=checksum)
+    done = fold(tmp_path, dry_run=True)
+    assert len(os.listdir(tmp_path)) == 5
+    assert fold(tmp_path, fsync=True) == done
+    assert done._replace(n_tensors=0, nbytes_before=0, nbytes=0) == (
+        str(tmp_path / "weight_v000005"), 0, [1, 2, 3, 4], 0, 0, 0
+    )  # fmt: skip
+    assert done.nbytes < done.nbytes_before
+    assert os.listdir(tmp_path) == ["weight_v000005"]
+    assert len(os.listdir(tmp_path / "weight_v000005")) == 2
+    assert fold(tmp_path).removed == []  # once more
+    for begin in range(6):
+        for base in (None, begin):
+            held = copy_of(weights[begin])
+            if encoding == "overwrite" or begin in (0, 5):
+                assert apply(tmp_path, held, base_version=base) == 5
+                assert_same_bits(held, weights[5])
+            elif base is None:
+                with pytest.raises(ptsave.WrongBaseError):
+                    apply(tmp_path, held)
+            else:
+                with pytest.raises(ValueError, match="and not on version"):
+                    apply(tmp_path, held, base_version=base)
+    pulled = {name: bytes_of(tensor).copy() for name, tensor in weights[0].items()}
+    index = tmp_path / "weight_v000005" / reference.INDEX
+    index.write_text(
+        index.read_text().replace('"base_version": "000000"', '"base_version": "000004"')
+    )
+    reference.pull(tmp_path, 5, pulled)
+    assert {name: each.tobytes() for name, each in pulled.items()} == {
+        name: bytes_of(tensor).tobytes() for name, tensor in weights[5].items()
+    }
+    assert publisher.version == 5
+
+
+def test_folding_in_several_steps(tmp_path: Path) -> None:
+    """Between whole versions, and with a publisher that goes on."""
+    weights = states(9)
+    publisher = Publisher(tmp_path, weights[0], max_depth=None)
+    for number, new in enumerate(weights[1:], 1):
+        publisher.publish(new)
+        if number == 3:
+            save_whole(tmp_path, 3, new)
+        if number in (5, 6, 8):
+            assert fold(tmp_path).base == 3
+    assert sorted(os.listdir(tmp_path)) == [f"weight_v00000{n}" for n in (1, 2, 3, 8)]
+    assert (
+        json.loads((tmp_path / "weight_v000008" / reference.INDEX).read_text())["metadata"][
+            "folded_from"
+        ]
+        == "000004"
+    )
+    for begin in range(9):
+        held = copy_of(weights[begin])
+        assert apply(tmp_path, held) == 8
+        assert_same_bits(held, weights[8])
+    shutil.rmtree(tmp_path / "weight_v000008")
+    assert fold(tmp_path) == (str(tmp_path / "weight_v000003"), 3, [], 0, 0, 0)
+    shutil.rmtree(tmp_path / "weight_v000003")
+    for name in ("weight_v000001", "weight_v000002"):
+        shutil.rmtree(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="there is no version"):
+        fold(tmp_path)
+
+
+def test_versions_that_revert_changes(tmp_path: Path) -> None:
+    """A folded patch has all positions, also those with the old value."""
+    states = [{"a": torch.tensor([i, 0, 0, i, 7], dtype=torch.uint8)} for i in (1, 2, 1, 1)]
+    publish_all(tmp_path, states)
+    fold(tmp_path)
+    for begin in states:
+        held = copy_of(begin)
+        apply(tmp_path, held)
+        assert_same_bits(held, states[-1])
+
+
+def test_forms_that_do_not_mix(tmp_path: Path) -> None:
+    weights = states(3)
+    reference.publish(tmp_path, 1, weights[0], weights[1], ("xor", "adler32"))
+    reference.publish(tmp_path, 2, weights[1], weights[2])
+    before = tree_of(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"several forms \(overwrite with xxh3-128, xor with adler32"
+    ):
+        fold(tmp_path)
+    assert tree_of(tmp_path) == before
+
+
+def tree_of(root: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+FOLD_STEPS: list[tuple[Any, str, int, bool]] = [
+    (module, name, n_calls, is_before)
+    for n_calls in (1, 2)
+    for is_before in (True, False)
+    for module, name in (
+        (folding, "write_patches"),
+        (versions, "write_safetensors"),
+        (versions, "write_bytes"),
+        (LocalFolder, "remove"),
+        (folding, "_remove"),
+        (os, "rename"),
+        (shutil, "rmtree"),
+    )
+]
+
+
+@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+@pytest.mark.parametrize("step", FOLD_STEPS, ids=str)
+def test_a_kill_while_a_chain_is_folded(
+    step: tuple[Any, str, int, bool], encoding: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name, n_calls, is_before = step
+    weights = states(4)
+    publish_all(tmp_path, weights, encoding=encoding)
+    call = getattr(module, name)
+    n_left = n_calls
+
+    def kill_in_it(*args: Any, **options: Any) -> Any:
+        nonlocal n_left
+        n_left -= 1
+        if n_left == 0 and is_before:
+            killed()
+        found = call(*args, **options)
+        if n_left == 0:
+            killed()
+        return found
+
+    def fold_and_die() -> None:
+        fold(tmp_path)
+        killed()  # there was no second call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, kill_in_it)
+        in_killed_process(fold_and_die)
+    held = copy_of(weights[0])
+    assert apply(tmp_path, held) == 3
+    assert_same_bits(held, weights[3])
+    fold(tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.name != "weight_v000003"]
+    assert len(os.listdir(tmp_path / "weight_v000003")) == 2
+    held = copy_of(weights[0])
+    assert apply(tmp_path, held) == 3
+    assert_same_bits(held, weights[3])
+
+
+def test_two_foldings(tmp_path: Path) -> None:
+    publish_all(tmp_path, states())
+    (tmp_path / ".weight_v000003.ptsave").mkdir()
+    lock = os.open(tmp_path / ".weight_v000003.ptsave" / "lock", os.O_RDWR | os.O_CREAT)
+    assert try_lock(lock)
+    with pytest.raises(ptsave.SaveError, match="another process is saving there"):
+        fold(tmp_path)
+    os.close(lock)
+    assert fold(tmp_path).removed == [1, 2]
+
+
+@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+def test_a_bomb_is_not_folded(encoding: Any, tmp_path: Path) -> None:
+    for number in (1, 2):
+        stream = zstandard.ZstdCompressor(level=1).compressobj(size=1 << 28)
+        frame = b"".join([*(stream.compress(bytes(1 << 24)) for _ in range(16)), stream.flush()])
+        frame = frame if encoding == "overwrite" else frame[:-9]
+        reference.write_version(tmp_path, number, {"a": frame}, {"a": "0"}, encoding=encoding)
+    before = tree_of(tmp_path)
+    with pytest.raises(ptsave.CorruptCheckpointError, match=r"it expands to|of the tensor's"):
+        fold(tmp_path)
+    assert tree_of(tmp_path) == before
+
+
+@pytest.mark.usefixtures("_clean_file_systems")
+def test_folding_and_removing_at_a_url() -> None:
+    weights = states(6)
+    publisher = Publisher("memory://versions", weights[0], max_depth=2)
+    for each in weights[1:]:
+        publisher.publish(each)  # ppWpp
+    assert fold("memory://versions").removed == [4]
+    remove("memory://versions", 2)
+    held = copy_of(weights[0])
+    assert apply("memory://versions", held) == 5
+    assert_same_bits(held, weights[5])
+
+
+def test_removing(tmp_path: Path) -> None:
+    weights = steps(5)
+    publish_all(tmp_path, weights, max_depth=2)  # ppWpp
+    for needed, match in (
+        (1, "version 2 is based on"),
+        (3, "version 4 is based on"),
+        (5, "newest"),
+    ):
+        with pytest.raises(ptsave.VersionNeededError, match=match):
+            remove(tmp_path, needed)
+    with pytest.raises(FileNotFoundError, match="there is no such version"):
+        remove(tmp_path, 9)
+    lock = tmp_path / ".weight_v000002.ptsave"
+    (lock / "weight_v000002").mkdir(parents=True)
+    (lock / "weight_v000002" / "rest").write_bytes(b"of a killed process")
+    remove(tmp_path, 2)
+    remove(tmp_path, 1)
+    assert sorted(os.listdir(tmp_path)) == [f"weight_v00000{n}" for n in (3, 4, 5)]
+    held = copy_of(weights[0])
+    assert apply(tmp_path, held) == 5
+    assert_same_bits(held, weights[5])

@@ -1,0 +1,258 @@
+"""`fold` and `remove`: make directories of versions smaller."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ptsave import _C
+from ptsave.contents.directories import version_numbers
+from ptsave.contents.files import FORMATS
+from ptsave.deltas.versions import (
+    BLOCK_NBYTES,
+    INDEX,
+    WHOLE,
+    Patch,
+    compressed,
+    folder_of,
+    links,
+    name_of,
+    newest_in,
+    numbers_in,
+    staging_of,
+    version_in,
+    write_patches,
+    xor_frame,
+)
+from ptsave.errors import VersionNeededError
+from ptsave.models.save_model import files_of_sets, save_errors
+from ptsave.sources.locations import Location, folders_in
+from ptsave.support import config
+from ptsave.support.calls import check_flags
+from ptsave.support.threads import ThreadPool
+from ptsave.writing.targets import resolve_folder
+
+
+class Folding(NamedTuple):
+    """Result of `fold`.
+
+    Attributes
+    ----------
+    path : str
+        The path or URL of the newest version.
+    base : int
+        The version that its patches change.
+    removed : list of int
+        The numbers of the versions that are part of it now, or would be part of it.
+    n_tensors : int
+        Number of tensors that the version changes.
+    nbytes_before, nbytes : int
+        The bytes of all patches, before and after.
+    """
+
+    path: str
+    base: int
+    removed: list[int]
+    n_tensors: int
+    nbytes_before: int
+    nbytes: int
+
+
+def fold(
+    directory: str | os.PathLike[str],
+    *,
+    dry_run: bool = False,
+    fsync: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Folding:
+    """Make one version of all versions with patches since the last whole one.
+
+    It has the number of the newest version, and the base of the first one.  The others are removed.
+    The weights are not needed.  If the process is killed, the newest version still applies.
+
+    Parameters
+    ----------
+    directory : str or os.PathLike
+        The directory of the versions, or its URL.
+    dry_run : bool, default False
+        Whether to change nothing, and only return what would change.
+    fsync : bool, default False
+        Whether to wait until the files have reached the disk.
+    storage_options : mapping, optional
+        Arguments for the file system of a URL.
+
+    Returns
+    -------
+    Folding
+        What was done: a named tuple.
+
+    Raises
+    ------
+    ValueError
+        If the versions differ in their encodings or checksums.
+    CorruptCheckpointError
+        If a patch or an index is damaged.
+    FileNotFoundError
+        If there is no version, or one is missing.
+    SaveError
+        If the files cannot be written, or another process changes the newest version.
+
+    Notes
+    -----
+    With the encoding ``"overwrite"``, :func:`apply` also brings weights of a removed version to the
+    newest one.  With ``"xor"``, such weights need a whole version.  SGLang needs all numbers, so it
+    applies a folded version only to its base, if that has the number before.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from ptsave.deltas import Publisher, apply, fold
+    >>> weights = {"a": torch.zeros(1000)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     publisher = Publisher(folder, weights)
+    ...     for i in range(3):
+    ...         _ = publisher.publish({"a": torch.eye(1000)[i]})
+    ...     fold(folder).removed
+    ...     apply(folder, weights)
+    [1, 2]
+    3
+    """
+    check_flags(dry_run=dry_run, fsync=fsync)
+    root = resolve_folder(directory, storage_options)
+    newest = newest_in(root)
+    if newest is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no version", root.name)
+    is_alone = root.is_url or dry_run
+    with save_errors(root.name), nullcontext() if is_alone else staging_of(root, newest):
+        chain = [each for each in links(root, newest, None) if each[0].encoding != WHOLE]
+        if not chain:
+            return Folding(root.join(name_of(newest)), newest, [], 0, 0, 0)
+        last, first = chain[0][0], chain[-1][0]
+        forms = sorted({f"{each.encoding} with {each.checksum}" for each, _ in chain})
+        if len(forms) > 1:
+            raise ValueError(
+                f"{root.name}: versions {first.number} to {newest} have patches of several forms "
+                f"({', '.join(forms)}), which make one version only with the weights"
+            )
+        patches: dict[str, list[Patch]] = {}
+        for _, found in reversed(chain):
+            for patch in found:
+                patches.setdefault(patch.name, []).append(patch)
+        folded = last
+        if len(chain) > 1:
+            start = first.number if first.folded_from is None else first.folded_from
+            folded = last._replace(base=first.base, folded_from=start)
+        removed = []
+        if folded.folded_from is not None:
+            removed = [each for each in numbers_in(root) if folded.base < each < newest]
+        with ThreadPool(config.current().n_threads) as pool:
+            frames = dict(zip(patches, pool.map(_merged, patches.values()), strict=True))
+        if not dry_run:
+            folder, (_, old) = folder_of(root, newest), version_in(root, newest)
+            folder.remove_leftovers(lambda name: name.endswith((".safetensors", ".json")))
+            if folded != last:
+                # Until the index names this file, readers find the old patches.
+                shard = f"model-{secrets.token_hex(4)}-00000-of-00001.safetensors"
+                checksums = {name: found[-1].checksum for name, found in patches.items()}
+                new = {name: (frame, checksums[name]) for name, frame in frames.items()}
+                write_patches(folder, folded, new, shard=shard, fsync=fsync)
+            _, used = version_in(root, newest)
+            files = files_of_sets(folder, FORMATS["safetensors"]) | {*old.values()}
+            for name in files - {*used.values()}:
+                folder.remove(name)
+            killed = version_numbers(folders_in(root.path, "weight_v"))  # while they were removed
+            gone = {*removed, *(each for each in killed if each < newest)}
+            for number in sorted(gone, reverse=True):  # so each version that is left has its base
+                _remove(root, number)
+        before = sum(patch.nbytes for found in patches.values() for patch in found)
+        after = sum(frame.nbytes for frame in frames.values())
+        path = root.join(name_of(newest))
+        return Folding(path, folded.base, removed, len(frames), before, after)
+
+
+def _merged(patches: list[Patch]) -> Tensor:
+    """Return a compressed patch with the effect of several ones of one encoding."""
+    if len(patches) == 1:
+        return torch.frombuffer(bytearray(patches[0].read()), dtype=torch.uint8)
+    if patches[0].version.encoding == "overwrite":
+        whole = patches[0].overwritten()
+        for patch in patches[1:]:
+            whole = _C.merge_patches(whole, patch.overwritten())
+        return compressed(whole)
+    nbytes = patches[-1].xor_nbytes()
+    zeros = torch.zeros(min(nbytes, BLOCK_NBYTES), dtype=torch.uint8)
+    steps: Iterator[Any] = zip(*(patch.xor_blocks(nbytes) for patch in patches), strict=True)
+    return xor_frame(((zeros, 0, blocks) for blocks in steps), nbytes)
+
+
+def remove(
+    directory: str | os.PathLike[str],
+    version: int,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Remove a version that no later version is based on.
+
+    Parameters
+    ----------
+    directory : str or os.PathLike
+        The directory of the versions, or its URL.
+    version : int
+        The number of the version.
+    storage_options : mapping, optional
+        Arguments for the file system of a URL.
+
+    Raises
+    ------
+    VersionNeededError
+        If a later version is based on it, or it is the newest version, on which a publisher bases
+        the next one.
+    FileNotFoundError
+        If there is no such version.
+    SaveError
+        If the files cannot be removed, or another process changes the version.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from ptsave.deltas import Publisher, remove
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     publisher = Publisher(folder, {"a": torch.zeros(9)}, max_depth=0)
+    ...     for i in range(2):
+    ...         _ = publisher.publish({"a": torch.full((9,), float(i))})
+    ...     remove(folder, 1)
+    """
+    root = resolve_folder(directory, storage_options)
+    later = [number for number in numbers_in(root) if number > version]
+    if version not in numbers_in(root):
+        path = root.join(name_of(version))
+        raise FileNotFoundError(errno.ENOENT, "there is no such version", path)
+    for number in later:
+        if version_in(root, number)[0].base == version:
+            raise VersionNeededError(
+                f"{root.name}: version {number} is based on version {version}: remove the later "
+                "versions first, or make one of them with `ptsave compact`"
+            )
+    if not later:
+        raise VersionNeededError(
+            f"{root.name}: version {version} is the newest one, on which a publisher bases the next"
+        )
+    with save_errors(root.name):
+        _remove(root, version)
+
+
+def _remove(root: Location, number: int) -> None:
+    folder = folder_of(root, number)
+    if root.is_url:
+        folder.remove(INDEX)  # from now on, this is no version
+        folder.remove_all()
+        return
+    with staging_of(root, number) as staging, suppress(FileNotFoundError):
+        os.rename(folder.path, staging.path)  # which is removed
