@@ -17,6 +17,7 @@ import click
 
 from ptsave.cli.commands import (
     FAILED,
+    FILE,
     NEGATIVE,
     SOURCE,
     Command,
@@ -29,6 +30,7 @@ from ptsave.cli.commands import (
     with_storage_options,
 )
 from ptsave.cli.terminal import terminal
+from ptsave.cli.versions import has_versions
 from ptsave.contents.directories import (
     CheckpointFiles,
     checkpoint_files,
@@ -64,6 +66,9 @@ curl -s https://example.org/model.pt | ptsave verify -
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=SOURCE)
 @click.option("--list", "list_all", is_flag=True, help="Name all tensors, not only the first few.")
 @with_json
+@click.option(
+    "--base", type=FILE, help="The weights that the first version in a directory changes."
+)
 @with_recovery
 @with_storage_options("a FILE")
 @click.pass_context
@@ -73,6 +78,7 @@ def verify_command(
     *,
     list_all: bool,
     as_json: bool,
+    base: str | None,
     recover: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
@@ -86,6 +92,9 @@ def verify_command(
     digest in its manifest, and names the files that have no manifest. A step whose other parts are
     in other directories is named, but is not damaged.
 
+    In a directory of versions (`ptsave delta`), the command checks every index, file, frame and
+    position. It compares the results with their checksums behind a whole version, and with --base.
+
     Exit code: 1 if anything is damaged. The command then prints the damaged records, the tensors
     that use them, and the undamaged tensors. Files without checksums (safetensors, torch before
     1.6) get only the other checks.
@@ -98,6 +107,14 @@ def verify_command(
         try:
             is_for_it = is_url(file) or not any(map(is_url, files))
             options = storage_options if is_for_it else None
+            if has_versions(file, options):
+                from ptsave.inspection.versions import verify_versions, versions_at
+
+                root = versions_at(file, options)
+                assert root is not None
+                for version in verify_versions(root, base):
+                    report.add(argument, version)
+                continue
             checkpoints = checkpoint_files(file, options)
             for each in checkpoints.sets:
                 each.close()  # many open files would use up the descriptors

@@ -37,6 +37,8 @@ PURPOSES = {
     "convert": "Write a file in another format.",
     "compact": "Write a file without its unused bytes.",
     "diff": "Compare two checkpoints.",
+    "delta": "Write a new version of weights as a patch.",
+    "apply": "Bring weights to a version.",
     "run": "Run a program whose saves and loads go through ptsave.",
     "bench": "Measure saves and loads on your disk.",
     "completion": "Print a completion script for your shell.",
@@ -50,6 +52,8 @@ _MODULES = {
     "extract": "rewriting",
     "convert": "rewriting",
     "compact": "rewriting",
+    "delta": "versions",
+    "apply": "versions",
 }
 
 

@@ -42,6 +42,7 @@ from ptsave.cli.listing import (
 )
 from ptsave.cli.runs import run_text
 from ptsave.cli.terminal import terminal
+from ptsave.cli.versions import has_versions, versions_text
 from ptsave.contents.captures import is_capture
 from ptsave.contents.directories import PROMISING, find_files, look_into
 from ptsave.contents.files import ShardFiles
@@ -71,6 +72,7 @@ ptsave ls run.pt                            # a capture: the statistics of its m
 ptsave ls .run.pt.4f1c0a93b2d7e856.ptsave --recover  # what a killed process has left
 ptsave ls run.pt --step 3 'layers.*.mlp'
 ptsave ls s3://bucket/run /nvme/run         # AsyncCheckpointer(local=...): the steps by place
+ptsave ls path/to/versions                  # versions of weights: ptsave delta
 """
 
 
@@ -142,6 +144,9 @@ def ls_command(
     each directory, and in brackets other places that manifests name. A protected step survives the
     loss of a host.
 
+    If FILE is a directory of versions (`ptsave delta`), the command lists them: number, base,
+    tensors, bytes, the part of all weights that this is (if a version is whole), and age.
+
     When statistics of a capture are shown, a NAME is a module's path, and includes submodules.
     Lines are cut to the terminal's width. mean, std, min, max and norm cover only finite elements.
     """
@@ -165,6 +170,8 @@ def ls_command(
     file = source(file)
     if not (stats or is_entries or options["recover"] or options["depth"]):
         run = run_text(ctx, [file, *others], options["storage_options"], options["as_json"])
+        if run is None and not others and has_versions(file, options["storage_options"]):
+            run = versions_text(ctx, file, options["storage_options"], options["as_json"])
         if run is not None:
             _write(run[0])
             ctx.exit(run[1])

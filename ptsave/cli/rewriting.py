@@ -24,6 +24,7 @@ from ptsave.cli.commands import (
     with_storage_options,
     with_trust,
 )
+from ptsave.cli.versions import has_versions
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support.text import count_text, printable, size_text, some_of
 
@@ -108,6 +109,7 @@ ptsave compact checkpoint.pt --dry-run
 ptsave compact checkpoint.pt -o small.pt
 ptsave compact checkpoint.pt --in-place
 ptsave compact path/to/model -o small   # a directory of shards
+ptsave compact path/to/versions         # makes one version of several
 """
 
 
@@ -142,13 +144,22 @@ def compact_command(
     A checkpoint contains the whole storage of a saved view. After compacting, views that overlap
     still share memory; views of one storage that are a KiB or more apart get separate storages.
 
+    If FILE is a directory of versions (`ptsave delta`), the patches since the last whole version
+    become one version, in place. The others are removed.
+
     With --json: an object with path, tensors (how many), storages (how many have unused bytes),
-    nbytes_before, nbytes and written (whether there is a new file).
+    nbytes_before, nbytes and written (whether there is a new file). For versions: base and removed
+    (their numbers), instead of storages.
     """
     if output == "-":
         raise click.UsageError("OUT cannot be standard output: for a file called -, pass ./-")
     if in_place and file == STANDARD_INPUT:
         raise click.UsageError("Standard input cannot be replaced: pass --output OUT")
+    if has_versions(file, options["storage_options"]):
+        if output is not None:
+            raise click.UsageError("Versions become one version in their directory: leave -o out")
+        _fold(ctx, file, as_json, dry_run, options["fsync"], options["storage_options"])
+        return
     from ptsave.conversion.compacting import compact
 
     if in_place == (output is not None) and not (dry_run and output is None and not in_place):
@@ -170,6 +181,23 @@ def compact_command(
         found = f"{size_text(done.nbytes_before)} -> {size_text(done.nbytes)}, "
         found += f"{size_text(saved)} {could} in {count_text(done.n_storages, 'storage')}"
     result(ctx, f"{where}: {found}")
+
+
+def _fold(ctx: click.Context, file: str, as_json: bool, dry_run: bool, *options: Any) -> None:
+    from ptsave.deltas import fold
+
+    fsync, storage_options = options
+    done = fold(file, dry_run=dry_run, fsync=fsync, storage_options=storage_options)
+    is_written = not dry_run and bool(done.removed)
+    if as_json:
+        facts = {"path": done.path, "base": done.base, "removed": done.removed}
+        facts |= {"tensors": done.n_tensors, "nbytes_before": done.nbytes_before}
+        click.echo(json.dumps({**facts, "nbytes": done.nbytes, "written": is_written}))
+        return
+    count = count_text(len(done.removed), "other version")
+    found = f"{count} {'became' if is_written else 'could become'} part of it, "
+    found += f"{size_text(done.nbytes_before)} -> {size_text(done.nbytes)}"
+    result(ctx, f"{done.path}: {found if done.removed else 'nothing to gain: no other patches'}")
 
 
 # ------------------------------------------------------------------------------------------ extract

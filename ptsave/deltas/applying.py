@@ -263,6 +263,13 @@ def _prepared(
     return _Tensor(memory, patches, _merged(source, memory, patches))
 
 
+def patch_tensor(memory: Tensor, patch: Patch) -> None:
+    """Apply one patch to a tensor's bytes, and compare the checksum."""
+    found = _prepared(memory, memory, [patch], is_base_known=True)
+    make(found.changes)
+    found.check()
+
+
 def _merged(source: Tensor, memory: Tensor, patches: list[Patch]) -> list[Change]:
     """Return the changes that several patches make together, or patches that hold no positions."""
     begins = source
