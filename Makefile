@@ -203,6 +203,7 @@ stress: $(SETUP_STAMP) build  ## many save to one path for STRESS_SECONDS; every
 	PTSAVE_STRESS_SECONDS=$(STRESS_SECONDS) PTSAVE_EVERY_BIT=1 PTSAVE_MUTATIONS=20000 \
 	  $(RUN) -m pytest tests/writing/test_stress.py \
 	  tests/archive/test_hostile.py tests/archive/test_overlap.py tests/archive/test_unpickler.py \
+	  tests/deltas/test_hostile_patches.py tests/deltas/test_format.py \
 	  $(PYTEST_ARGS)
 
 asan: asan-build  ## C++ unit tests under AddressSanitizer and UndefinedBehaviorSanitizer

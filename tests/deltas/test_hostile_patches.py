@@ -297,3 +297,118 @@ def test_damaged_versions(encoding: Any, tmp_path: Path) -> None:
                 held = {name: tensor.clone() for name, tensor in old.items()}
         path.write_bytes(data)
     assert n_refused > N_MUTATIONS
+
+
+# ------------------------------------------------------------------------- damage with valid files
+
+
+class Frames:
+    """Patches of the versions 2 and 3 behind a whole one, which can be written damaged."""
+
+    def __init__(self, root: Path, encoding: Any, generator: random.Random) -> None:
+        kinds: Any = {"a": torch.bfloat16, "b": torch.float32, "c": torch.uint8}
+        self.states = [{name: random_bits(kind, (90,)) for name, kind in kinds.items()}]
+        for _ in range(3):
+            last = self.states[-1]
+            self.states.append({name: changed(each, 0.2) for name, each in last.items()})
+        publisher = Publisher(root, self.states[0], encoding=encoding, max_depth=0)
+        publisher.publish(self.states[1])
+        publisher = Publisher(root, self.states[1], version=1, encoding=encoding, max_depth=None)
+        self.folders = [Path(publisher.publish(each)) for each in self.states[2:]]
+        self.contents = [reference.contents_of(folder) for folder in self.folders]
+        self.files = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        self.generator, self.encoding = generator, encoding
+
+    def damage(self) -> str:
+        """Damage a patch so that its file is valid, and return how."""
+        pick, randrange = self.generator.choice, self.generator.randrange
+        number, name, kind = randrange(2), pick("abc"), pick(KINDS)
+        blobs, checksums = {**self.contents[number][0]}, {**self.contents[number][1]}
+        data = bytearray(zstandard.ZstdDecompressor().stream_reader(blobs[name]).read())
+        count = int.from_bytes(data[:4], "little")
+        match kind:
+            case "tensors":
+                other = pick("abc".replace(name, ""))
+                blobs[name], blobs[other] = blobs[other], blobs[name]
+            case "versions":
+                blobs[name] = self.contents[1 - number][0][name]
+            case "checksums":
+                # That of the other version would say that its weights are this version's.
+                checksums[name] = checksums[pick("abc".replace(name, ""))]
+            case "tensor left out":
+                del blobs[name], checksums[name]
+            case "frame":
+                blob = bytearray(blobs[name])
+                blob[randrange(len(blob))] ^= 1 << randrange(8)
+                blobs[name] = bytes(blob)
+            case "header of the frame":
+                blob = bytearray(blobs[name])
+                blob[4 + randrange(6)] = randrange(256)
+                blobs[name] = bytes(blob)
+            case "count":
+                forged = pick([0, 1, count + 1, count - 1, randrange(1 << 32)])
+                data[:4] = (forged % (1 << 32)).to_bytes(4, "little")
+                blobs[name] = compressed(bytes(data))
+            case "positions":
+                i, j = (4 + 4 * randrange(len(data) // 20) for _ in range(2))
+                data[i : i + 4], data[j : j + 4] = data[j : j + 4], data[i : i + 4]
+                blobs[name] = compressed(bytes(data))
+            case "contents":
+                for _ in range(randrange(1, 4)):
+                    data[randrange(len(data))] = randrange(256)
+                blobs[name] = compressed(bytes(data))
+            case "size":
+                blobs[name] = compressed(bytes(data)[: randrange(len(data))])
+        tensors = {key: bytes_array(blob) for key, blob in blobs.items()}
+        save_file(tensors, self.folders[number] / reference.SHARD, metadata=checksums)
+        return f"{kind} of {name} in version {number + 2}"
+
+    def restore(self) -> None:
+        for path, data in self.files.items():
+            path.write_bytes(data)
+
+
+KINDS = [
+    *("tensors", "versions", "checksums", "tensor left out", "frame", "header of the frame"),
+    *("count", "positions", "contents", "size"),
+]
+
+
+def bytes_array(data: bytes) -> Any:
+    return bytes_of(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+def test_damaged_frames_in_a_chain(encoding: Any, tmp_path: Path) -> None:
+    """The result is exact, or the error has a name and nothing has changed."""
+    print(seed := random.SystemRandom().randrange(1 << 32) if N_MUTATIONS > 300 else 2)
+    generator = random.Random(seed)
+    torch.manual_seed(seed)
+    root, served = tmp_path / "root", tmp_path / "served"
+    frames = Frames(root, encoding, generator)
+    named = (ptsave.CorruptCheckpointError, ptsave.WrongBaseError)
+    counts: dict[bool, int] = {True: 0, False: 0}
+    for turn in range(N_MUTATIONS):
+        how = frames.damage()
+        begin = generator.randrange(4)
+        held = {name: tensor.clone() for name, tensor in frames.states[begin].items()}
+        target: Any = held
+        if turn % 10 == 0:
+            ptsave.save_model(held, served)
+            (served / ".weight_sync" / "state.json").unlink(missing_ok=True)
+            target = served
+        try:
+            apply(root, target, 3, base_version=generator.choice([None, begin]))
+        except named:
+            expected, is_exact = frames.states[begin], False
+        else:
+            expected, is_exact = frames.states[3], True
+        counts[is_exact] += 1
+        found = held if target is held else ptsave.load(served)
+        try:
+            assert_same_bits(found, expected)
+        except AssertionError as error:
+            raise AssertionError(f"{how}, from version {begin}: {error}") from None
+        frames.restore()
+    print(f"{encoding}: {counts[False]} refused, {counts[True]} exact")
+    assert counts[False] > N_MUTATIONS // 4
