@@ -1,7 +1,7 @@
 """Patches for weights: each version of a model holds only the bytes that changed since the last.
 
-`Publisher` writes versions and `apply` reads them, in the format of slime, miles and SGLang, which
-``versions.py`` describes.  `fold` and `remove` make a directory of versions smaller.
+`Publisher` writes versions; `apply` and `Weights` read them.  ``versions.py`` describes the format,
+which is that of slime, miles and SGLang.  `fold` and `remove` make a directory of versions smaller.
 
 Each name is imported on first access, because importing torch takes a second.
 """
@@ -9,9 +9,9 @@ Each name is imported on first access, because importing torch takes a second.
 from importlib import import_module
 from typing import Any
 
-__all__ = ["Folding", "Publisher", "apply", "fold", "remove"]
+__all__ = ["Folding", "Publisher", "Weights", "apply", "fold", "remove"]
 
-_MODULES = {"Publisher": "publishing", "apply": "applying"} | dict.fromkeys(
+_MODULES = {"Publisher": "publishing", "Weights": "weights", "apply": "applying"} | dict.fromkeys(
     ("Folding", "fold", "remove"), "folding"
 )
 

@@ -55,6 +55,7 @@ from ptsave.deltas.versions import (
 )
 from ptsave.errors import CorruptCheckpointError, WrongBaseError
 from ptsave.models.filling import note_changes
+from ptsave.models.packed_modules import PackedModules, PackedModulesMapping, unpacked
 from ptsave.models.save_model import tensors_of
 from ptsave.serialization import save
 from ptsave.sources.kinds import regular_only
@@ -66,6 +67,7 @@ from ptsave.support.calls import check_flags
 from ptsave.support.locks import try_lock
 from ptsave.support.text import some_of
 from ptsave.support.threads import ThreadPool
+from ptsave.support.torch_names import storage_id
 from ptsave.writing.targets import resolve_folder
 
 _S = TypeVar("_S")
@@ -81,6 +83,7 @@ def apply(
     version: int | None = None,
     *,
     base_version: int | None = None,
+    packed_modules_mapping: PackedModulesMapping | None = None,
     fsync: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> int:
@@ -105,6 +108,9 @@ def apply(
         The version that the target has.  Without it, files have the version that was last applied
         to them.  If that is unknown, or the weights are in memory, checksums show the version of
         each tensor; this reads all weights once more.
+    packed_modules_mapping : mapping or list, optional
+        Modules of the checkpoint that a model in memory packs into one, as for
+        :func:`ptsave.load_model`.  The default is the model's attribute of this name.
     fsync : bool, default False
         Whether to wait until changed files have reached the disk, so that they survive power loss.
     storage_options : mapping, optional
@@ -128,12 +134,15 @@ def apply(
         version or of the target are not safetensors files.
     ValueError
         If the target has a later version, lacks a tensor, has one of another dtype or shape, is a
-        link to a shared file, or is itself a version of the directory.
+        link to a shared file, or is itself a version of the directory.  Or if a packed parameter
+        cannot be divided.
     ImportError
         If a library is missing: ``pip install "ptsave[deltas]"``.
 
     Notes
     -----
+    A model in memory needs whole tensors with the checkpoint's bytes.  If an engine shards,
+    transposes or quantizes its parameters, use :class:`ptsave.deltas.Weights`.
     Calls for the same files wait for each other, and for SGLang.  Processes that have mapped the
     files see new bytes at once.  If the process is killed while files change, the next call first
     brings the old bytes back.  Until then, the files have bytes of both versions, and
@@ -174,16 +183,36 @@ def apply(
                 if base is None:
                     raise
                 files = find_files(path)
-            plan = _plan(root, version, base)
+            plan = plan_for(root, version, base)
             _apply_to_files(plan, files, sync)
         return plan.version
-    tensors = tensors_of(target.state_dict() if isinstance(target, nn.Module) else target)[0]
-    plan = _plan(root, version, base_version)
+    model = target if isinstance(target, nn.Module) else None
+    tensors = tensors_of(target if model is None else model.state_dict())[0]
+    plan = plan_for(root, version, base_version)
+    if packed_modules_mapping is None:
+        packed_modules_mapping = getattr(model, "packed_modules_mapping", None)
+    if packed_modules_mapping and not plan.patches.keys() <= tensors.keys():
+        tensors = _unpacked(tensors, packed_modules_mapping, model)
     _apply_in_memory(plan, tensors)
     return plan.version
 
 
-class _Plan(NamedTuple):
+def _unpacked(
+    tensors: dict[str, Tensor], mapping: PackedModulesMapping, model: nn.Module | None
+) -> dict[str, Tensor]:
+    """Return views of the parts of packed tensors, under their names in the checkpoint."""
+    parts = unpacked(tensors, PackedModules(mapping), model)
+    known = {storage_id(tensor.untyped_storage()) for tensor in tensors.values()}
+    for name, part in parts.items():
+        if storage_id(part.untyped_storage()) not in known:
+            raise ValueError(
+                f"{name} is a part of a packed parameter whose weight_saver returns copies: use "
+                "ptsave.load_model(model, ptsave.deltas.Weights(...))"
+            )
+    return parts
+
+
+class Plan(NamedTuple):
     """How to reach a version."""
 
     version: int
@@ -196,7 +225,7 @@ class _Plan(NamedTuple):
         if missing:
             raise ValueError(
                 f"the target has no tensor {some_of(missing, _N_NAMED)}, which versions up to "
-                f"{self.version} change"
+                f"{self.version} change; if a model packs or shards it, use ptsave.deltas.Weights"
             )
         for name, patches in self.patches.items():
             if patches[0].kind not in (None, kinds[name]):
@@ -210,14 +239,15 @@ def _kind_text(kind: Any) -> str:
     return f"{kind[0]} {[*kind[1]]}"
 
 
-def _plan(root: Location, version: int | None, base: int | None) -> _Plan:
+def plan_for(root: Location, version: int | None, base: int | None) -> Plan:
+    """Return the patches that lead to a version, from version `base` if it is known."""
     if version is None:
         version = newest_in(root)
         if version is None:
             raise FileNotFoundError(errno.ENOENT, "there is no version", root.name)
     if base is not None and version < base:
         raise ValueError(f"the target has version {base}, which is later than version {version}")
-    return _Plan(version, chain(root, version, base), base is not None)
+    return Plan(version, chain(root, version, base), base is not None)
 
 
 class _Tensor(NamedTuple):
@@ -243,7 +273,7 @@ class _Tensor(NamedTuple):
             raise WrongBaseError(
                 f"tensor {last.name} would not get the checksum of version {last.version.number} "
                 f"in {last.source.name}: the target has none of these versions, or a patch is "
-                "damaged; the target is unchanged"
+                "damaged"
             )
         return crc
 
@@ -263,11 +293,19 @@ def _prepared(
     return _Tensor(memory, patches, _merged(source, memory, patches))
 
 
-def patch_tensor(memory: Tensor, patch: Patch) -> None:
-    """Apply one patch to a tensor's bytes, and compare the checksum."""
-    found = _prepared(memory, memory, [patch], is_base_known=True)
-    make(found.changes)
-    found.check()
+def patch_in_place(memory: Tensor, patches: list[Patch], *, is_base_known: bool) -> None:
+    """Patch a tensor's bytes and compare their checksum; an error leaves other bytes."""
+    if patches[0].is_whole:
+        memory.copy_(patches[0].whole())
+        patches = patches[1:]
+    elif not is_base_known:
+        patches = _missing(memory, patches)
+    if any(patch.version.encoding == "xor" for patch in patches):
+        make(_merged(memory, memory, patches))
+    else:
+        for patch in patches:
+            make([Change(patch.overwritten(len(memory)), memory, False, b"")])
+    _Tensor(memory, patches, []).check()
 
 
 def _merged(source: Tensor, memory: Tensor, patches: list[Patch]) -> list[Change]:
@@ -304,7 +342,8 @@ def _missing(memory: Tensor, patches: list[Patch]) -> list[Patch]:
     return patches
 
 
-def _in_threads(call: Callable[[_S], _T], items: Iterable[_S]) -> list[_T]:
+def in_threads(call: Callable[[_S], _T], items: Iterable[_S]) -> list[_T]:
+    """Call a function with each item, in all threads, and return the results."""
     with ThreadPool(config.current().n_threads) as pool:
         return list(pool.map(call, items))
 
@@ -312,7 +351,7 @@ def _in_threads(call: Callable[[_S], _T], items: Iterable[_S]) -> list[_T]:
 # ------------------------------------------------------------------------------ weights in memory
 
 
-def _apply_in_memory(plan: _Plan, tensors: dict[str, Tensor]) -> None:
+def _apply_in_memory(plan: Plan, tensors: dict[str, Tensor]) -> None:
     plan.require({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
 
     def prepare(name: str) -> _Tensor:
@@ -321,11 +360,11 @@ def _apply_in_memory(plan: _Plan, tensors: dict[str, Tensor]) -> None:
         return _prepared(memory, memory, patches, is_base_known=plan.is_base_known)
 
     names = sorted(plan.patches, key=lambda name: -tensors[name].nbytes)
-    found = _in_threads(prepare, names)
+    found = in_threads(prepare, names)
     changes = [change for each in found for change in each.changes]
     try:
         make(changes)
-        _in_threads(_Tensor.check, found)
+        in_threads(_Tensor.check, found)
     except BaseException:
         undo(changes)
         raise
@@ -384,7 +423,7 @@ def _mapped(path: str, folder: str) -> Tensor:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
-def _apply_to_files(plan: _Plan, files: ShardFiles, sync: _Sync) -> None:
+def _apply_to_files(plan: Plan, files: ShardFiles, sync: _Sync) -> None:
     shards: dict[str, _Shard] = {}
     places: dict[str, tuple[_Shard, int]] = {}
     for name, (source, header, number) in tensors_in(files).items():
@@ -409,7 +448,7 @@ def _apply_to_files(plan: _Plan, files: ShardFiles, sync: _Sync) -> None:
         return item[1].check(with_crc=places[item[0]][0].header.has_checksums)
 
     names = sorted(plan.patches, key=lambda name: -plan.patches[name][0].nbytes)
-    found = dict(zip(names, _in_threads(prepare, names), strict=True))
+    found = dict(zip(names, in_threads(prepare, names), strict=True))
     replaced: list[tuple[_Shard, Change]] = []
     heads: dict[str, Change] = {}  # of checksums in headers
     for name, each in found.items():
@@ -422,7 +461,7 @@ def _apply_to_files(plan: _Plan, files: ShardFiles, sync: _Sync) -> None:
             replaced.append((shard, heads[name]))
     with sync.changing(plan.version, replaced):
         make(change for _, change in replaced)
-        crcs = dict(zip(found, _in_threads(check, found.items()), strict=True))
+        crcs = dict(zip(found, in_threads(check, found.items()), strict=True))
         make(head._replace(data=b"%08x" % crcs[name]) for name, head in heads.items())
 
 

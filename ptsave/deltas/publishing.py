@@ -37,6 +37,7 @@ from ptsave.deltas.versions import (
     xor_frame,
     zstd,
 )
+from ptsave.deltas.weights import Weights
 from ptsave.errors import SaveError
 from ptsave.models.iterating import iter_weights
 from ptsave.models.save_model import ShardSet, save_errors, split, tensors_of
@@ -65,13 +66,13 @@ class Publisher:
     ----------
     directory : str or os.PathLike
         The directory of the versions, or its URL; a missing one is created.
-    base : torch.nn.Module, mapping of str to torch.Tensor, str or os.PathLike
+    base : torch.nn.Module, mapping of str to torch.Tensor, Weights, str or os.PathLike
         The weights that receivers start with, or their file or directory.  The publisher keeps a
         copy of them in the CPU's memory.  Use the files that receivers have: a trainer's weights
-        may differ from them, for example in padded rows of a vocabulary.
-    version : int, default 0
-        The version that `base` is.  To go on after a restart, pass the newest version in the
-        directory, and the weights of that version.
+        may differ from them, for example in padded rows of a vocabulary.  To go on after a
+        restart, pass the newest version in the directory: ``Weights(directory, base)``.
+    version : int, optional
+        The version that `base` is.  The default is 0, or the version of the `Weights`.
     encoding : {"overwrite", "xor"}, default "overwrite"
         Whether patches hold positions with new bytes, or old bytes combined with new ones.  An
         ``"overwrite"`` patch can be applied again after an interruption.  An ``"xor"`` patch is as
@@ -127,9 +128,9 @@ class Publisher:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        base: nn.Module | Mapping[str, Tensor] | str | os.PathLike[str],
+        base: nn.Module | Mapping[str, Tensor] | Weights | str | os.PathLike[str],
         *,
-        version: int = 0,
+        version: int | None = None,
         encoding: Literal["overwrite", "xor"] = "overwrite",
         checksum: Literal["xxh3-128", "adler32", "blake3"] = "xxh3-128",
         max_depth: int | None = 8,
@@ -146,11 +147,12 @@ class Publisher:
             raise ValueError(f"max_depth must be None or a number of versions, not {max_depth}")
         zstd()
         hasher(checksum)
-        self.version = version
+        own = base.version if isinstance(base, Weights) else 0
+        self.version = own if version is None else version
         self._encoding, self._checksum, self._fsync = encoding, checksum, fsync
         self._max_depth = max_depth
         self._root = resolve_folder(directory, storage_options)
-        is_file = isinstance(base, (str, os.PathLike))
+        is_file = isinstance(base, (str, os.PathLike, Weights))
         tensors = dict(iter_weights(base)) if is_file else _tensors_in(base)
         if max_depth is not None:
             check_safetensors(tensors)
@@ -232,7 +234,7 @@ class Publisher:
         if newest != self.version:
             raise ValueError(
                 f"{self._root.name} already has version {newest}: pass version={newest} and the "
-                "weights of this version, or another directory"
+                "weights of this version (ptsave.deltas.Weights), or another directory"
             )
         version, patches = open_version(self._root, self.version)
         for patch in patches:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ptsave.contents.directories import version_numbers
-from ptsave.deltas.applying import patch_tensor
+from ptsave.deltas.applying import patch_in_place
 from ptsave.deltas.versions import (
     INDEX,
     WHOLE,
@@ -155,7 +155,7 @@ def _check(patch: Patch, weights: dict[str, Tensor] | None) -> None:
     elif weights is not None:
         if patch.name not in weights:
             raise ValueError(f"{patch.source.name}: the base has no tensor {patch.name}")
-        patch_tensor(weights[patch.name], patch)
+        patch_in_place(weights[patch.name], [patch], is_base_known=True)
     elif patch.version.encoding == "overwrite":
         patch.overwritten()
     else:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ptsave import _C
 from ptsave.archive.spans import RecycledMemory
-from ptsave.contents.directories import find_files
-from ptsave.models.shards import Entry, Read, Shard, ShardReader, open_shards
+from ptsave.models.shards import Entry, Read, Shard, ShardReader, open_model
 from ptsave.sources.locations import refuse_url
 from ptsave.state.renaming import Rename, Renaming
 from ptsave.support.calls import one_of, pausing_garbage_collection
@@ -42,7 +41,7 @@ def iter_weights(
 
     Parameters
     ----------
-    path : str, os.PathLike or file-like
+    path : str, os.PathLike, file-like or ptsave.deltas.Weights
         A directory, an index or a file, as for :func:`ptsave.load_model`.
     device : torch.device, str or int, optional
         Device of the tensors: the CPU by default.
@@ -85,7 +84,7 @@ def iter_weights(
         path = os.fsdecode(path)
     with ExitStack() as stack:
         with pausing_garbage_collection():  # there may be 100,000 entries, all in use
-            entries = open_shards(path, find_files(path, storage_options), stack).entries
+            _, entries = open_model(path, storage_options, stack)
             named = [(entry, renaming(entry.name)) for entry in entries]
             wanted = [(entry, name) for entry, name in named if name is not None]
             del entries, named

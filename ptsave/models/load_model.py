@@ -7,18 +7,17 @@ files stay open. So if another process replaces them, the model still gets the o
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ptsave.contents.directories import find_files
 from ptsave.errors import CheckpointWarning
 from ptsave.models.filling import Filling, items_of
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping, note_parts
-from ptsave.models.shards import OpenShards, ShardReader, open_shards
+from ptsave.models.shards import Entry, Shard, ShardReader, open_model
 from ptsave.models.weight_plan import (
     Assignment,
     LazyBuffers,
@@ -93,7 +92,7 @@ def load_model(
         ``takes_slices = True`` gets a `WeightSlice` instead, and reads only the parts that it needs
         (``weight[begin:end]``, ``weight.narrow(dim, begin, length)``).  The calls are in the order
         of the files.  Of a DTensor (FSDP2, tensor parallelism), each rank reads only its own part.
-    path : str, os.PathLike or file-like
+    path : str, os.PathLike, file-like or ptsave.deltas.Weights
         The path or URL of a directory or a file: an index of shards, a safetensors file, or
         anything that :func:`torch.load` reads with ``weights_only=True``.  A seekable file object
         is also allowed.  A file's content, not its name, decides how it is read.  In a directory,
@@ -417,7 +416,7 @@ def _renew_ties(tensors: dict[str, Tensor], tied_names: dict[str, list[str]]) ->
 class LocalWeights:
     """A model's files, which this process reads itself, and the tensors in them."""
 
-    def __init__(self, opened: OpenShards) -> None:
+    def __init__(self, opened: tuple[Sequence[Shard], list[Entry]]) -> None:
         self.shards, self.entries = opened
 
     def agree(self) -> None:
@@ -440,5 +439,4 @@ def opened_weights(
             yield received
         return
     with ExitStack() as stack:
-        files = find_files(f, storage_options)
-        yield LocalWeights(open_shards(f, files, stack))
+        yield LocalWeights(open_model(f, storage_options, stack))

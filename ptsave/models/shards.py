@@ -34,6 +34,7 @@ from ptsave.contents.contents import (
     UnreadContents,
     facts_of,
 )
+from ptsave.contents.directories import find_files
 from ptsave.contents.files import (
     ShardFiles,
     name_lost_entries,
@@ -42,7 +43,7 @@ from ptsave.contents.files import (
 )
 from ptsave.contents.opening import OpenOptions, open_file
 from ptsave.errors import CorruptCheckpointError, CorruptPickleError, not_checkpoint
-from ptsave.sources.locations import n_files_to_hold
+from ptsave.sources.locations import n_files_to_hold, refuse_storage_options
 from ptsave.sources.ranges import FileObject, LocalFile, RangeSource, expect_no_more_reads
 from ptsave.state.copying import PLAIN_TYPES
 from ptsave.support.calls import ProgressCallback, progress_from
@@ -322,6 +323,24 @@ class OpenShards(NamedTuple):
 
     shards: list[OpenShard]
     entries: list[Entry]
+
+
+class ModelSource:
+    """An object that `load_model` and `iter_weights` accept in place of a path."""
+
+    def _open(self, stack: ExitStack) -> tuple[Sequence[Shard], list[Entry]]:
+        """Open the files, and return them with their tensors; `stack` will close them."""
+        raise NotImplementedError
+
+
+def open_model(
+    f: Any, storage_options: Mapping[str, Any] | None, stack: ExitStack
+) -> tuple[Sequence[Shard], list[Entry]]:
+    """Open the files of the model at the path or file object `f`, or those of a `ModelSource`."""
+    if isinstance(f, ModelSource):
+        refuse_storage_options(storage_options)
+        return f._open(stack)
+    return open_shards(f, find_files(f, storage_options), stack)
 
 
 def open_shards(f: Any, files: ShardFiles, stack: ExitStack) -> OpenShards:

@@ -1,0 +1,168 @@
+"""`Weights`: a version of a model's weights, which `load_model` and `iter_weights` read.
+
+Nothing is written.  Each tensor is read from the files of the base, patched in memory, and its
+checksum compared, before a model gets it.  So engines that pack, shard or quantize weights need no
+code for patches: their loaders get whole tensors of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ptsave.deltas.applying import Plan, in_threads, patch_in_place, plan_for
+from ptsave.deltas.versions import bytes_in, name_of
+from ptsave.models.shards import Entry, ModelSource, Read, Shard, ShardReader, open_model
+from ptsave.sources.locations import is_url
+from ptsave.state.copying import PLAIN_TYPES
+from ptsave.writing.targets import resolve_folder
+
+
+class Weights(ModelSource):
+    """A version of a model's weights, to be read by `load_model` or `iter_weights`.
+
+    :func:`ptsave.load_model` and :func:`ptsave.iter_weights` take this object in place of a path.
+    They read the files of the base, and each tensor gets its patches before the model gets the
+    tensor.  No file changes, so any number of processes may read the same base.
+
+    Parameters
+    ----------
+    directory : str or os.PathLike
+        The directory of the versions, or its URL.
+    base : str or os.PathLike, optional
+        The files that the first version changes, as for :func:`ptsave.load_model`.  They may also
+        have a later version, which their checksums show.  By default, the newest whole version up
+        to the wanted one, or else files in `directory`.
+    version : int, optional
+        The wanted version; by default, the newest one.
+    storage_options : mapping, optional
+        Arguments for the file system of a URL.
+
+    Attributes
+    ----------
+    version : int
+        The version.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no version, or a file is missing.
+    CorruptCheckpointError
+        If an index is damaged.  If a patch is damaged, `load_model` and `iter_weights` raise this.
+
+    Notes
+    -----
+    If the base is none of the versions, `load_model` and `iter_weights` raise
+    :class:`ptsave.WrongBaseError`.
+
+    Examples
+    --------
+    >>> import tempfile, torch, ptsave
+    >>> from ptsave.deltas import Publisher, Weights
+    >>> model, served = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ptsave.save_model(model, f"{folder}/base")
+    ...     publisher = Publisher(f"{folder}/versions", f"{folder}/base")
+    ...     with torch.no_grad():
+    ...         _ = model.weight.mul_(2)
+    ...     _ = publisher.publish(model)
+    ...     ptsave.load_model(served, Weights(f"{folder}/versions", f"{folder}/base"))
+    <All weights loaded>
+    >>> torch.equal(served.weight, model.weight)
+    True
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        base: str | os.PathLike[str] | None = None,
+        version: int | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._root = resolve_folder(directory, storage_options)
+        self._plan = plan_for(self._root, version, None)
+        whole = {each[0].version.number for each in self._plan.patches.values() if each[0].is_whole}
+        if base is None:
+            base = self._root.join(name_of(max(whole))) if whole else self._root.path
+        self._base, self._options = base, storage_options
+        self._names: set[str] | None = None
+        self.version = self._plan.version
+
+    def __repr__(self) -> str:
+        return f"<Weights: version {self.version} of {self._root.name}>"
+
+    def changed_since(self, version: int) -> Weights:
+        """Return the same weights, but only the tensors that later versions than `version` change.
+
+        Parameters
+        ----------
+        version : int
+            The version that a model has.
+
+        Raises
+        ------
+        ValueError
+            If `version` is later than this one.
+        """
+        found = copy.copy(self)
+        found._names = {*plan_for(self._root, self.version, version).patches}
+        return found
+
+    def _open(self, stack: ExitStack) -> tuple[Sequence[Shard], list[Entry]]:
+        """Open the files of the base and of all versions; `stack` will close them."""
+        options = self._options if is_url(self._base) else None
+        shards, entries = open_model(self._base, options, stack)
+        self._plan.require({entry.name: (entry.dtype, entry.shape) for entry in entries})
+        if self._names is not None:
+            entries = [entry for entry in entries if entry.name in self._names]
+        reader = stack.enter_context(closing(ShardReader(entry.shard for entry in entries)))
+        patched = {shard: _PatchedShard(shard, reader, self._plan) for shard in shards}
+        return [*patched.values()], [patched[entry.shard].add(entry) for entry in entries]
+
+
+class _PatchedShard(Shard):
+    """A file of the base; its tensors are patched after each read."""
+
+    def __init__(self, shard: Shard, reader: ShardReader, plan: Plan) -> None:
+        self.path, self.objects, self.metadata = shard.path, shard.objects, shard.metadata
+        self._reader, self._plan = reader, plan
+        self._stored: dict[str, Entry] = {}  # the tensors of the base
+
+    def add(self, stored: Entry) -> Entry:
+        """Return the entry for a tensor of the base."""
+        self._stored[stored.name] = stored
+        return replace(stored, shard=self, crc=None)
+
+    def read(self, reads: Sequence[Read]) -> None:
+        in_threads(self._read, reads)
+
+    def _read(self, read: Read) -> None:
+        stored, target = self._stored[read.entry.name], read.target
+        patches = self._plan.patches.get(stored.name)
+        if patches is None:
+            self._reader.read([replace(read, entry=stored)])
+            return
+        is_whole = (
+            (target.shape, target.dtype, target.device.type) == (stored.shape, stored.dtype, "cpu")
+            and type(target) in PLAIN_TYPES
+            and target.is_contiguous()
+        )
+        whole = target if is_whole else torch.empty(stored.shape, dtype=stored.dtype)
+        if not patches[0].is_whole:
+            self._reader.read([Read(stored, whole)])
+        patch_in_place(bytes_in(whole), patches, is_base_known=self._plan.is_base_known)
+        if is_whole:
+            return
+        if read.index is None:
+            part = whole.view(-1)[read.begin :][: target.numel()]
+        else:
+            part = whole[read.index]
+        with torch.no_grad():
+            target.copy_(part.reshape(target.shape))
