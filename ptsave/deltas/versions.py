@@ -349,6 +349,11 @@ def numbers_in(root: Location) -> list[int]:
     return version_numbers(root.names())
 
 
+def number_of(path: str) -> int | None:
+    """Return the number of the version whose directory has this path or URL; None for another."""
+    return next(iter(version_numbers([os.path.basename(path.rstrip("/"))])), None)
+
+
 def newest_in(root: Location) -> int | None:
     """Return the newest version with an index or a single file, which publishers write last."""
     for number in reversed(numbers_in(root)):

@@ -8,6 +8,7 @@ code for patches: their loaders get whole tensors of the checkpoint.
 from __future__ import annotations
 
 import copy
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -118,7 +119,13 @@ class Weights(ModelSource):
     def _open(self, stack: ExitStack) -> tuple[Sequence[Shard], list[Entry]]:
         """Open the files of the base and of all versions; `stack` will close them."""
         options = self._options if is_url(self._base) else None
-        shards, entries = open_model(self._base, options, stack)
+        try:
+            shards, entries = open_model(self._base, options, stack)
+        except FileNotFoundError as error:
+            if self._base != self._root.path:
+                raise
+            reason = "the versions change weights that are not in their directory: pass base="
+            raise FileNotFoundError(errno.ENOENT, reason, self._root.name) from error
         self._plan.require({entry.name: (entry.dtype, entry.shape) for entry in entries})
         if self._names is not None:
             entries = [entry for entry in entries if entry.name in self._names]

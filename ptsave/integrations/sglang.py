@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ptsave.integrations.lazy_classes import classes_over
 from ptsave.integrations.vllm import WeightsLoader
-from ptsave.models.iterating import iter_weights
 
 __all__ = ["ModelLoader"]
 
@@ -17,31 +16,29 @@ __all__ = ["ModelLoader"]
 class ModelLoader(WeightsLoader):
     """Loads the weights of an SGLang model with ptsave: ``LoadConfig(load_format=ModelLoader)``.
 
-    It is SGLang's default loader, except that :func:`ptsave.iter_weights` reads the shards.
+    It is SGLang's default loader, except that :func:`ptsave.iter_weights` reads the shards.  The
+    model's path may be that of a directory of versions (:mod:`ptsave.deltas`), or of one version.
 
     Parameters
     ----------
     load_config : sglang.srt.configs.load_config.LoadConfig
-        The configuration; ``model_loader_extra_config`` must be empty.
+        The configuration.  ``model_loader_extra_config`` may have ``versions``, the path of a
+        directory of versions or of one version, and ``base``, the files that they begin with.
 
     Raises
     ------
     ValueError
-        If ``model_loader_extra_config`` has options.
+        If ``model_loader_extra_config`` has other options.  If there are several ranks, and a
+        directory of versions is given instead of one version.
     """
-
-    def __init__(self, load_config: Any) -> None:
-        if load_config.model_loader_extra_config is None:
-            load_config.model_loader_extra_config = {}
-        super().__init__(load_config)
 
     def download_model(self, model_config: Any) -> None:
         """Download the model, if it is on the Hugging Face hub."""
         self.local_model(model_config.model_path, model_config.revision)
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Tensor]]:
-        path = self.local_model(source.model_or_path, source.revision)
-        return ((source.prefix + name, tensor) for name, tensor in iter_weights(path))
+        weights = self.weights(source.model_or_path, source.revision)
+        return ((source.prefix + name, tensor) for name, tensor in weights)
 
 
 _BASE = "sglang.srt.model_loader.loader.DefaultModelLoader"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ptsave
+from ptsave.deltas import Publisher
 from ptsave.integrations.vllm import WeightsLoader
 
 VLLM = "vllm.model_executor.model_loader"
@@ -35,6 +36,21 @@ class VllmBase(abc.ABC):
         model = model_config.make()
         self.load_weights(model, model_config)
         return model.eval()
+
+
+def reload_in_vllm(loader: Any, model: Any, path: str) -> None:
+    """As vLLM's GPUModelRunner.reload_weights(weights_path=...), which makes a new loader."""
+    model_config = config("overwritten")
+    model_config.model = path
+    loader = type(loader)(loader.given)
+    model.load_weights(loader.get_all_weights(model_config, model))
+
+
+def reload_in_sglang(loader: Any, model: Any, path: str) -> None:
+    """As SGLang's ModelRunner.update_weights_from_disk, whose load_config is new."""
+    loader = type(loader)(SimpleNamespace(model_loader_extra_config={}))
+    source = SimpleNamespace(model_or_path=path, revision=None, prefix="")
+    model.load_weights(loader._get_weights_iterator(source))
 
 
 class SglangBase(abc.ABC):
@@ -123,9 +139,13 @@ def loader_of(monkeypatch: pytest.MonkeyPatch) -> Any:
             loader_class = registered["ptsave"]
             module.register()  # as each of vLLM's plug-in loads does
             assert registered["ptsave"] is loader_class is module.ModelLoader
-            return loader_class(load_config)
-        load_config.load_format = module.ModelLoader
-        return load_config.load_format(load_config)  # as SGLang's get_model_loader
+            made = loader_class(load_config)
+        else:
+            load_config.load_format = module.ModelLoader
+            made = load_config.load_format(load_config)  # as SGLang's get_model_loader
+        assert load_config.model_loader_extra_config is extra  # other loaders get it, too
+        made.given = load_config
+        return made
 
     yield loader
     for engine in ("vllm", "sglang"):
@@ -160,11 +180,88 @@ def test_loads(engine: str, loader_of: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_errors(engine: str, loader_of: Any, folder: Path) -> None:
-    with pytest.raises(ValueError, match="no extra options"):
-        loader_of(engine, {"concurrency": 3})
+    with pytest.raises(ValueError, match=r"has only the extra options .*concurrency"):
+        loader_of(engine, {"concurrency": 3, "base": "model"})
     next(folder.glob("*-00001-*")).unlink()
     with pytest.raises(FileNotFoundError, match="a shard is missing"):
         loaded(engine, loader_of(engine), folder)
+
+
+def publish(directory: Path | str, base: Any, n: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Publish versions of a model, and return the states of all, from version 0 on."""
+    pytest.importorskip("zstandard", reason="pip install zstandard")
+    states = [dict(ptsave.iter_weights(base))]
+    publisher = Publisher(directory, base, checksum="adler32", max_depth=None)
+    for _ in range(n):
+        states.append({name: tensor + (tensor > 0.05) for name, tensor in states[-1].items()})
+        publisher.publish(states[-1])
+    return states
+
+
+def assert_has(model: Any, state: dict[str, torch.Tensor]) -> None:
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_directory_of_versions(engine: str, loader_of: Any, folder: Path) -> None:
+    """The versions lie beside the files of the model, which never change."""
+    states = publish(folder, folder)
+    loader = loader_of(engine)
+    model = loaded(engine, loader, folder)
+    assert_has(model, states[3])
+    reload = reload_in_vllm if engine == "vllm" else reload_in_sglang
+    for version in (1, 2, 3):
+        reload(loader, model, f"{folder}/weight_v00000{version}")
+        assert_has(model, states[version])
+    with pytest.raises(FileNotFoundError, match="version 4 is missing"):
+        reload(loader, model, f"{folder}/weight_v000004/")
+    assert_has(model, states[3])
+    ptsave.save_model({name: tensor + 1 for name, tensor in states[3].items()}, folder)
+    with pytest.raises(ptsave.WrongBaseError):
+        reload(loader, model, f"{folder}/weight_v000003")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.usefixtures("_clean_file_systems")
+def test_versions_elsewhere(
+    engine: str, loader_of: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is in a cache or on the hub, and the trainer publishes to a store."""
+    states = publish("memory://run/versions", folder)
+    loader = loader_of(engine, {"versions": "memory://run/versions"})
+    assert_has(loaded(engine, loader, folder), states[3])
+    loader = loader_of(engine, {"versions": "memory://run/versions/weight_v000002"})
+    model = loaded(engine, loader, folder)
+    assert_has(model, states[2])
+    third = "memory://run/versions/weight_v000003"
+    reload = reload_in_vllm if engine == "vllm" else reload_in_sglang
+    with pytest.raises(FileNotFoundError, match="not in their directory: pass base="):
+        reload(loader, model, third)
+    if engine == "vllm":  # SGLang's reload has no options
+        loader = loader_of(engine, {"base": str(folder)})
+        reload(loader, model, third)
+        assert_has(model, states[3])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    loader = loader_of(engine, {"versions": "memory://run/versions"})
+    with pytest.raises(ValueError, match="pass the path of one version"):
+        loaded(engine, loader, folder)
+    loader = loader_of(engine, {"versions": "memory://run/versions/weight_v000001"})
+    assert_has(loaded(engine, loader, folder), states[1])
+
+
+def test_the_weights_of_a_vllm_model_may_have_another_path(loader_of: Any, folder: Path) -> None:
+    states = publish(folder, folder)
+    loader = loader_of("vllm")
+    named = config("only/the-configuration")
+    named.model_weights = str(folder)
+    model = Model()
+    loader.load_weights(model, named)
+    assert_has(model, states[3])
+    named.model = f"{folder}/weight_v000001"  # as vLLM's reload_weights does
+    model.load_weights(loader.get_all_weights(named, model))
+    assert_has(model, states[1])
 
 
 @pytest.fixture
