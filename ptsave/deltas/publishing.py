@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -167,8 +168,8 @@ class Publisher:
     def publish(self, state: nn.Module | Mapping[str, Tensor], version: int | None = None) -> str:
         """Write the next version, and return the path or URL of its directory.
 
-        If this fails, or the process is killed, there is no such version.  At a URL, the index is
-        written last, and a reader that does not need it may see an incomplete version.
+        If this fails, or the process is killed, there is no such version.  At a URL, the index
+        makes the version appear, and is written last.
 
         Parameters
         ----------
@@ -201,11 +202,15 @@ class Publisher:
                 shards = split(tensors, _SHARD_NBYTES, tied=False)
                 ShardSet(folder, "safetensors", shards, self._fsync, checksums=True).write()
             else:
+                # Two publishers at a URL must not replace each other's shard.
+                token = f"{secrets.token_hex(4)}-" if folder.is_url else ""
                 write_patches(
                     folder,
                     Version(number, self.version, self._encoding, self._checksum),
                     {each.name: (each.blob, each.checksum) for each in found},
+                    shard=f"model-{token}00000-of-00001.safetensors",
                     fsync=self._fsync,
+                    is_new=True,
                 )
         if is_whole:
             for name, tensor in tensors.items():
@@ -298,7 +303,10 @@ class Publisher:
         if self._root.is_url:
             folder = folder_of(self._root, number)
             folder.make()
-            yield folder
+            try:
+                yield folder
+            except FileExistsError as error:
+                raise taken from error
             return
         with staging_of(self._root, number) as folder:
             folder.make()

@@ -66,7 +66,7 @@ from ptsave.sources.ranges import LocalFile, RangeSource, open_source
 from ptsave.streaming.payload_sources import write_bytes, write_safetensors
 from ptsave.support import config
 from ptsave.support.locks import FolderLock
-from ptsave.writing.targets import resolve_folder
+from ptsave.writing.targets import is_url_file, resolve_folder
 
 INDEX = FORMATS["safetensors"].index_name
 _SINGLE = FORMATS["safetensors"].single
@@ -346,7 +346,12 @@ def name_of(version: int) -> str:
 
 def numbers_in(root: Location) -> list[int]:
     """Return the numbers of the versions in a directory, in order."""
-    return version_numbers(root.names())
+    try:
+        return version_numbers(root.names())
+    except FileNotFoundError:
+        if root.is_url:  # a store has no directory before its first file
+            return []
+        raise
 
 
 def number_of(path: str) -> int | None:
@@ -528,13 +533,21 @@ def write_patches(
     *,
     shard: str = "model-00000-of-00001.safetensors",
     fsync: bool,
+    is_new: bool = False,
 ) -> None:
-    """Write compressed patches, with the checksums of new tensors, and then their index."""
+    """Write compressed patches, with the checksums of new tensors, and then their index.
+
+    If the version is new, and another publisher has written it at a URL, raise FileExistsError.
+    """
     if patches:
         blobs = {name: blob for name, (blob, _) in patches.items()}
         checksums = {name: checksum for name, (_, checksum) in patches.items()}
         write_safetensors(blobs, folder.file(shard), checksums, fsync=fsync)
-    write_bytes(folder.file(INDEX), version.index_bytes(patches, shard), fsync=fsync)
+    target, index = folder.file(INDEX), version.index_bytes(patches, shard)
+    if is_new and is_url_file(target):
+        target.create(index)
+    else:
+        write_bytes(target, index, fsync=fsync)
 
 
 @contextmanager

@@ -116,6 +116,13 @@ def test_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "relative error" in printed
 
 
+def test_weight_sync() -> None:
+    pytest.importorskip("zstandard")
+    run = [sys.executable, str(EXAMPLES / "weight_sync.py"), "--count", "3"]
+    found = subprocess.run(run, capture_output=True, text=True, timeout=200, check=True)
+    assert found.stdout == "3 versions: the server's logits are equal to the trainer's\n"
+
+
 def test_capture_and_diff(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = output_of(monkeypatch, "capture_and_diff")
     assert "the first difference: 0/forward/2#0/outputs\n" in printed
