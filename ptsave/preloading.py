@@ -12,7 +12,7 @@ import ptsave
 _OTHERS = ("ptsave.__main__", "ptsave.bench", "ptsave.cli", "ptsave.integrations", "ptsave.startup")
 # Optional libraries of ptsave.
 _OPTIONAL = (
-    *("blake3", "fsspec.core", "numpy.lib.format", "safetensors.torch", "tqdm", "xxhash"),
+    *("blake3", "fsspec.core", "numpy.lib.format", "safetensors.torch", "tqdm"),
     "zstandard",
 )
 

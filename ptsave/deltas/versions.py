@@ -325,7 +325,7 @@ def hasher(checksum: str) -> Any:
     if checksum in ("adler32", _CRC):
         return _Sum(zlib.adler32, 1) if checksum == "adler32" else _Sum(_C.crc32, 0)
     if checksum == "xxh3-128":
-        return _library("xxhash").xxh3_128()
+        return _C.Xxh3()
     return _library("blake3").blake3()
 
 
