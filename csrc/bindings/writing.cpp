@@ -372,7 +372,7 @@ py::bytes block_crcs_of(const CheckedPlan& plan) {
 }
 
 void bind_plans(py::module_& module) {
-  py::class_<KeptHashes>(module, "FileHashes");
+  const py::class_<KeptHashes> hashes(module, "FileHashes");
   py::class_<Sharing>(module, "Sharing")
       .def(py::init(&make_sharing), "plan"_a, "base"_a = std::nullopt, "hashes"_a = nullptr)
       .def_property_readonly("nbytes_shared", &Sharing::nbytes_shared)

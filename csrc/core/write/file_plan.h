@@ -208,6 +208,7 @@ class ArchivePlan final : public FilePlan {
   // The place and the size of each record's payload.
   std::vector<std::pair<std::uint64_t, std::uint64_t>> payload_places() const {
     std::vector<std::pair<std::uint64_t, std::uint64_t>> places;
+    places.reserve(layout_.size());
     for (std::size_t i = 0; i < layout_.size(); ++i) {
       places.emplace_back(layout_.record(i).payload_offset, layout_.record(i).nbytes);
     }
