@@ -309,6 +309,8 @@ class FileWriter:
             if self._base is not None and sharing is not None:
                 self.nbytes_shared = sharing.nbytes_shared
                 self._base.remember(sharing)
+        finally:
+            del sharing  # a traceback must not keep the base open
 
     def _write_in_place(self, target: str, path: str) -> None:
         with _translated_errors(path):
