@@ -289,7 +289,8 @@ class DirectWriter {
 
  private:
   void write_part(const Sharing::Chunk::Part& part) {
-    const auto [begin, end] = part.range;
+    const std::uint64_t begin = part.range.begin;
+    const std::uint64_t end = part.range.end;
     std::uint64_t middle = begin;
     if (begin < options_.direct_nbytes.value_or(0) && is_possible()) {
       middle = std::clamp(aligned_end_, begin, end);
