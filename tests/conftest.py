@@ -107,6 +107,22 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run.pt"
 
 
+@pytest.fixture(scope="session")
+def _sharing_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    from sharing_disks import sharing_disk
+
+    with sharing_disk(tmp_path_factory.mktemp("sharing")) as disk:
+        yield disk
+
+
+@pytest.fixture
+def shared(_sharing_disk: Path) -> Iterator[Path]:
+    """A folder whose files can share blocks; the test is skipped if there is none."""
+    path = Path(tempfile.mkdtemp(prefix="ptsave-test-", dir=_sharing_disk))
+    yield path
+    shutil.rmtree(path)
+
+
 @pytest.fixture
 def _clean_file_systems() -> Iterator[None]:
     """Give tests file systems in memory without files, those of their own included."""

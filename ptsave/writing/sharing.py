@@ -7,13 +7,14 @@ compares the blocks' hashes, if this process has written the older file, or else
 from __future__ import annotations
 
 import errno
+import os
 from collections import OrderedDict
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
 from ptsave import _C
 from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
-from ptsave.sources.locations import Identity, identity_of
+from ptsave.sources.locations import Identity
 from ptsave.sources.ranges import LocalFile
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ def _sharing(source: LocalFile, plan: _C.WritePlan) -> _C.Sharing:
             f"{source.name}: a base must be a file in torch's format, as ptsave.save and "
             "torch.save write it"
         )
-    identity = identity_of(source.descriptor)
+    status = os.fstat(source.descriptor)
+    # The time of a change, because programs may set back st_mtime_ns.
+    identity = status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
     hashes = _hashed.get(identity)
     if hashes is not None:
         _hashed.move_to_end(identity)

@@ -150,7 +150,7 @@ std::uint64_t File::nbytes() const {
 File::Identity File::identity() const {
   constexpr std::int64_t kNanoseconds = 1'000'000'000;
   const struct stat status = status_or_fail(fd(), path_);
-  const auto changed = status.st_mtim.tv_sec * kNanoseconds + status.st_mtim.tv_nsec;
+  const auto changed = status.st_ctim.tv_sec * kNanoseconds + status.st_ctim.tv_nsec;
   return {status.st_dev, status.st_ino, static_cast<std::uint64_t>(status.st_size),
           static_cast<std::uint64_t>(changed)};
 }

@@ -85,7 +85,8 @@ class File {
   int fd() const { return fd_.get(); }
   const std::string& path() const { return path_; }
   std::uint64_t nbytes() const;  // the file's current size
-  // Numbers that change when the file changes: device, inode, size, time of the last change.
+  // Numbers that change when the file changes: device, inode, size, and the time of the last
+  // change, which programs cannot set back.
   using Identity = std::array<std::uint64_t, 4>;
   Identity identity() const;
 
