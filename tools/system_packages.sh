@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make sure that the system packages a target needs are there; install only what is missing.
 #
-# Usage: tools/system_packages.sh NEED...     NEED: python, tests, shells, fuzz, benchmark
+# Usage: tools/system_packages.sh NEED...     NEED: python, tests, shells, sharing, fuzz, benchmark
 # Environment: PYTHON, the interpreter that .venv is made from (default python3).
 #
 # Installs as root, or by `sudo` where that asks no password; otherwise prints the command to run.
@@ -49,6 +49,9 @@ check() {
       shells) # without them the tests of completion skip
         need zsh command -v zsh
         need fish command -v fish
+        ;;
+      sharing) # without it the tests of files that share blocks skip
+        need xfsprogs command -v mkfs.xfs
         ;;
       fuzz)
         if command -v clang++ >/dev/null; then

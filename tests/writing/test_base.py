@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -55,6 +56,15 @@ def save(obj: object, path: Path, base: Path, **options: Any) -> int:
     assert path.read_bytes() == expected
     assert saved.written + saved.shared == len(expected)
     return saved.shared
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change a byte of a file in place."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
 
 
 @pytest.fixture
@@ -164,14 +174,19 @@ def test_either_file_may_go(either: Path, shared: Path, fsync: bool) -> None:
 def test_a_byte_of_the_base_has_changed(either: Path, shared: Path) -> None:
     shared_before = 10 * MIB
     for offset in (2_500_000, 5_500_000):
-        with open(either, "r+b") as file:
-            file.seek(offset)
-            byte = file.read(1)[0]
-            file.seek(offset)
-            file.write(bytes([byte ^ 1]))
+        flip(either, offset)
         now = save(tensors(), shared / "new.pt", either)
         assert 8 * MIB < now < shared_before - 60_000
         shared_before = now
+
+
+def test_the_time_of_a_change_is_set_back(either: Path, shared: Path) -> None:
+    """As by rsync --inplace --times."""
+    status = either.stat()
+    time.sleep(0.02)  # the clock of a file system has ticks of some milliseconds
+    flip(either, 2_500_000)
+    os.utime(either, ns=(status.st_atime_ns, status.st_mtime_ns))
+    save(tensors(), shared / "new.pt", either)
 
 
 def _a_shorter_file(base: Path) -> None:
