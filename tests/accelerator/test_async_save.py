@@ -41,6 +41,27 @@ def test_the_file_holds_the_old_values(
         assert stream.getvalue() == expected
 
 
+@pytest.mark.parametrize("staging", ["blocking", "background"])
+def test_unchanged_bytes_are_shared(
+    devices: list[str], shared: Path, staging: Literal["blocking", "background"]
+) -> None:
+    tensors = [torch.full((MIB,), float(i)).to(devices[i % len(devices)]) for i in range(4)]
+    ptsave.save(tensors, shared / "old.pt")
+    for step in range(5):
+        tensors[2].fill_(-step)
+        (shared / "stock").mkdir(exist_ok=True)
+        stock_save(tensors, shared / "stock" / "new.pt")
+        future = ptsave.async_save(
+            tensors, shared / "new.pt", base=shared / "old.pt", staging=staging
+        )
+        future.wait_staged()
+        tensors[1].fill_(-1)  # not in this file any more
+        future.result()
+        tensors[1].fill_(1)
+        assert (shared / "new.pt").read_bytes() == (shared / "stock" / "new.pt").read_bytes()
+        assert 11.9 * MIB < future.nbytes_shared <= 12 * MIB
+
+
 def test_work_that_is_under_way_counts(devices: list[str], fake: ModuleType) -> None:
     """What the caller's stream was given before the call is in the file."""
     fake.set_delay(20_000, 30_000)

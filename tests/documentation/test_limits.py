@@ -10,6 +10,7 @@ import pickle
 import re
 import socket
 import struct
+import tempfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -136,6 +137,12 @@ def _() -> None:
     ptsave.convert("a.pt", "a.safetensors")
 
 
+@refuses("`save(base=)` to an open file")
+def _() -> None:
+    torch.save([], "old.pt")
+    ptsave.save([], io.BytesIO(), base="old.pt")
+
+
 @refuses("objects of your own classes, with `weights_only=True`")
 def _() -> None:
     torch.save(Own(), "a.pt")
@@ -253,6 +260,25 @@ def _() -> None:
 
     with ptsave.installed():
         assert save is not torch.save
+
+
+@accepts("`save(base=)` on ext4, or with a base on another file system")
+def _() -> None:
+    state = torch.ones(1 << 20)
+    ptsave.save(state, "old.pt")
+    ptsave.save(state, "memory://new.pt", base="old.pt")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        saved = ptsave.save(state, f"{folder}/new.pt", base="old.pt")
+        assert saved == (os.path.getsize(f"{folder}/new.pt"), 0)
+
+
+@accepts("`save(base=)` with a tensor that has moved by less than a page")
+def _() -> None:
+    # Where files share blocks, tests/writing/test_base.py compares both alignments.
+    state = torch.ones(1 << 20)
+    ptsave.save([state], "old.pt")
+    saved = ptsave.save([state], "a longer name.pt", base="old.pt")
+    assert saved == (os.path.getsize("a longer name.pt"), 0)
 
 
 @accepts("several hard links to one file")
