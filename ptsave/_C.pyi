@@ -634,11 +634,12 @@ def tensor_difference(
     a: torch.Tensor, b: torch.Tensor, rtol: float = 0.0, atol: float = 0.0, n_threads: int = 1
 ) -> dict[str, Any] | None: ...
 
-# A patch is a u32 count, as many u32 positions in ascending order, and as many bytes.
+# A patch is a u32 count, as many u32 positions in ascending order, and as many bytes.  A change of
+# a tensor is a patch, or new contents of the same size as the tensor's.  Tensors are contiguous, on
+# the CPU.
 
-# The patch that changes the bytes of `before` to those of `after`: contiguous CPU tensors of one
-# size, of at most MAX_PATCHED_NBYTES.
-def find_changes(before: torch.Tensor, after: torch.Tensor) -> bytes: ...
+# The patch that changes the bytes of `before` to those of `after`, at most MAX_PATCHED_NBYTES.
+def find_changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor: ...
 
 MAX_PATCHED_NBYTES: int
 
@@ -646,15 +647,14 @@ MAX_PATCHED_NBYTES: int
 def check_patch(patch: bytes, nbytes: int) -> None: ...
 
 # The patch that has the effect of two patches, which `check_patch` has accepted.
-def merge_patches(older: bytes, newer: bytes) -> bytes: ...
+def merge_patches(older: bytes | torch.Tensor, newer: bytes | torch.Tensor) -> torch.Tensor: ...
 
-# The bytes that `target` has at the positions of a patch.
-def old_values(patch: bytes, target: torch.Tensor) -> bytes: ...
+# The change that undoes a change; `source` has the old bytes.
+def inverse(data: bytes | torch.Tensor, source: torch.Tensor) -> torch.Tensor: ...
 
-# Applies changes (bytes, target, is_whole) to contiguous CPU tensors: the bytes are a patch, or all
-# bytes of the target.  Signal handlers run afterwards.
+# Makes changes (data, target).  Signal handlers run afterwards.
 def apply_changes(
-    changes: Sequence[tuple[bytes, torch.Tensor, bool]], *, n_threads: int
+    changes: Sequence[tuple[bytes | torch.Tensor, torch.Tensor]], *, n_threads: int
 ) -> None: ...
 
 # Copies the bytes of `source` from `begin` on to all of `target`.  Then applies steps
@@ -663,5 +663,5 @@ def patched_copy(
     source: torch.Tensor,
     begin: int,
     target: torch.Tensor,
-    steps: Sequence[tuple[bytes | memoryview, bool]],
+    steps: Sequence[tuple[bytes | torch.Tensor, bool]],
 ) -> None: ...

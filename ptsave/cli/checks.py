@@ -108,11 +108,10 @@ def verify_command(
             is_for_it = is_url(file) or not any(map(is_url, files))
             options = storage_options if is_for_it else None
             if has_versions(file, options):
-                from ptsave.inspection.versions import verify_versions, versions_at
+                from ptsave.inspection.versions import verify_versions
+                from ptsave.writing.targets import resolve_folder
 
-                root = versions_at(file, options)
-                assert root is not None
-                for version in verify_versions(root, base):
+                for version in verify_versions(resolve_folder(file, options), base):
                     report.add(argument, version)
                 continue
             checkpoints = checkpoint_files(file, options)

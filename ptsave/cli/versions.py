@@ -88,22 +88,18 @@ def delta_command(
     """
     from ptsave.deltas import Publisher
     from ptsave.deltas.versions import newest_in
-    from ptsave.inspection.versions import listed, versions_at
+    from ptsave.inspection.versions import listed
     from ptsave.models.iterating import iter_weights
+    from ptsave.writing.targets import resolve_folder
 
-    try:
-        root = versions_at(output, storage_options)
-    except FileNotFoundError:
-        root = None
-    version = 0 if root is None else newest_in(root) or 0
+    root = resolve_folder(output, storage_options)
+    version = newest_in(root) or 0
     publisher = Publisher(output, base, version=version, storage_options=storage_options, **options)
     path = publisher.publish(dict(iter_weights(new)))
-    root = versions_at(output, storage_options)
-    assert root is not None
     found = listed(root, publisher.version)
     if as_json:
-        facts = {"path": path, "version": found.version, "kind": found.kind}
-        click.echo(json.dumps({**facts, "tensors": found.tensors, "nbytes": found.nbytes}))
+        facts = {name: getattr(found, name) for name in ("version", "kind", "tensors", "nbytes")}
+        click.echo(json.dumps({"path": path, **facts}))
         return
     tensors = count_text(found.tensors, "tensor")
     result(ctx, f"wrote {path}: {found.kind}, {tensors}, {size_text(found.nbytes)}")
@@ -147,12 +143,11 @@ def versions_text(
     ctx: click.Context, path: str, options: dict[str, Any] | None, as_json: bool
 ) -> tuple[str, int]:
     """Return the versions in a directory, and the exit code.  Reports versions that are damaged."""
-    from ptsave.inspection.versions import list_versions, versions_at
+    from ptsave.inspection.versions import list_versions
+    from ptsave.writing.targets import resolve_folder
 
-    root = versions_at(path, options)
-    assert root is not None
     code, found = 0, []
-    for each in list_versions(root):
+    for each in list_versions(resolve_folder(path, options)):
         if isinstance(each, Exception):
             report_error(ctx, each)
             code = FAILED
@@ -160,21 +155,19 @@ def versions_text(
             found.append(each)
     if as_json:
         return json.dumps({"path": path, "versions": [each._asdict() for each in found]}), code
-    now = time.time()
     rows = []
     for each in found:
         base = "whole" if each.base is None else f"{each.kind} of {each.base}"
         ratio = "" if each.ratio is None else f"{each.ratio:.1%}"
-        age = "" if each.modified is None else _age(now - each.modified)
-        tensors = count_text(each.tensors, "tensor")
-        rows.append([str(each.version), base, tensors, size_text(each.nbytes), ratio, age])
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(6)]
+        age = "" if each.modified is None else _age(time.time() - each.modified)
+        size = size_text(each.nbytes)
+        rows.append((f"{each.version}", base, count_text(each.tensors, "tensor"), size, ratio, age))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)]
-        cells[1] = f"{row[1]:{widths[1]}}"
-        if row[1] == "whole":
-            cells[1] = terminal().paint(cells[1], bold=True)
+        base = f"{row[1]:{widths[1]}}"
+        cells[1] = terminal().paint(base, bold=True) if row[1] == "whole" else base
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines), code
 

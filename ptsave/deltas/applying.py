@@ -30,29 +30,10 @@ from ptsave.archive.spans import memory_of
 from ptsave.contents.directories import find_files
 from ptsave.contents.files import ShardFiles
 from ptsave.contents.loading import load
-from ptsave.contents.safetensors import SafetensorsHeader
 from ptsave.contents.safetensors_fields import CHECKSUMS as CRCS
 from ptsave.contents.safetensors_fields import N_CRC_DIGITS
-from ptsave.deltas.versions import (
-    BLOCK_NBYTES,
-    WHOLE,
-    Change,
-    Patch,
-    blocks_of,
-    bytes_in,
-    chain,
-    changes_between,
-    checksum_of,
-    folder_of,
-    hasher,
-    links,
-    make,
-    newest_in,
-    tensors_in,
-    undo,
-    version_folders,
-    whole_files,
-)
+from ptsave.deltas import versions
+from ptsave.deltas.versions import WHOLE, Change, Patch, make, undo
 from ptsave.errors import CorruptCheckpointError, WrongBaseError
 from ptsave.models.filling import note_changes
 from ptsave.models.packed_modules import PackedModules, PackedModulesMapping, unpacked
@@ -170,7 +151,8 @@ def apply(
         path = os.fsdecode(target)
         os.stat(path)  # raises an error before a missing directory gets a lock
         folder = path if os.path.isdir(path) else os.path.dirname(path) or os.curdir
-        if not root.is_url and os.path.realpath(folder) in version_folders(root):
+        names = map(versions.name_of, () if root.is_url else versions.numbers_in(root))
+        if os.path.realpath(folder) in {os.path.realpath(root.join(name)) for name in names}:
             raise ValueError(f"{folder} is itself a version of {root.name}: copy its files first")
         sync = _Sync(folder, fsync)
         with sync.locked():
@@ -179,13 +161,11 @@ def apply(
             try:
                 files = find_files(path)
             except FileNotFoundError:
-                base = sync.copy_whole(root, newest_in(root) if version is None else version)
+                base = sync.copy_whole(root, version)
                 if base is None:
                     raise
                 files = find_files(path)
-            plan = plan_for(root, version, base)
-            _apply_to_files(plan, files, sync)
-        return plan.version
+            return _apply_to_files(plan_for(root, version, base), files, sync)
     model = target if isinstance(target, nn.Module) else None
     tensors = tensors_of(target if model is None else model.state_dict())[0]
     plan = plan_for(root, version, base_version)
@@ -193,8 +173,7 @@ def apply(
         packed_modules_mapping = getattr(model, "packed_modules_mapping", None)
     if packed_modules_mapping and not plan.patches.keys() <= tensors.keys():
         tensors = _unpacked(tensors, packed_modules_mapping, model)
-    _apply_in_memory(plan, tensors)
-    return plan.version
+    return _apply_in_memory(plan, tensors)
 
 
 def _unpacked(
@@ -242,12 +221,13 @@ def _kind_text(kind: Any) -> str:
 def plan_for(root: Location, version: int | None, base: int | None) -> Plan:
     """Return the patches that lead to a version, from version `base` if it is known."""
     if version is None:
-        version = newest_in(root)
+        version = versions.newest_in(root)
         if version is None:
             raise FileNotFoundError(errno.ENOENT, "there is no version", root.name)
     if base is not None and version < base:
         raise ValueError(f"the target has version {base}, which is later than version {version}")
-    return Plan(version, chain(root, version, base), base is not None)
+    found = versions.links(root, version, base)
+    return Plan(version, versions.by_tensor(found), base is not None)
 
 
 class _Tensor(NamedTuple):
@@ -257,74 +237,57 @@ class _Tensor(NamedTuple):
     patches: list[Patch]  # none if it already has the wanted version
     changes: list[Change]
 
-    def check(self, *, with_crc: bool = False) -> int:
-        """Raise WrongBaseError if the checksum is wrong; return the CRC-32 if it is wanted."""
-        if not self.patches:
-            return 0
-        last, crc = self.patches[-1], 0
-        digest = hasher(last.version.checksum)
-        size = BLOCK_NBYTES if with_crc else max(len(self.memory), 1)  # one pass over the memory
-        for begin in range(0, len(self.memory), size):
-            block = memory_of(self.memory[begin : begin + size])
-            digest.update(block)
-            if with_crc:
-                crc = _C.crc32(block, crc)
-        if last.checksum and digest.hexdigest() != last.checksum:
-            raise WrongBaseError(
-                f"tensor {last.name} would not get the checksum of version {last.version.number} "
-                f"in {last.source.name}: the target has none of these versions, or a patch is "
-                "damaged"
-            )
-        return crc
+    def check(self) -> None:
+        """Raise WrongBaseError if the checksum is wrong."""
+        for last in self.patches[-1:]:
+            found = last.checksum and versions.checksum_of(self.memory, last.version.checksum)
+            if found != last.checksum:
+                raise WrongBaseError(
+                    f"tensor {last.name} would not get the checksum of version "
+                    f"{last.version.number} in {last.source.name}: the target has none of these "
+                    "versions, or a patch is damaged"
+                )
 
 
-def _prepared(
+def _read_patches(
     source: Tensor, memory: Tensor, patches: list[Patch], *, is_base_known: bool
 ) -> _Tensor:
-    """Read the patches of a tensor, and return the changes that they make.
-
-    `source` has the old bytes; it may be `memory` itself.
-    """
+    """Read the patches of a tensor; `source` has the old bytes, and may be `memory` itself."""
     if not is_base_known:
         patches = _missing(source, patches)
-    if len(patches) == 1 and patches[0].version.encoding == "overwrite":
-        patch = patches[0].overwritten(len(memory))
-        return _Tensor(memory, patches, [Change.of_patch(patch, memory, source)])
-    return _Tensor(memory, patches, _merged(source, memory, patches))
+    return _Tensor(memory, patches, _changes(source, memory, patches))
 
 
 def patch_in_place(memory: Tensor, patches: list[Patch], *, is_base_known: bool) -> None:
     """Patch a tensor's bytes and compare their checksum; an error leaves other bytes."""
     if patches[0].is_whole:
         memory.copy_(patches[0].whole())
-        patches = patches[1:]
-    elif not is_base_known:
-        patches = _missing(memory, patches)
-    if any(patch.version.encoding == "xor" for patch in patches):
-        make(_merged(memory, memory, patches))
-    else:
-        for patch in patches:
-            make([Change(patch.overwritten(len(memory)), memory, False, b"")])
-    _Tensor(memory, patches, []).check()
+        patches, is_base_known = patches[1:], True
+    found = _read_patches(memory, memory, patches, is_base_known=is_base_known)
+    make(found.changes)
+    found.check()
 
 
-def _merged(source: Tensor, memory: Tensor, patches: list[Patch]) -> list[Change]:
-    """Return the changes that several patches make together, or patches that hold no positions."""
-    begins = source
-    if patches and patches[0].is_whole and len(memory) > 0:
+def _changes(source: Tensor, memory: Tensor, patches: list[Patch]) -> list[Change]:
+    """Return the changes that patches make together; `source` has the old bytes of `memory`."""
+    begins, nbytes = source, len(memory)
+    if patches and patches[0].is_whole:
         begins, patches = patches[0].whole(), patches[1:]
     steps: list[Iterator[tuple[bytes, bool]]] = []  # what each block takes of a patch
     for patch in patches:
         if patch.version.encoding == "xor":
-            steps.append((block, True) for block in patch.xor_blocks(len(memory)))
-        else:
-            steps.append(repeat((patch.overwritten(len(memory)), False)))
+            steps.append((block, True) for block in patch.xor_blocks(nbytes))
+            continue
+        data = patch.overwritten(nbytes)
+        if len(patches) == 1 and begins is source and len(data) < nbytes:
+            return [Change(data, memory, _C.inverse(data, source))]
+        steps.append(repeat((data, False)))
     changes: list[Change] = []
-    block = torch.empty(min(len(memory), BLOCK_NBYTES), dtype=torch.uint8)
-    for begin, end in blocks_of(len(memory)) if steps or begins is not source else ():
+    block = torch.empty(min(nbytes, versions.BLOCK_NBYTES), dtype=torch.uint8)
+    for begin, end in versions.blocks_of(nbytes) if steps or begins is not source else ():
         new = block[: end - begin]
         _C.patched_copy(begins, begin, new, [next(step) for step in steps])
-        changes += changes_between(source[begin:end], new, memory[begin:end])
+        changes += versions.changes_between(source[begin:end], new, memory[begin:end])
     return changes
 
 
@@ -336,7 +299,7 @@ def _missing(memory: Tensor, patches: list[Patch]) -> list[Patch]:
             continue
         kind = patch.version.checksum
         if kind not in found:
-            found[kind] = checksum_of(memory, kind)
+            found[kind] = versions.checksum_of(memory, kind)
         if found[kind] == patch.checksum:
             return patches[number:]
     return patches
@@ -348,121 +311,83 @@ def in_threads(call: Callable[[_S], _T], items: Iterable[_S]) -> list[_T]:
         return list(pool.map(call, items))
 
 
-# ------------------------------------------------------------------------------ weights in memory
+def _read_all(plan: Plan, memories: dict[str, tuple[Tensor, Tensor]]) -> dict[str, _Tensor]:
+    """Read the patches of tensors, each with its old bytes and the memory that is to change."""
+
+    def read(name: str) -> _Tensor:
+        return _read_patches(*memories[name], plan.patches[name], is_base_known=plan.is_base_known)
+
+    names = sorted(plan.patches, key=lambda name: -len(memories[name][0]))
+    return dict(zip(names, in_threads(read, names), strict=True))
 
 
-def _apply_in_memory(plan: Plan, tensors: dict[str, Tensor]) -> None:
+def _apply_in_memory(plan: Plan, tensors: dict[str, Tensor]) -> int:
     plan.require({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
-
-    def prepare(name: str) -> _Tensor:
-        memory = bytes_in(tensors[name])
-        patches = plan.patches[name]
-        return _prepared(memory, memory, patches, is_base_known=plan.is_base_known)
-
-    names = sorted(plan.patches, key=lambda name: -tensors[name].nbytes)
-    found = in_threads(prepare, names)
-    changes = [change for each in found for change in each.changes]
+    memories = {name: versions.bytes_in(tensors[name]) for name in plan.patches}
+    found = _read_all(plan, {name: (memory, memory) for name, memory in memories.items()})
+    changes = [change for each in found.values() for change in each.changes]
     try:
         make(changes)
-        in_threads(_Tensor.check, found)
+        in_threads(_Tensor.check, found.values())
     except BaseException:
         undo(changes)
         raise
-    changed = []
-    for name, each in zip(names, found, strict=True):
+    changed = [tensors[name] for name, each in found.items() if each.changes]
+    for name, memory in memories.items():
         tensor = tensors[name]
-        if each.memory.data_ptr() != tensor.data_ptr():  # a copy
-            tensor.copy_(each.memory.view(tensor.dtype).view(tensor.shape))
-        if each.changes:
-            changed.append(tensor)
+        if memory.data_ptr() != tensor.data_ptr():  # a copy
+            tensor.copy_(memory.view(tensor.dtype).view(tensor.shape))
     note_changes(changed)
+    return plan.version
 
 
 # ------------------------------------------------------------------------------- weights in files
 
 
-class _Shard:
-    """A safetensors file of the target."""
-
-    def __init__(self, path: str, header: SafetensorsHeader) -> None:
-        self.path, self.header = path, header
-
-    # All bytes of the file, after `map`.  If a mapping is first read and then written, each page
-    # faults twice, which takes ext4 ten times as long.  So the old bytes have their own mapping.
-    old: Tensor
-    memory: Tensor
-
-    def map(self, folder: str) -> None:
-        """Map the file, which is in `folder`, into memory."""
-        if not hasattr(self, "memory"):
-            self.memory = _mapped(self.path, folder)
-            with closing(LocalFile.open(self.path)) as file:
-                self.old = file.map(0, file.nbytes)
-
-    def crc_place(self, number: int) -> slice:
-        """Return where the digits of a tensor's checksum are in the file's header."""
-        head = memory_of(self.old[: self.header.tensors[0].offset])
-        found = re.search(rb'"%s"\s*:\s*"' % re.escape(CRCS).encode(), head)
-        if found is None:
-            raise CorruptCheckpointError(
-                f"{self.path}: the header does not name {CRCS} plainly", path=self.path
-            )
-        begin = found.end() + N_CRC_DIGITS * number
-        return slice(begin, begin + N_CRC_DIGITS)
-
-
-def _mapped(path: str, folder: str) -> Tensor:
-    """Map a file in `folder` into memory, to change it."""
-    own = os.path.join(os.path.realpath(folder), os.path.relpath(path, folder))
-    if os.path.realpath(path) != own:
-        raise ValueError(
-            f"{path} is a link out of {folder}, perhaps into a cache that other programs share: "
-            "copy the files first"
-        )
-    with open(path, "r+b", buffering=0, opener=regular_only) as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-
-
-def _apply_to_files(plan: Plan, files: ShardFiles, sync: _Sync) -> None:
-    shards: dict[str, _Shard] = {}
-    places: dict[str, tuple[_Shard, int]] = {}
-    for name, (source, header, number) in tensors_in(files).items():
-        places[name] = shards.setdefault(source.name, _Shard(source.name, header)), number
-    plan.require(
-        {name: shard.header.tensors[number][2:0:-1] for name, (shard, number) in places.items()}
-    )
-
-    for name in plan.patches:
-        places[name][0].map(sync.folder)
-
-    def prepare(name: str) -> _Tensor:
-        shard, number = places[name]
-        stored = shard.header.tensors[number]
-        where = slice(stored.offset, stored.offset + stored.nbytes)
-        patches = plan.patches[name]
-        return _prepared(
-            shard.old[where], shard.memory[where], patches, is_base_known=plan.is_base_known
-        )
-
-    def check(item: tuple[str, _Tensor]) -> int:
-        return item[1].check(with_crc=places[item[0]][0].header.has_checksums)
-
-    names = sorted(plan.patches, key=lambda name: -plan.patches[name][0].nbytes)
-    found = dict(zip(names, in_threads(prepare, names), strict=True))
-    replaced: list[tuple[_Shard, Change]] = []
-    heads: dict[str, Change] = {}  # of checksums in headers
+def _apply_to_files(plan: Plan, files: ShardFiles, sync: _Sync) -> int:
+    places = versions.tensors_in(files)
+    stored = {name: header.tensors[number] for name, (_, header, number) in places.items()}
+    plan.require({name: each[2:0:-1] for name, each in stored.items()})
+    paths = {name: places[name][0].name for name in plan.patches}
+    # If a mapping is first read and then written, each page faults twice, which takes ext4 ten
+    # times as long.  So the old bytes have their own mapping.
+    new = {path: sync.map(path) for path in {*paths.values()}}
+    old = {path: _mapped_to_read(path) for path in new}
+    slices = {name: slice(stored[name][3], sum(stored[name][3:5])) for name in paths}
+    memories = {name: (old[paths[name]][at], new[paths[name]][at]) for name, at in slices.items()}
+    found = _read_all(plan, memories)
+    changes: list[tuple[str, Change]] = []
+    digits: dict[str, Change] = {}  # of checksums in headers
     for name, each in found.items():
-        shard, number = places[name]
-        replaced += ((shard, change) for change in each.changes)
-        if each.changes and shard.header.has_checksums:
-            where = shard.crc_place(number)
-            old = shard.old[where]
-            heads[name] = Change.of_all(bytes(memory_of(old)), shard.memory[where], old)
-            replaced.append((shard, heads[name]))
-    with sync.changing(plan.version, replaced):
-        make(change for _, change in replaced)
-        crcs = dict(zip(found, in_threads(check, found.items()), strict=True))
-        make(head._replace(data=b"%08x" % crcs[name]) for name, head in heads.items())
+        _, header, number = places[name]
+        path = paths[name]
+        changes += ((path, change) for change in each.changes)
+        if each.changes and header.has_checksums:
+            at = _crc_place(path, old[path][: header.tensors[0].offset], number)
+            same = old[path][at]
+            digits[name] = Change(same, new[path][at], same.clone())
+            changes.append((path, digits[name]))
+    with sync.changing(plan.version, new, changes):
+        make(change for _, change in changes)
+        in_threads(_Tensor.check, found.values())
+        n_threads = config.current().n_threads
+        crcs = {name: _C.crc32_of(found[name].memory, n_threads=n_threads) for name in digits}
+        make(each._replace(data=b"%08x" % crcs[name]) for name, each in digits.items())
+    return plan.version
+
+
+def _mapped_to_read(path: str) -> Tensor:
+    with closing(LocalFile.open(path)) as file:
+        return file.map(0, file.nbytes)
+
+
+def _crc_place(path: str, head: Tensor, number: int) -> slice:
+    """Return where the digits of a tensor's checksum are in a file's header."""
+    found = re.search(rb'"%s"\s*:\s*"' % re.escape(CRCS).encode(), memory_of(head))
+    if found is None:
+        raise CorruptCheckpointError(f"{path}: the header does not name {CRCS} plainly", path=path)
+    begin = found.end() + N_CRC_DIGITS * number
+    return slice(begin, begin + N_CRC_DIGITS)
 
 
 class _Sync:
@@ -491,61 +416,66 @@ class _Sync:
         """The version that was last applied; None if it is unknown."""
         try:
             with open(self._state, encoding="utf-8") as file:
-                text = str(json.load(file)["version"])
+                return int(str(json.load(file)["version"]))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, RecursionError):
-            text = ""
-        if not re.fullmatch("[0-9]{1,15}", text):
             raise CorruptCheckpointError(
                 f"{self._state} does not say which version the files have: remove it, and "
                 "checksums will show the version",
                 path=self._state,
+            ) from None
+
+    def map(self, path: str) -> Tensor:
+        """Map a file in the directory into memory, to change it."""
+        own = os.path.join(os.path.realpath(self.folder), os.path.relpath(path, self.folder))
+        if os.path.realpath(path) != own:
+            raise ValueError(
+                f"{path} is a link out of {self.folder}, perhaps into a cache that other programs "
+                "share: copy the files first"
             )
-        return int(text)
+        with open(path, "r+b", buffering=0, opener=regular_only) as file:
+            return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
     @contextmanager
-    def changing(self, version: int, changes: list[tuple[_Shard, Change]]) -> Iterator[None]:
+    def changing(
+        self, version: int, files: Mapping[str, Tensor], changes: list[tuple[str, Change]]
+    ) -> Iterator[None]:
         """Write the journal; the block then makes the changes, or leaves the files as they are."""
-        version_now = self.version
+        before, paths = self.version, {path for path, _ in changes}
         if changes:
-            entries, end = [], 0
-            nbytes = sum(len(change.data) for _, change in changes)
-            data = torch.empty(nbytes, dtype=torch.uint8)
-            memory = memory_of(data)
-            for shard, change in changes:
-                for part in (change.positions, change.old):
-                    begin, end = end, end + len(part)
-                    memory[begin:end] = part
-                name = os.path.relpath(shard.path, self.folder)
-                offset = change.target.data_ptr() - shard.memory.data_ptr()
-                entries.append((name, offset, len(change.target), change.is_whole, end))
-            journal = {"version": version_now, "entries": entries, "data": data}
+            entries = []
+            for path, (_, target, inverse) in changes:
+                offset = target.data_ptr() - files[path].data_ptr()
+                name = os.path.relpath(path, self.folder)
+                entries.append((name, offset, len(target), len(inverse)))
+            data = torch.cat([change.inverse for _, change in changes])
+            journal = {"version": before, "entries": entries, "data": data}
             save(journal, self._journal, fsync=self._fsync)
             # From here on, only the journal knows the bytes of the files.
             with suppress(FileNotFoundError):
                 os.unlink(self._state)
             if self._fsync:
                 sync_path(self._own)
-        paths = {shard.path for shard, _ in changes}
         try:
             yield
         except BaseException:
             undo(change for _, change in changes)  # if this fails, the journal stays
-            self._settle(version_now, paths)
+            self._settle(before, paths)
             raise
         self._settle(version, paths)
 
     def copy_whole(self, root: Location, version: int | None) -> int | None:
         """Copy the newest whole version up to `version`; return its number, or None without one."""
-        for found, _ in () if version is None else links(root, version, None):
+        version = versions.newest_in(root) if version is None else version
+        for found, _ in () if version is None else versions.links(root, version, None):
             if found.encoding == WHOLE:
                 break
         else:
             return None
         with suppress(FileNotFoundError):
             os.unlink(self._state)
-        files = whole_files(folder_of(root, found.number))
+        files = versions.whole_files(versions.folder_of(root, found.number))
         for path in (*files.paths, *filter(None, [files.index_path])):
             copy = os.path.join(self.folder, files.name_of(path))
             os.makedirs(os.path.dirname(copy), exist_ok=True)
@@ -566,18 +496,17 @@ class _Sync:
             return
         journal = load(self._journal, weights_only=True)
         memories: dict[str, Tensor] = {}
-        changes, begin = [], 0
+        changes = []
         try:
-            for name, offset, nbytes, is_whole, end in journal["entries"]:
+            data = journal["data"].split([size for *_, size in journal["entries"]])
+            for (name, offset, nbytes, _), old in zip(journal["entries"], data, strict=True):
                 path = os.path.join(self.folder, name)
                 if path not in memories:
-                    memories[path] = _mapped(path, self.folder)
-                data = bytes(memory_of(journal["data"][begin:end]))
+                    memories[path] = self.map(path)
                 target = memories[path][offset : offset + nbytes]
                 if len(target) != nbytes:
                     raise ValueError(f"{name} has another size")
-                changes.append(Change(data, target, is_whole, b""))
-                begin = end
+                changes.append(Change(old, target, old))
             make(changes)
             self._settle(journal["version"], memories)
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:

@@ -15,28 +15,13 @@ from torch import Tensor
 from ptsave import _C
 from ptsave.contents.directories import version_numbers
 from ptsave.contents.files import FORMATS
-from ptsave.deltas.versions import (
-    BLOCK_NBYTES,
-    INDEX,
-    WHOLE,
-    Patch,
-    compressed,
-    folder_of,
-    links,
-    name_of,
-    newest_in,
-    numbers_in,
-    staging_of,
-    version_in,
-    write_patches,
-    xor_frame,
-)
+from ptsave.deltas import versions
+from ptsave.deltas.applying import in_threads
+from ptsave.deltas.versions import INDEX, WHOLE, Patch, folder_of, name_of, numbers_in, version_in
 from ptsave.errors import VersionNeededError
 from ptsave.models.save_model import files_of_sets, save_errors
 from ptsave.sources.locations import Location, folders_in
-from ptsave.support import config
 from ptsave.support.calls import check_flags
-from ptsave.support.threads import ThreadPool
 from ptsave.writing.targets import resolve_folder
 
 
@@ -126,12 +111,12 @@ def fold(
     """
     check_flags(dry_run=dry_run, fsync=fsync)
     root = resolve_folder(directory, storage_options)
-    newest = newest_in(root)
+    newest = versions.newest_in(root)
     if newest is None:
         raise FileNotFoundError(errno.ENOENT, "there is no version", root.name)
-    is_alone = root.is_url or dry_run
-    with save_errors(root.name), nullcontext() if is_alone else staging_of(root, newest):
-        chain = [each for each in links(root, newest, None) if each[0].encoding != WHOLE]
+    lock = nullcontext() if root.is_url or dry_run else versions.staging_of(root, newest)
+    with save_errors(root.name), lock:
+        chain = [each for each in versions.links(root, newest, None) if each[0].encoding != WHOLE]
         if not chain:
             return Folding(root.join(name_of(newest)), newest, [], 0, 0, 0)
         last, first = chain[0][0], chain[-1][0]
@@ -141,28 +126,21 @@ def fold(
                 f"{root.name}: versions {first.number} to {newest} have patches of several forms "
                 f"({', '.join(forms)}), which make one version only with the weights"
             )
-        patches: dict[str, list[Patch]] = {}
-        for _, found in reversed(chain):
-            for patch in found:
-                patches.setdefault(patch.name, []).append(patch)
-        folded = last
+        patches = versions.by_tensor(chain)
+        folded, removed = last, []
         if len(chain) > 1:
-            start = first.number if first.folded_from is None else first.folded_from
-            folded = last._replace(base=first.base, folded_from=start)
-        removed = []
-        if folded.folded_from is not None:
+            folded = last._replace(base=first.base, folded_from=first.folded_from or first.number)
+        if folded.folded_from:
             removed = [each for each in numbers_in(root) if folded.base < each < newest]
-        with ThreadPool(config.current().n_threads) as pool:
-            frames = dict(zip(patches, pool.map(_merged, patches.values()), strict=True))
+        frames = dict(zip(patches, in_threads(_merged, patches.values()), strict=True))
         if not dry_run:
             folder, (_, old) = folder_of(root, newest), version_in(root, newest)
             folder.remove_leftovers(lambda name: name.endswith((".safetensors", ".json")))
             if folded != last:
                 # Until the index names this file, readers find the old patches.
                 shard = f"model-{secrets.token_hex(4)}-00000-of-00001.safetensors"
-                checksums = {name: found[-1].checksum for name, found in patches.items()}
-                new = {name: (frame, checksums[name]) for name, frame in frames.items()}
-                write_patches(folder, folded, new, shard=shard, fsync=fsync)
+                new = {name: (frame, patches[name][-1].checksum) for name, frame in frames.items()}
+                versions.write_patches(folder, folded, new, shard=shard, fsync=fsync)
             _, used = version_in(root, newest)
             files = files_of_sets(folder, FORMATS["safetensors"]) | {*old.values()}
             for name in files - {*used.values()}:
@@ -180,16 +158,16 @@ def fold(
 def _merged(patches: list[Patch]) -> Tensor:
     """Return a compressed patch with the effect of several ones of one encoding."""
     if len(patches) == 1:
-        return torch.frombuffer(bytearray(patches[0].read()), dtype=torch.uint8)
+        return versions.tensor_of(patches[0].read())
     if patches[0].version.encoding == "overwrite":
-        whole = patches[0].overwritten()
+        merged = versions.tensor_of(patches[0].overwritten())
         for patch in patches[1:]:
-            whole = _C.merge_patches(whole, patch.overwritten())
-        return compressed(whole)
+            merged = _C.merge_patches(merged, patch.overwritten())
+        return versions.compressed(merged)
     nbytes = patches[-1].xor_nbytes()
-    zeros = torch.zeros(min(nbytes, BLOCK_NBYTES), dtype=torch.uint8)
+    zeros = torch.zeros(min(nbytes, versions.BLOCK_NBYTES), dtype=torch.uint8)
     steps: Iterator[Any] = zip(*(patch.xor_blocks(nbytes) for patch in patches), strict=True)
-    return xor_frame(((zeros, 0, blocks) for blocks in steps), nbytes)
+    return versions.xor_frame(((zeros, 0, blocks) for blocks in steps), nbytes)
 
 
 def remove(
@@ -254,5 +232,5 @@ def _remove(root: Location, number: int) -> None:
         folder.remove(INDEX)  # from now on, this is no version
         folder.remove_all()
         return
-    with staging_of(root, number) as staging, suppress(FileNotFoundError):
+    with versions.staging_of(root, number) as staging, suppress(FileNotFoundError):
         os.rename(folder.path, staging.path)  # which is removed

@@ -13,31 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ptsave import _C
-from ptsave.archive.spans import bytes_of, memory_of, new_storage
-from ptsave.deltas.versions import (
-    CHECKSUMS,
-    ENCODINGS,
-    WHOLE,
-    Change,
-    Patch,
-    Version,
-    blocks_of,
-    bytes_in,
-    changes_between,
-    checksum_of,
-    compressed,
-    folder_of,
-    hasher,
-    links,
-    make,
-    name_of,
-    newest_in,
-    open_version,
-    staging_of,
-    write_patches,
-    xor_frame,
-    zstd,
-)
+from ptsave.archive.spans import bytes_of, new_storage
+from ptsave.deltas import versions
+from ptsave.deltas.applying import in_threads
+from ptsave.deltas.versions import WHOLE, Patch, Version, bytes_in, name_of, newest_in
 from ptsave.deltas.weights import Weights
 from ptsave.errors import SaveError
 from ptsave.models.iterating import iter_weights
@@ -47,7 +26,6 @@ from ptsave.streaming.payload_sources import check_safetensors
 from ptsave.support import config
 from ptsave.support.calls import check_flags
 from ptsave.support.text import some_of
-from ptsave.support.threads import ThreadPool
 from ptsave.writing.targets import resolve_folder
 
 # Patches since the last whole version may have this part of its bytes.
@@ -138,16 +116,16 @@ class Publisher:
         fsync: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if encoding not in ENCODINGS or checksum not in CHECKSUMS:
+        if encoding not in versions.ENCODINGS or checksum not in versions.CHECKSUMS:
             raise ValueError(
-                f"encoding must be one of {', '.join(ENCODINGS)}, and checksum one of "
-                f"{', '.join(CHECKSUMS)}, not {encoding!r} and {checksum!r}"
+                f"encoding must be one of {', '.join(versions.ENCODINGS)}, and checksum one of "
+                f"{', '.join(versions.CHECKSUMS)}, not {encoding!r} and {checksum!r}"
             )
         check_flags(fsync=fsync)
         if max_depth is not None and max_depth < 0:
             raise ValueError(f"max_depth must be None or a number of versions, not {max_depth}")
-        zstd()
-        hasher(checksum)
+        versions.zstd()
+        versions.checksum_of(torch.empty(0).byte(), checksum)  # needs its library
         own = base.version if isinstance(base, Weights) else 0
         self.version = own if version is None else version
         self._encoding, self._checksum, self._fsync = encoding, checksum, fsync
@@ -204,7 +182,7 @@ class Publisher:
             else:
                 # Two publishers at a URL must not replace each other's shard.
                 token = f"{secrets.token_hex(4)}-" if folder.is_url else ""
-                write_patches(
+                versions.write_patches(
                     folder,
                     Version(number, self.version, self._encoding, self._checksum),
                     {each.name: (each.blob, each.checksum) for each in found},
@@ -212,11 +190,10 @@ class Publisher:
                     fsync=self._fsync,
                     is_new=True,
                 )
+        changes = [each.change for each in found]
         if is_whole:
-            for name, tensor in tensors.items():
-                self._base[name].copy_(bytes_in(tensor))
-        else:
-            make(change for each in found for change in each.changes)
+            changes = [(bytes_in(tensor), self._base[name]) for name, tensor in tensors.items()]
+        _C.apply_changes(changes, n_threads=config.current().n_threads)
         self.version = number
         self._depth, self._nbytes = (0, 0) if is_whole else (self._depth + 1, nbytes)
         return self._root.join(name_of(number))
@@ -241,7 +218,7 @@ class Publisher:
                 f"{self._root.name} already has version {newest}: pass version={newest} and the "
                 "weights of this version (ptsave.deltas.Weights), or another directory"
             )
-        version, patches = open_version(self._root, self.version)
+        version, patches = versions.open_version(self._root, self.version)
         for patch in patches:
             memory = self._base.get(patch.name)
             if memory is None or not _has_result(memory, patch, version):
@@ -250,7 +227,7 @@ class Publisher:
                     f"{patch.name} differs"
                 )
         if self._max_depth is not None:
-            for version, patches in links(self._root, self.version, None):
+            for version, patches in versions.links(self._root, self.version, None):
                 if version.encoding != WHOLE:
                     self._depth += 1
                     self._nbytes += sum(patch.nbytes for patch in patches)
@@ -270,28 +247,27 @@ class Publisher:
     def _encode(self, tensors: Mapping[str, Tensor]) -> list[_Encoded]:
         """Return the patches of the tensors that have changed."""
         by_size = sorted(tensors.items(), key=lambda item: -item[1].nbytes)
-        with ThreadPool(config.current().n_threads) as pool:
-            return [each for each in pool.map(self._encoded, by_size) if each is not None]
+        return [each for each in in_threads(self._encoded, by_size) if each is not None]
 
     def _encoded(self, item: tuple[str, Tensor]) -> _Encoded | None:
         """Return the patch of a tensor, compressed; None if nothing has changed."""
         name, tensor = item
         before, after = self._base[name], bytes_in(tensor)
         if self._encoding == "overwrite":
-            patch = _C.find_changes(before, after)
-            changes = [Change(patch, before, False, b"")] if any(patch[:4]) else []
+            data = _C.find_changes(before, after)
+            if len(data) == versions.MIN_PATCH_NBYTES:
+                return None
+            blob = versions.compressed(data)
+            data = data if len(data) < len(after) else after
         else:
-            changes = changes_between(before, after, before)
-        if not changes:
-            return None
-        digest = checksum_of(after, self._checksum)
-        if self._encoding == "overwrite":
-            blob = compressed(patch)
-        else:
-            ranges = blocks_of(len(after))
-            blocks = ((before, begin, [memory_of(after[begin:end])]) for begin, end in ranges)
-            blob = xor_frame(blocks, len(after))
-        return _Encoded(name, blob, digest, changes)
+            data, parts = after, [slice(*each) for each in versions.blocks_of(len(after))]
+            found = (_C.find_changes(before[part], after[part]) for part in parts)
+            if all(len(each) == versions.MIN_PATCH_NBYTES for each in found):
+                return None
+            blocks = ((before, part.start, [after[part]]) for part in parts)
+            blob = versions.xor_frame(blocks, len(after))
+        digest = versions.checksum_of(after, self._checksum)
+        return _Encoded(name, blob, digest, (data, before))
 
     @contextmanager
     def _new_folder(self, number: int) -> Iterator[Location]:
@@ -301,14 +277,14 @@ class Publisher:
         if (newest_in(self._root) or 0) >= number:
             raise taken
         if self._root.is_url:
-            folder = folder_of(self._root, number)
+            folder = versions.folder_of(self._root, number)
             folder.make()
             try:
                 yield folder
             except FileExistsError as error:
                 raise taken from error
             return
-        with staging_of(self._root, number) as folder:
+        with versions.staging_of(self._root, number) as folder:
             folder.make()
             yield folder
             if self._fsync:
@@ -327,14 +303,14 @@ class _Encoded(NamedTuple):
     name: str
     blob: Tensor  # the compressed patch
     checksum: str
-    changes: list[Change]  # that make the base the new version
+    change: tuple[Tensor, Tensor]  # that makes the base the new version
 
 
 def _has_result(memory: Tensor, patch: Patch, version: Version) -> bool:
     """Return whether these are a tensor's bytes in the patch's version."""
     if patch.is_whole:
         return torch.equal(memory, patch.whole())
-    return checksum_of(memory, version.checksum) == patch.checksum
+    return versions.checksum_of(memory, version.checksum) == patch.checksum
 
 
 def _tensors_in(state: Any) -> dict[str, Tensor]:

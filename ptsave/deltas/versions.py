@@ -47,7 +47,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -81,7 +81,7 @@ _KINDS = {
 }
 # A tensor is patched and its checksum computed in blocks that fit a processor's cache.
 BLOCK_NBYTES = 512 << 10
-_MIN_PATCH_NBYTES = 4  # of a patch without changes
+MIN_PATCH_NBYTES = 4  # of a patch without changes
 _PATCH_NBYTES_PER_BYTE = 5
 # A patch of an unknown tensor may be at most as many times as large as its frame, and this many
 # bytes more.  All positions in a row, at zstd's level 19, are 6 times as large.
@@ -90,38 +90,21 @@ _LEVEL = 1  # of zstd; higher levels take much longer for a few percent
 
 
 class Change(NamedTuple):
-    """New contents of a part of a tensor: a patch, or all bytes; see `_C.apply_changes`."""
+    """A change of a part of a tensor: a patch that is shorter than the part, or all new bytes."""
 
-    data: bytes
+    data: bytes | Tensor
     target: Tensor
-    is_whole: bool
-    old: bytes  # the bytes that are replaced
-
-    @classmethod
-    def of_patch(cls, patch: bytes, target: Tensor, source: Tensor) -> Change:
-        """Return the change that a patch makes to `target`; `source` has the old bytes."""
-        return cls(patch, target, False, _C.old_values(patch, source))
-
-    @classmethod
-    def of_all(cls, data: bytes, target: Tensor, source: Tensor) -> Change:
-        """Return the change of all bytes of `target`; `source` has the old bytes."""
-        return cls(data, target, True, bytes(memory_of(source)))
-
-    @property
-    def positions(self) -> memoryview:
-        """The part of a patch before its values; nothing if all bytes change."""
-        n_values = len(self.data) // _PATCH_NBYTES_PER_BYTE
-        return memoryview(self.data)[: 0 if self.is_whole else len(self.data) - n_values]
+    inverse: Tensor  # undoes the change
 
 
 def make(changes: Iterable[Change]) -> None:
     """Make changes, with all threads; signal handlers run afterwards."""
-    _C.apply_changes([each[:3] for each in changes], n_threads=config.current().n_threads)
+    _C.apply_changes([each[:2] for each in changes], n_threads=config.current().n_threads)
 
 
 def undo(changes: Iterable[Change]) -> None:
     """Bring the bytes back that changes have replaced."""
-    make(each._replace(data=b"".join([each.positions, each.old])) for each in changes)
+    make(each._replace(data=each.inverse) for each in changes)
 
 
 class Patch(NamedTuple):
@@ -161,7 +144,7 @@ class Patch(NamedTuple):
 
     def whole(self) -> Tensor:
         """Return the bytes of a whole tensor, and compare their checksum."""
-        data = torch.frombuffer(bytearray(self.read()), dtype=torch.uint8)
+        data = tensor_of(self.read())
         if self.checksum and checksum_of(data, self.version.checksum) != self.checksum:
             raise self.damaged("the checksum differs")
         return data
@@ -175,15 +158,12 @@ class Patch(NamedTuple):
             data = self.read()
             limit = _MAX_EXPANSION * len(data) + _MAX_MORE
             if nbytes is not None:
-                limit = _MIN_PATCH_NBYTES + _PATCH_NBYTES_PER_BYTE * nbytes
+                limit = MIN_PATCH_NBYTES + _PATCH_NBYTES_PER_BYTE * nbytes
             size = zstd().get_frame_parameters(data).content_size
             if size > limit and size != zstd().CONTENTSIZE_UNKNOWN:
                 raise ValueError(f"it expands to {size} bytes, but at most {limit} are justified")
-            patch: bytes = (
-                zstd()
-                .ZstdDecompressor()
-                .decompress(data, max_output_size=limit, allow_extra_data=False)
-            )
+            decompress = zstd().ZstdDecompressor().decompress
+            patch: bytes = decompress(data, max_output_size=limit, allow_extra_data=False)
             _C.check_patch(patch, _C.MAX_PATCHED_NBYTES if nbytes is None else nbytes)
         return patch
 
@@ -215,12 +195,12 @@ class Version(NamedTuple):
     base: int
     encoding: str
     checksum: str
-    folded_from: int | None = None
+    folded_from: int = 0  # 0 if it is not folded
 
     def changes(self, number: int) -> bool:
-        """Return whether the patches also change a version that `fold` has made part of them."""
-        is_part = self.folded_from is not None and self.base < number < self.number
-        return is_part and self.encoding == "overwrite"
+        """Return whether the patches change a version: the base, or one that `fold` has merged."""
+        is_part = self.base < number < self.number and self.encoding == "overwrite"
+        return number == self.base or (is_part and self.folded_from > 0)
 
     def index_bytes(self, names: Iterable[str], shard: str) -> bytes:
         """Return the index of a version with patches, which are in one shard."""
@@ -231,11 +211,10 @@ class Version(NamedTuple):
             "compression_format": "zstd",
             "checksum_format": self.checksum,
         }
-        if self.folded_from is not None:
+        if self.folded_from:
             metadata["folded_from"] = f"{self.folded_from:06d}"
-        return json.dumps(
-            {"metadata": metadata, "weight_map": dict.fromkeys(sorted(names), shard)}
-        ).encode()
+        weight_map = dict.fromkeys(sorted(names), shard)
+        return json.dumps({"metadata": metadata, "weight_map": weight_map}).encode()
 
 
 def blocks_of(nbytes: int) -> Iterator[tuple[int, int]]:
@@ -254,29 +233,27 @@ def changes_between(before: Tensor, after: Tensor, target: Tensor) -> list[Chang
     """Return the changes that give `target` the bytes of `after`, if it has those of `before`."""
     changes = []
     for begin, end in blocks_of(len(after)):
-        patch = _C.find_changes(before[begin:end], after[begin:end])
-        if len(patch) == _MIN_PATCH_NBYTES:
-            continue
-        old = before[begin:end]
-        if len(patch) <= end - begin:
-            changes.append(Change.of_patch(patch, target[begin:end], old))
-        else:
-            new = bytes(memory_of(after[begin:end]))
-            changes.append(Change.of_all(new, target[begin:end], old))
+        old, new = before[begin:end], after[begin:end]
+        data: bytes | Tensor = _C.find_changes(old, new)
+        if len(data) > MIN_PATCH_NBYTES:
+            if len(data) >= end - begin:
+                data = bytes(memory_of(new))
+            changes.append(Change(data, target[begin:end], _C.inverse(data, old)))
     return changes
 
 
-def compressed(data: bytes) -> Tensor:
-    """Compress a patch."""
-    return _frame(zstd().ZstdCompressor(level=_LEVEL).compress(data))
-
-
-def _frame(data: bytes) -> Tensor:
+def tensor_of(data: bytes) -> Tensor:
+    """Return a uint8 tensor with a copy of bytes."""
     # A bytearray, because torch warns of memory that cannot be written.
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
 
 
-def xor_frame(blocks: Iterable[tuple[Tensor, int, Sequence[memoryview | bytes]]], n: int) -> Tensor:
+def compressed(patch: Tensor) -> Tensor:
+    """Compress a patch."""
+    return tensor_of(zstd().ZstdCompressor(level=_LEVEL).compress(memory_of(patch)))
+
+
+def xor_frame(blocks: Iterable[tuple[Tensor, int, Sequence[bytes | Tensor]]], n: int) -> Tensor:
     """Compress an ``xor`` patch of `n` bytes, block by block.
 
     A block is a range of memory, which begins at a position, and bytes to combine with it.
@@ -287,7 +264,7 @@ def xor_frame(blocks: Iterable[tuple[Tensor, int, Sequence[memoryview | bytes]]]
         out = torch.empty(len(others[0]), dtype=torch.uint8)
         _C.patched_copy(memory, begin, out, [(other, True) for other in others])
         pieces.append(stream.compress(memory_of(out)))
-    return _frame(b"".join([*pieces, stream.flush()]))
+    return tensor_of(b"".join([*pieces, stream.flush()]))
 
 
 # ------------------------------------------------------------------------------------- libraries
@@ -307,32 +284,13 @@ def zstd() -> Any:
     return _library("zstandard")
 
 
-class _Sum:
-    """A checksum of 32 bits with the methods of other checksums."""
-
-    def __init__(self, function: Callable[[memoryview, int], int], value: int) -> None:
-        self._function, self._value = function, value
-
-    def update(self, data: memoryview) -> None:
-        self._value = self._function(data, self._value)
-
-    def hexdigest(self) -> str:
-        return f"{self._value:08x}"
-
-
-def hasher(checksum: str) -> Any:
-    """Return an object with ``update`` and ``hexdigest`` that computes the checksum."""
-    if checksum in ("adler32", _CRC):
-        return _Sum(zlib.adler32, 1) if checksum == "adler32" else _Sum(_C.crc32, 0)
-    if checksum == "xxh3-128":
-        return _C.Xxh3()
-    return _library("blake3").blake3()
-
-
 def checksum_of(memory: Tensor, checksum: str) -> str:
     """Return the checksum of a uint8 tensor's bytes."""
-    found = hasher(checksum)
-    found.update(memory_of(memory))
+    data = memory_of(memory)
+    if checksum in ("adler32", _CRC):
+        return f"{zlib.adler32(data) if checksum == 'adler32' else _C.crc32(data):08x}"
+    found = _C.Xxh3() if checksum == "xxh3-128" else _library("blake3").blake3()
+    found.update(data)
     return str(found.hexdigest())
 
 
@@ -345,13 +303,10 @@ def name_of(version: int) -> str:
 
 
 def numbers_in(root: Location) -> list[int]:
-    """Return the numbers of the versions in a directory, in order."""
-    try:
+    """Return the numbers of the versions in a directory, in order; none if it does not exist."""
+    with suppress(FileNotFoundError):
         return version_numbers(root.names())
-    except FileNotFoundError:
-        if root.is_url:  # a store has no directory before its first file
-            return []
-        raise
+    return []
 
 
 def number_of(path: str) -> int | None:
@@ -362,14 +317,9 @@ def number_of(path: str) -> int | None:
 def newest_in(root: Location) -> int | None:
     """Return the newest version with an index or a single file, which publishers write last."""
     for number in reversed(numbers_in(root)):
-        if any(map(folder_of(root, number).is_taken, (INDEX, FORMATS["safetensors"].single))):
+        if any(map(folder_of(root, number).is_taken, (INDEX, _SINGLE))):
             return number
     return None
-
-
-def version_folders(root: Location) -> set[str]:
-    """Return the real paths of the versions in a local directory."""
-    return {os.path.realpath(root.join(name_of(number))) for number in numbers_in(root)}
 
 
 def folder_of(root: Location, number: int) -> Location:
@@ -404,48 +354,35 @@ def version_in(root: Location, number: int) -> tuple[Version, dict[str, str]]:
             return whole, {}
         reason = f"version {number} is missing, or its index is"
         raise FileNotFoundError(errno.ENOENT, reason, path) from None
-    metadata, kinds = index.get("metadata"), _KINDS
-    if not isinstance(metadata, dict) or not {"base_version", *kinds} & metadata.keys():
+    metadata = index.get("metadata")
+    if not isinstance(metadata, dict) or not {"base_version", *_KINDS} & metadata.keys():
         return whole, {}
     found: list[int] = []
     for key in ("version", "base_version", "folded_from"):
-        text = metadata.get(key)
+        text = metadata.get(key, "0" if key == "folded_from" else None)
         if not isinstance(text, str) or not re.fullmatch(r"[0-9]{1,15}", text):
-            if key in metadata or key != "folded_from":
-                raise CorruptCheckpointError(
-                    f"{path}: {key} must be digits: {text!r:.80}", path=path
-                )
-        else:
-            found.append(int(text))
+            raise CorruptCheckpointError(f"{path}: {key} must be digits: {text!r:.80}", path=path)
+        found.append(int(text))
     if found[0] != number or found[1] >= number:
         raise CorruptCheckpointError(
             f"{path}: this is version {found[0]}, based on version {found[1]}", path=path
         )
-    for key, known in kinds.items():
+    for key, known in _KINDS.items():
         if metadata.get(key) not in known:
             raise UnsupportedSourceError(
                 f"{path}: {key} is {metadata.get(key)!r:.80}, but ptsave knows {', '.join(known)}"
             )
-    version = Version(number, found[1], metadata["delta_encoding"], metadata["checksum_format"])
-    return version._replace(folded_from=found[2] if len(found) > 2 else None), index["weight_map"]
+    forms = metadata["delta_encoding"], metadata["checksum_format"]
+    return Version(number, found[1], *forms, found[2]), index["weight_map"]
 
 
 def tensors_in(files: ShardFiles) -> dict[str, tuple[RangeSource, SafetensorsHeader, int]]:
     """Return where each tensor of safetensors files is: file, header, number in the header."""
     every = []
     for source in files.open():
-        with source.closed_on_error():
-            if source.kind != "safetensors":
-                raise UnsupportedSourceError(
-                    f"{source.name}: only safetensors files can be changed: convert this file first"
-                )
-            header = read_header(source)
-            if isinstance(source, LocalFile):
-                source.park()
-        every += [
-            (stored.name, source.name, (source, header, number))
-            for number, stored in enumerate(header.tensors)
-        ]
+        header = _header_of(source, verify=True)
+        for number, stored in enumerate(header.tensors):
+            every.append((stored.name, source.name, (source, header, number)))
     found: dict[str, tuple[RangeSource, SafetensorsHeader, int]] = {}
     for source, header, number in those_in_index(every, files):
         name = header.tensors[number].name
@@ -453,6 +390,18 @@ def tensors_in(files: ShardFiles) -> dict[str, tuple[RangeSource, SafetensorsHea
             raise ValueError(f"{name} is in {found[name][0].name} and in {source.name}")
         found[name] = source, header, number
     return found
+
+
+def _header_of(source: RangeSource, *, verify: bool) -> SafetensorsHeader:
+    with source.closed_on_error():
+        if verify and source.kind != "safetensors":
+            raise UnsupportedSourceError(
+                f"{source.name}: only safetensors files can be changed: convert this file first"
+            )
+        header = read_header(source, verify=verify)
+        if isinstance(source, LocalFile):
+            source.park()  # a chain may have many files
+        return header
 
 
 def whole_files(folder: Location) -> ShardFiles:
@@ -470,10 +419,7 @@ def _whole_tensors(version: Version, folder: Location) -> Iterator[Patch]:
 
 def _patches_in(folder: Location, file: str, names: set[str], version: Version) -> Iterator[Patch]:
     source = open_source(folder.join(file), folder.storage_options or None)
-    with source.closed_on_error():
-        header = read_header(source, verify=False)
-        if isinstance(source, LocalFile):
-            source.park()  # a chain may have many files
+    header = _header_of(source, verify=False)
     path = source.name
     if names != {stored.name for stored in header.tensors}:
         raise CorruptCheckpointError(
@@ -511,14 +457,11 @@ def links(root: Location, newest: int, base: int | None) -> Iterator[tuple[Versi
         number = version.base
 
 
-def chain(root: Location, newest: int, base: int | None) -> dict[str, list[Patch]]:
-    """Return the patches of each tensor that lead from version `base` to `newest`, in order.
-
-    If a whole checkpoint is in between, they begin with the whole tensors.
-    """
+def by_tensor(found: Iterable[tuple[Version, list[Patch]]]) -> dict[str, list[Patch]]:
+    """Return the patches of each tensor in ascending order, from versions in descending order."""
     patches: dict[str, list[Patch]] = {}
-    for _, found in links(root, newest, base):
-        for patch in found:
+    for _, of_version in found:
+        for patch in of_version:
             patches.setdefault(patch.name, []).insert(0, patch)
     return patches
 

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ptsave.contents.directories import version_numbers
-from ptsave.deltas.applying import patch_in_place
-from ptsave.deltas.versions import (
-    INDEX,
-    WHOLE,
-    Patch,
-    bytes_in,
-    folder_of,
-    name_of,
-    numbers_in,
-    open_version,
-)
+from ptsave.deltas.applying import in_threads, patch_in_place
+from ptsave.deltas.versions import WHOLE, Patch, bytes_in, name_of, numbers_in, open_version
 from ptsave.errors import bare_message
 from ptsave.inspection.reports import Problem, Verification
 from ptsave.models.iterating import iter_weights
 from ptsave.sources.locations import Location
-from ptsave.sources.ranges import folder_at
-from ptsave.support import config
-from ptsave.support.threads import ThreadPool
-from ptsave.writing.targets import resolve_folder
 
 _UNKNOWN_BASE = (
     "the results of patches were not compared, because their base is unknown: see --base"
@@ -47,47 +33,38 @@ class ListedVersion(NamedTuple):
     modified: float | None  # in seconds since 1970; None at a URL
 
 
-def versions_at(path: Any, storage_options: Mapping[str, Any] | None) -> Location | None:
-    """Return the directory of versions at a path or URL; None if it is something else."""
-    folder = folder_at(path, storage_options)
-    if folder is None or not version_numbers(folder.names()):
-        return None
-    return resolve_folder(path, storage_options)
-
-
 def list_versions(root: Location) -> Iterator[ListedVersion | Exception]:
     """Yield each version in a directory, or the error that opening it raises."""
     found: list[ListedVersion | Exception] = []
+    whole = 0
     for number in numbers_in(root):
         try:
-            found.append(listed(root, number))
+            each = listed(root, number)
         except (OSError, ValueError, RuntimeError) as error:
             found.append(error)
-    listed_ones = [each for each in found if isinstance(each, ListedVersion)]
-    whole = next((each.nbytes for each in listed_ones if each.kind == WHOLE), 0)
-    for each in found:
-        if whole and isinstance(each, ListedVersion):
-            yield each._replace(ratio=each.nbytes / whole)
         else:
-            yield each
+            whole = whole or (each.nbytes if each.base is None else 0)
+            found.append(each)
+    for facts in found:
+        if whole and isinstance(facts, ListedVersion):
+            yield facts._replace(ratio=facts.nbytes / whole)
+        else:
+            yield facts
 
 
 def listed(root: Location, number: int) -> ListedVersion:
     """Return the facts about a version; its ratio is not known yet."""
     version, patches = open_version(root, number)
-    folder = folder_of(root, number)
+    modified = None if root.is_url else os.stat(root.join(name_of(number))).st_mtime
+    nbytes = sum(patch.nbytes for patch in patches)
     is_whole = version.encoding == WHOLE
-    modified = None
-    if not root.is_url:
-        has_index = folder.is_taken(INDEX)
-        modified = os.stat(folder.join(INDEX) if has_index else patches[0].source.name).st_mtime
     return ListedVersion(
         number,
         None if is_whole else version.base,
         version.encoding,
         None if is_whole else version.checksum,
         len(patches),
-        sum(patch.nbytes for patch in patches),
+        nbytes,
         None,
         modified,
     )
@@ -118,28 +95,26 @@ def verify_versions(root: Location, base: Any = None) -> Iterator[Verification]:
             at = version.base
         if numbers[0] < version.base < number and version.base not in numbers:
             problems.append(Problem(f"it is based on version {version.base}, which is missing"))
-        is_known = at is not None and (at in (number, version.base) or version.changes(at))
+        is_known = at is not None and (at == number or version.changes(at))
 
-        def check(patch: Patch, known: dict[str, Tensor] | None) -> Problem | None:
+        known = weights if is_known else None
+
+        def check(patch: Patch, known: dict[str, Tensor] | None = known) -> Problem | None:
             try:
                 _check(patch, known)
             except (OSError, ValueError, RuntimeError) as error:
                 return Problem(bare_message(error, patch.source.name), entries=[patch.name])
             return None
 
-        known = weights if is_known else None
-        with ThreadPool(config.current().n_threads) as pool:
-            found = pool.map(check, patches, [known] * len(patches))
-            problems += [problem for problem in found if problem is not None]
+        problems += filter(None, in_threads(check, patches))
         if is_known:
             weights, at = (None, None) if problems else (weights, number)
-        remarks = [] if is_known else [_UNKNOWN_BASE]
         names = [patch.name for patch in patches]
         damaged = {name for problem in problems for name in problem.entries}
         yield Verification(
             path,
             problems,
-            remarks,
+            [] if is_known else [_UNKNOWN_BASE],
             nbytes=sum(patch.nbytes for patch in patches),
             tensors=names,
             whole=[name for name in names if name not in damaged],

@@ -377,7 +377,7 @@ FOLD_STEPS: list[tuple[Any, str, int, bool]] = [
     for n_calls in (1, 2)
     for is_before in (True, False)
     for module, name in (
-        (folding, "write_patches"),
+        (versions, "write_patches"),
         (versions, "write_safetensors"),
         (versions, "write_bytes"),
         (LocalFolder, "remove"),

@@ -203,20 +203,20 @@ def test_a_tensor_of_another_size(tmp_path: Path) -> None:
 JOURNALS: dict[str, Any] = {
     "nothing": None,
     "another dict": {"version": 1},
-    "a file outside": {"version": 1, "entries": [("../blob", 0, 1, True, 1)]},
-    "an absolute path": {"version": 1, "entries": [("/tmp/blob", 0, 1, True, 1)]},
-    "a link": {"version": 1, "entries": [("link", 0, 1, True, 1)]},
-    "a linked directory": {"version": 1, "entries": [("away/blob", 0, 1, True, 1)]},
+    "a file outside": {"version": 1, "entries": [("../blob", 0, 4, 4)]},
+    "an absolute path": {"version": 1, "entries": [("/tmp/blob", 0, 4, 4)]},
+    "a link": {"version": 1, "entries": [("link", 0, 4, 4)]},
+    "a linked directory": {"version": 1, "entries": [("away/blob", 0, 4, 4)]},
     "other data": {
         "version": 1,
-        "entries": [("model.safetensors", 0, 1, True, 1)],
+        "entries": [("model.safetensors", 0, 4, 4)],
         "data": torch.ones(4).to_sparse(),
     },
-    "no data": {"version": 1, "entries": [("model.safetensors", 0, 1, True, 1)], "data": [1]},
+    "no data": {"version": 1, "entries": [("model.safetensors", 0, 4, 4)], "data": [1]},
     "too few fields": {"version": 1, "entries": [("model.safetensors", 0)]},
-    "outside of the file": {"version": 1, "entries": [("model.safetensors", 10**9, 1, True, 1)]},
-    "text as numbers": {"version": 1, "entries": [("model.safetensors", "0", 1, True, 1)]},
-    "no patch": {"version": 1, "entries": [("model.safetensors", 0, 100, False, 4)]},
+    "outside of the file": {"version": 1, "entries": [("model.safetensors", 10**9, 4, 4)]},
+    "text as numbers": {"version": 1, "entries": [("model.safetensors", "0", 4, 4)]},
+    "no patch": {"version": 1, "entries": [("model.safetensors", 0, 100, 4)]},
 }
 
 

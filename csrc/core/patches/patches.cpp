@@ -141,11 +141,12 @@ void Patch::prefetch(std::size_t i, const std::byte* target, std::uint64_t begin
       reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(target) + offset));
 }
 
-void Patch::read(std::span<const std::byte> target, std::byte* values) const {
+void Patch::write_inverse(std::span<const std::byte> target, std::byte* patch) const {
+  std::byte* values = std::copy(positions_ - sizeof(std::uint32_t), values_, patch);
   for (std::size_t i = 0; i < count_; ++i) {
     prefetch(i, target.data(), 0);
     const std::size_t at = position(i);
-    values[i] = at < target.size() ? target[at] : std::byte{0};
+    *values++ = at < target.size() ? target[at] : std::byte{0};
   }
 }
 

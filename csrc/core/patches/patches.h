@@ -51,9 +51,8 @@ class Patch {
   // Throws std::invalid_argument unless the positions ascend and are less than `nbytes`.
   void check(std::uint64_t nbytes) const;
   std::size_t count() const { return count_; }
-  // Writes the bytes that `target` has at the positions, one for each position; zero for a position
-  // outside of it.
-  void read(std::span<const std::byte> target, std::byte* values) const;
+  // Writes the patch of the same size that undoes this one; `target` has the old bytes.
+  void write_inverse(std::span<const std::byte> target, std::byte* patch) const;
   // Changes the bytes of `target`, which begins at position `begin`.  Writes nothing outside
   // of `target`, even if the positions do not ascend.
   void apply(std::uint64_t begin, std::span<std::byte> target) const;
