@@ -117,6 +117,8 @@ def apply(
         If the target has a later version, lacks a tensor, has one of another dtype or shape, is a
         link to a shared file, or is itself a version of the directory.  Or if a packed parameter
         cannot be divided.
+    TypeError
+        If a tensor in memory is not dense, or has no memory of its own, as a DTensor.
     ImportError
         If a library is missing: ``pip install "ptsave[deltas]"``.
 

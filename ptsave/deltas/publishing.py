@@ -24,7 +24,7 @@ from ptsave.models.save_model import ShardSet, save_errors, split, tensors_of
 from ptsave.sources.locations import Location
 from ptsave.streaming.payload_sources import check_safetensors
 from ptsave.support import config
-from ptsave.support.calls import check_flags
+from ptsave.support.calls import check_flags, checked_int
 from ptsave.support.text import some_of
 from ptsave.writing.targets import resolve_folder
 
@@ -127,7 +127,7 @@ class Publisher:
         versions.zstd()
         versions.checksum_of(torch.empty(0).byte(), checksum)  # needs its library
         own = base.version if isinstance(base, Weights) else 0
-        self.version = own if version is None else version
+        self.version = own if version is None else checked_int(version, "version", 0)
         self._encoding, self._checksum, self._fsync = encoding, checksum, fsync
         self._max_depth = max_depth
         self._root = resolve_folder(directory, storage_options)

@@ -226,7 +226,13 @@ def blocks_of(nbytes: int) -> Iterator[tuple[int, int]]:
 def bytes_in(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes: a view if it is contiguous and on the CPU, else a copy."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return plain.contiguous().view(-1).view(torch.uint8)
+    memory = plain.contiguous().view(-1).view(torch.uint8)
+    if memory.numel() and not memory.data_ptr():
+        raise TypeError(
+            f"a {type(tensor).__name__} has no memory of its own: pass a plain tensor, for example "
+            "full_tensor(), or load ptsave.deltas.Weights with ptsave.load_model"
+        )
+    return memory
 
 
 def changes_between(before: Tensor, after: Tensor, target: Tensor) -> list[Change]:

@@ -7,16 +7,19 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import delta_reference as reference
 import pytest
 import torch
+import torch.distributed as dist
 from delta_reference import assert_same_bits, changed, random_bits
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ptsave
 from ptsave import _C
@@ -61,6 +64,13 @@ def read(folder: Path) -> dict[str, Tensor]:
     for path in folder.glob("*.safetensors"):
         found.update(load_file(path))
     return found
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------- in memory
@@ -111,6 +121,24 @@ def test_a_target_of_any_version(encoding: Any, known: bool, tmp_path: Path) -> 
             base = begin if known else None
             assert apply(tmp_path, held, end, base_version=base) == end
             assert_same_bits(held, weights[end])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_tensors_without_memory_of_their_own(tmp_path: Path) -> None:
+    """Each rank has a part of a DTensor, so patches of the whole tensor do not fit."""
+    old, new = {"a": torch.zeros(8, 4)}, {"a": torch.ones(8, 4)}
+    placed = {"a": distribute_tensor(old["a"].clone(), init_device_mesh("cpu", (1,)), [Shard(0)])}
+    publisher = Publisher(tmp_path / "versions", old)
+    with pytest.raises(TypeError, match="a DTensor has no memory of its own"):
+        publisher.publish(placed)
+    publisher.publish(new)
+    for refused in (
+        lambda: apply(tmp_path / "versions", placed),
+        lambda: Publisher(tmp_path / "other", placed),
+    ):
+        with pytest.raises(TypeError, match=r"pass a plain tensor, for example full_tensor\(\)"):
+            refused()
+    assert_same_bits({"a": placed["a"].full_tensor()}, old)
 
 
 def test_a_target_with_other_tensors(tmp_path: Path) -> None:
@@ -407,6 +435,8 @@ def test_weights_that_do_not_fit_the_base(tmp_path: Path) -> None:
         publisher.publish(weights[1], 2)
     with pytest.raises(ValueError, match="encoding must be one of overwrite, xor"):
         Publisher(tmp_path, weights[0], encoding="delta")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="version must be"):
+        Publisher(tmp_path, weights[0], version=-1)
     assert list(tmp_path.iterdir()) == []
 
 

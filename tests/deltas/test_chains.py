@@ -18,7 +18,8 @@ from test_apply import copy_of, in_killed_process, killed, publish_all, read, st
 from torch import Tensor, nn
 
 import ptsave
-from ptsave.deltas import Publisher, apply, applying, fold, folding, remove, versions
+from ptsave.deltas import Publisher, Weights, apply, applying, fold, folding, remove, versions
+from ptsave.inspection.versions import verify_versions
 from ptsave.sources.locations import LocalFolder
 from ptsave.streaming import payload_sources
 from ptsave.support.locks import try_lock
@@ -93,6 +94,38 @@ def test_tied_tensors_keep_all_names(tmp_path: Path) -> None:
     held = {"a": old.clone(), "b": old.clone()}
     apply(tmp_path, held)
     assert_same_bits(held, {"a": new, "b": new})
+
+
+def test_whole_versions_with_empty_tensors(tmp_path: Path) -> None:
+    weights = [{"e": torch.empty(0, 3), "s": torch.tensor(i), "w": torch.randn(9)} for i in (1, 2)]
+    root, served = tmp_path / "root", tmp_path / "served"
+    ptsave.save_model(weights[0], served)
+    publish_all(root, weights, max_depth=0)
+    held = copy_of(weights[0])
+    apply(root, held)
+    assert_same_bits(held, weights[1])
+    assert_same_bits(dict(ptsave.iter_weights(Weights(root, served))), weights[1])
+    apply(root, served)
+    assert_same_bits(read(served), weights[1])
+    publisher = Publisher(root, weights[1], version=1, max_depth=0)
+    publisher.publish(weights[0])
+    assert all(not found.problems for found in verify_versions(LocalFolder(str(root))))
+
+
+def test_versions_of_seven_digits(tmp_path: Path) -> None:
+    weights, served = states(), tmp_path / "served"
+    ptsave.save_model(weights[0], served)
+    publish_all(tmp_path / "root", weights, version=999_997)
+    assert sorted(os.listdir(tmp_path / "root")) == [
+        "weight_v1000000", "weight_v999998", "weight_v999999"
+    ]  # fmt: skip
+    assert apply(tmp_path / "root", served, 999_999) == 999_999
+    assert apply(tmp_path / "root", served) == 1_000_000
+    assert_same_bits(read(served), weights[3])
+    assert fold(tmp_path / "root").removed == [999_998, 999_999]
+    held = copy_of(weights[0])
+    assert apply(tmp_path / "root", held) == 1_000_000
+    assert_same_bits(held, weights[3])
 
 
 def test_a_restart_needs_the_weights_of_a_whole_version(tmp_path: Path) -> None:
