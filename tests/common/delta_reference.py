@@ -149,10 +149,16 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return bits.view(dtype).view(shape)
 
 
+def clone(tensor: Tensor) -> Tensor:
+    """Return a copy of a contiguous tensor, also if torch cannot copy its dtype (float4 in 2.9)."""
+    memory = tensor.detach().view(-1).view(torch.uint8).clone()
+    return memory.view(tensor.dtype).view(tensor.shape)
+
+
 def changed(tensor: Tensor, fraction: float) -> Tensor:
     """Return a copy of which about this fraction of bytes is different."""
-    copy = tensor.detach().clone()
-    memory = copy.reshape(-1).view(torch.uint8)
+    copy = clone(tensor)
+    memory = copy.view(-1).view(torch.uint8)
     where = torch.rand(memory.shape) < fraction
     flips = torch.randint(1, 256, memory.shape, dtype=torch.uint8)
     memory[where] ^= 1 if tensor.dtype == torch.bool else flips[where]

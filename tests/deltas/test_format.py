@@ -12,7 +12,7 @@ from typing import Any
 import delta_reference as reference
 import pytest
 import torch
-from delta_reference import assert_same_bits, bytes_of, changed, random_bits
+from delta_reference import assert_same_bits, bytes_of, changed, clone, random_bits
 from torch import Tensor
 
 import ptsave
@@ -79,7 +79,7 @@ def test_versions_are_those_of_the_reference(encoding: Any, kind: Any, tmp_path:
 @pytest.mark.parametrize(("encoding", "kind"), FORMS)
 def test_versions_of_the_reference_are_applied(encoding: str, kind: str, tmp_path: Path) -> None:
     weights = weights_of_all_dtypes()
-    held = {name: tensor.clone() for name, tensor in weights.items()}
+    held = {name: clone(tensor) for name, tensor in weights.items()}
     for number, fraction in enumerate((0.01, 0.3, 1), 1):
         new = next_weights(weights, fraction)
         reference.publish(tmp_path, number, weights, new, (encoding, kind))
@@ -141,7 +141,7 @@ def test_random_chains(tmp_path: Path) -> None:
             fold(root)
             begin, end = (begin if form[0] == "overwrite" else 0), last
         for base in (None, begin):
-            held = {name: tensor.clone() for name, tensor in states[begin].items()}
+            held = {name: clone(tensor) for name, tensor in states[begin].items()}
             assert apply(root, held, end, base_version=base) == end
             assert_same_bits(held, states[end])
         if all(each.dtype != torch.complex128 for each in states[0].values()):
