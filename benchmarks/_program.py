@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ __all__ = [
     "TIMES_STOCK",
     "WITHOUT_COLD",
     "Program",
+    "Task",
     "add_report_options",
     "add_state_options",
     "check_options",
@@ -137,6 +138,15 @@ def write_report(text: str, output: Path, plots: Path | None) -> None:
 
 
 @dataclass(frozen=True)
+class Task:
+    """A figure that one process measures, or the files that it makes."""
+
+    workload: str
+    contender: str
+    folder: str
+
+
+@dataclass(frozen=True)
 class Program:
     """A benchmark that measures every figure in a fresh process.
 
@@ -177,6 +187,20 @@ class Program:
         command.append(json.dumps(asdict(task)))
         result = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
         return json.loads(result.stdout.splitlines()[-1])
+
+    def measured(
+        self, contenders: Mapping[str, Sequence[str]], names: list[str], rounds: int, folder: Path
+    ) -> dict[tuple[str, str], list[Any]]:
+        """Measure workloads with each of their contenders, which begin in turn."""
+        figures: dict[tuple[str, str], list[Any]] = {}
+        for turn in range(rounds):
+            for name in names:
+                n = len(contenders[name])
+                for i in range(n):
+                    contender = contenders[name][(turn + i) % n]
+                    found = self.run_task(Task(name, contender, str(folder)))
+                    figures.setdefault((name, contender), []).append(found)
+        return figures
 
     def main(self) -> None:
         options = self._parser().parse_args()

@@ -36,7 +36,7 @@ import torch
 from tqdm import tqdm
 
 import ptsave
-from benchmarks._program import Program, is_warmed_up, settle_memory, table
+from benchmarks._program import Program, Task, is_warmed_up, settle_memory, table
 from ptsave.bench import limits
 from ptsave.bench.system import MIB
 
@@ -49,15 +49,6 @@ TINY_GOAL = 20.0  # microseconds, at most
 
 
 # ------------------------------------------------------------------------- one figure, one process
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one process measures."""
-
-    workload: str
-    contender: str
-    folder: str
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import _limits
-from benchmarks._program import Program, is_warmed_up, settle_memory, table
+from benchmarks._program import Program, Task, is_warmed_up, settle_memory, table
 from ptsave.bench.system import MIB, PeakMemory
 
 STOCK, PTSAVE, LIMIT, NOTHING = "torch", "ptsave", "limit", "nothing"
@@ -46,15 +46,6 @@ PEAK_GOAL = 1.05  # times the tensors, at most
 
 
 # ------------------------------------------------------------------------- one figure, one process
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one process measures."""
-
-    workload: str
-    contender: str
-    folder: str
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks._program import WITHOUT_COLD, Program, is_warmed_up, settle_memory, table
+from benchmarks._program import WITHOUT_COLD, Program, Task, is_warmed_up, settle_memory, table
 from benchmarks.archive import yes_or_no
 from ptsave.bench.system import MIB
 
@@ -45,15 +44,6 @@ CONTENDERS = {
     "share": (PT, SAFETENSORS),
 }
 MAX_SECONDS = {"map": 0.005, "verdict": 0.1, "touch": NBYTES / 10e9, "share": NBYTES / 40e9}
-
-
-@dataclass(frozen=True)
-class Task:
-    """A figure of one process, or the files that it makes."""
-
-    workload: str
-    contender: str
-    folder: str
 
 
 def _state() -> dict[str, torch.Tensor]:
@@ -136,14 +126,7 @@ def _touch(path: Path) -> None:
 
 def report(names: list[str], rounds: int, folder: Path) -> str:
     PROGRAM.run_task(Task("", "", str(folder)))
-    figures: dict[tuple[str, str], list[float]] = {}
-    for turn in range(rounds):
-        for name in names:
-            contenders = CONTENDERS[name]
-            for i in range(len(contenders)):
-                contender = contenders[(turn + i) % len(contenders)]
-                seconds = PROGRAM.run_task(Task(name, contender, str(folder)))
-                figures.setdefault((name, contender), []).append(seconds)
+    figures = PROGRAM.measured(CONTENDERS, names, rounds, folder)
 
     def rows() -> Iterator[list[str]]:
         for name in names:

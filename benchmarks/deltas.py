@@ -30,7 +30,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -58,15 +57,6 @@ MIN_RATE = 8.0  # GB/s of new weights
 MIN_FACTOR = 10  # times the reference's rate
 MIN_READ = 0.8  # of the rate of a cached read
 PIECE_NBYTES = 4 * MIB
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one process measures."""
-
-    workload: str
-    contender: str
-    folder: str
 
 
 def measure(workload: str, contender: str, folder: str) -> float:
@@ -208,14 +198,7 @@ def _pull_as_sglang(root: Path, version: int, path: Path) -> None:
 
 
 def report(names: list[str], rounds: int, folder: Path) -> str:
-    figures: dict[tuple[str, str], list[float]] = {}
-    for turn in range(rounds):
-        for name in names:
-            contenders = CONTENDERS[name]
-            for i in range(len(contenders)):
-                contender = contenders[(turn + i) % len(contenders)]
-                found = PROGRAM.run_task(Task(name, contender, str(folder)))
-                figures.setdefault((name, contender), []).append(found)
+    figures = PROGRAM.measured(CONTENDERS, names, rounds, folder)
 
     def rows() -> Iterator[list[str]]:
         for name in names:

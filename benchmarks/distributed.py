@@ -32,7 +32,6 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -41,7 +40,7 @@ from typing import Any
 import torch
 
 from benchmarks import _limits
-from benchmarks._program import Program, is_warmed_up, settle_memory, table
+from benchmarks._program import Program, Task, is_warmed_up, settle_memory, table
 from ptsave.bench.system import MIB, PeakMemory, make_cold, make_warm
 
 CONTENDERS = ("torch", "ptsave")
@@ -55,15 +54,6 @@ WARMUP_NBYTES = 32 * MIB
 N_CONVERTED_MIB = int(os.environ.get("PTSAVE_BENCHMARK_MIB", "4096"))
 
 Figures = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a fresh process does."""
-
-    workload: str
-    contender: str
-    folder: str
 
 
 # ----------------------------------------------------------------------------------- the contenders

@@ -48,7 +48,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import _limits
-from benchmarks._program import TIMES_STOCK, Program, is_warmed_up, settle_memory, table
+from benchmarks._program import TIMES_STOCK, Program, Task, is_warmed_up, settle_memory, table
 from benchmarks.works import GPT2_WIDTH, PARAMETERS_OF_LAYER, make_trainer, save_trainer
 from ptsave.bench.system import MIB, PeakMemory, make_warm
 from ptsave.sources.locations import sync_path
@@ -70,15 +70,6 @@ LIMIT_MODES = {
 }
 CLIENTS = ("lightning", "trainer", "accelerate", "diffusers", "peft")
 N_FLOATS_OF_TENSOR = 4 * MIB
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one process measures."""
-
-    workload: str
-    contender: str
-    folder: str
 
 
 @dataclass(frozen=True)

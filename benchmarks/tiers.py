@@ -33,7 +33,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,15 +57,6 @@ MIN_RATES = {"local": 0.9, "peer": 0.8, "remote": 0.8}  # of the limit
 TOKEN = "benchmark"
 NAME = "step-00000001.pt"
 DRAIN_NBYTES = 16 * MIB
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one process measures."""
-
-    workload: str
-    contender: str
-    folder: str
 
 
 def measure(workload: str, contender: str, folder: str) -> float:
@@ -234,14 +224,7 @@ def _remote(contender: str, folder: Path) -> float:
 
 
 def report(names: list[str], rounds: int, folder: Path) -> str:
-    figures: dict[tuple[str, str], list[float]] = {}
-    for turn in range(rounds):
-        for name in names:
-            contenders = CONTENDERS[name]
-            for i in range(len(contenders)):
-                contender = contenders[(turn + i) % len(contenders)]
-                seconds = PROGRAM.run_task(Task(name, contender, str(folder)))
-                figures.setdefault((name, contender), []).append(seconds)
+    figures = PROGRAM.measured(CONTENDERS, names, rounds, folder)
 
     def rows() -> Iterator[list[str]]:
         for name in names:
