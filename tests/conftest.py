@@ -59,6 +59,12 @@ _ENVIRONMENT = (
 )
 
 
+def pytest_collection_finish() -> None:
+    """Leave the tests out of later garbage collections: one would copy all pages in a fork."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _torch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Isolate tests: seeds, safe globals, device registry, options, environment, installation."""
@@ -105,6 +111,17 @@ def folder() -> Iterator[Path]:
 def path(tmp_path: Path) -> Path:
     """A file of the test's own that is not there yet."""
     return tmp_path / "run.pt"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """An S3 server of the module's own, without buckets: see `s3_server.S3Server`."""
+    pytest.importorskip("moto", reason="the S3 server of these tests is moto's: pip install moto")
+    pytest.importorskip("s3fs", reason="fsspec reaches S3 by s3fs: pip install s3fs")
+    from s3_server import running_server
+
+    with running_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,12 @@ class S3Server:
             "config_kwargs": {"retries": {"max_attempts": 1}},
         }
 
+    def file_system(self) -> Any:
+        """Return the file system of fsspec."""
+        import fsspec
+
+        return fsspec.filesystem("s3", **self.options)
+
     @contextmanager
     def failing(
         self, method: str, query: str, action: int | str, times: int = 1 << 30

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from warm_python import WarmProcess
 
 import ptsave
 
@@ -402,13 +403,7 @@ def test_processes_share_one_copy(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     (ptsave.save_model if path.suffix != ".pt" else ptsave.save)({"w": torch.zeros(8 << 20)}, path)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PSS, path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(8)
+        WarmProcess(PSS, path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(8)
     ]
     total = 0
     for rank in ranks:
@@ -421,7 +416,7 @@ def test_processes_share_one_copy(tmp_path: Path, name: str) -> None:
         rank.stdin.flush()
         total += int(rank.stdout.readline()) << 10
     for rank in ranks:
-        rank.communicate("\n")
+        rank.communicate()
     assert path.stat().st_size * 0.9 < total <= 1.05 * path.stat().st_size
 
 

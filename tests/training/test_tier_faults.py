@@ -26,8 +26,6 @@ from s3_server import S3Server, running_server
 
 import ptsave
 
-pytest.importorskip("xxhash", reason="manifests have digests of the xxhash library")
-
 N_RANKS, PER_HOST = 4, 2
 LIMIT_S = 60  # for the start of a job, with its restore
 N_DAMAGED = int(os.environ.get("PTSAVE_MUTATIONS", "300"))

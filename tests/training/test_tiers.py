@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from _system import eventually, mounted, needs_root
-from s3_server import S3Server, running_server
+from s3_server import S3Server
 from stock_comparison import stock_load, stock_save
 from test_checkpointer import name_of
 from torch import nn
@@ -67,13 +67,6 @@ class Slow:
             (self.place / name).write_bytes(data)
         else:
             self.fs.pipe_file(f"{self.prefix}/{name}", data)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    pytest.importorskip("moto", reason="the S3 server of these tests is moto's: pip install moto")
-    with running_server() as server:
-        yield server
 
 
 @pytest.fixture

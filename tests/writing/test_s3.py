@@ -11,7 +11,7 @@ import pytest
 import torch
 from _system import run_python
 from command_line import succeed
-from s3_server import S3Server, running_server
+from s3_server import S3Server
 from stock_comparison import stock_save
 from torch import nn
 
@@ -26,12 +26,6 @@ SMALL = {"weight": torch.arange(300_000.0), "step": 3}
 # More than two parts, which are as small here as S3 lets them be.
 LARGE = {"weight": torch.arange(3 * MIB, dtype=torch.int32), "step": 3}
 URL = "s3://bucket/run/model.pt"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with running_server() as server:
-        yield server
 
 
 @pytest.fixture
