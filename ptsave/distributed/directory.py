@@ -75,13 +75,18 @@ class CheckpointDirectory(LocalFolder):
 
         `sizes` has the size of each file that the metadata names.  `rank` is the rank that saves by
         itself, or None if all ranks save together.  If another save has removed some of these
-        files, SaveError is raised, and the old checkpoint stays.
+        files, SaveError is raised, the others are removed, and the old checkpoint stays.
         """
         from ptsave.streaming.payload_sources import write_bytes
 
         data = dump_metadata(metadata)
         with self.locked(wait=True):
-            self._require(sizes)
+            try:
+                self._require(sizes)
+            except SaveError:
+                for each in sizes:
+                    self.remove(each)
+                raise
             name = metadata_name(rank)
             write_bytes(self.file(name), data, fsync=fsync)
             if fsync:

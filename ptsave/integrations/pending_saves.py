@@ -215,7 +215,7 @@ class StagedFile(HeldLock):
         """Remove an unpublished file; do nothing in a second call, or in a forked process."""
         if self._descriptor is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._close()
+            self.close()
 
     def _make_locked(self, parent: str) -> None:
         """Make and lock a directory; try again if another save has removed it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,14 +23,14 @@ class HeldLock:
         self._descriptor = descriptor
         _held.add(self)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Close the descriptor, which ends the lock; after a fork, the parent process keeps it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def __del__(self) -> None:
-        self._close()
+        self.close()
 
 
 _held: weakref.WeakSet[HeldLock] = weakref.WeakSet()
@@ -37,7 +38,7 @@ _held: weakref.WeakSet[HeldLock] = weakref.WeakSet()
 
 def _forget_all() -> None:
     for lock in list(_held):
-        lock._close()
+        lock.close()
 
 
 os.register_at_fork(after_in_child=_forget_all)
@@ -78,14 +79,15 @@ def locked_directory(directory: str, *, wait: bool = False) -> Iterator[bool]:
 class FolderLock(HeldLock):
     """Makes `folder` and locks its file `name`; raises a SaveError about `place` if it is locked.
 
-    On a file system without locks, other processes can use the directory at the same time.
+    With `wait`, it waits instead.  On a file system without locks, other processes can use the
+    directory at the same time.
     """
 
-    def __init__(self, folder: str, name: str, place: str) -> None:
+    def __init__(self, folder: str, name: str, place: str, *, wait: bool = False) -> None:
         self._folder, self._path = folder, os.path.join(folder, name)
         descriptor = None
         while descriptor is None:  # another process may remove the file meanwhile
-            descriptor = self._locked(place)
+            descriptor = self._locked(place, wait=wait)
         self._hold(descriptor)
 
     def release(self) -> None:
@@ -102,15 +104,21 @@ class FolderLock(HeldLock):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             _C.release_later(descriptor)
 
-    def _locked(self, place: str) -> int | None:
+    def _locked(self, place: str, *, wait: bool) -> int | None:
         """Return a descriptor of the locked file, or None if the file was removed meanwhile."""
-        os.makedirs(self._folder, exist_ok=True)
         try:
+            os.makedirs(self._folder, exist_ok=True)
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:
             return None
+        except FileExistsError:
+            # Also raised if the directory is removed between the two looks of makedirs().
+            with suppress(FileNotFoundError):
+                if not stat.S_ISDIR(os.lstat(self._folder).st_mode):
+                    raise
+            return None
         try:
-            if try_lock(descriptor) is False:
+            if try_lock(descriptor, wait=wait) is False:
                 reason = "another process is saving there: wait for that save, or save elsewhere"
                 raise SaveError(errno.EBUSY, reason, place)
             with suppress(FileNotFoundError):

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import distributed
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ptsave.support.group_call import timeout_of_group
 from ptsave.support.locks import HeldLock, is_locked
@@ -67,14 +66,17 @@ class FileRanks:
     """Ranks that know their numbers and share one directory, but have no process group.
 
     Each rank has its own file, and locks it with ``flock`` as long as the rank runs.
-    `session` is computed from all these files.  The ranks exchange values in a file named after
-    the session.  Raises a RuntimeError if a rank does not join within `timeout` seconds.
+    `session` is computed from all these files.  Each rank writes its values to a second file, named
+    after the session.  Raises a RuntimeError if a rank does not join within `timeout` seconds.
+
+    torch's FileStore is one file that all ranks append to: if a rank is killed within a write, the
+    other ranks wait for the rest of it for ever.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, timeout: float = _TIMEOUT_S) -> None:
         self.rank, self.size = rank, size
         self._folder, self.timeout_s = folder, timeout
-        self._n_gathered = 0
+        self._calls: list[tuple[int, Any]] = []
         self.lock = RankLock(folder, rank, size)
         self.session = ""
         try:
@@ -83,7 +85,7 @@ class FileRanks:
             self.lock.release()
             raise
         if rank == 0:
-            self._remove_stores()
+            self._remove_values()
 
     def _meet(self) -> None:
         """Wait until all ranks know the same session.
@@ -100,28 +102,49 @@ class FileRanks:
             session = max(tokens)[:11] + digest[:5]
             if session != self.session:
                 self.session = session
-                self._store = FileStore(str(self._folder / f".ranks-{session}"), self.size)
-                self._store.set(f"0/{self.rank}", "here")
-            return bool(self._store.check([f"0/{rank}" for rank in range(self.size)]))
+                self._write((0, "here"))
+            return all(self._values(rank) for rank in range(self.size))
 
         self._wait(look, "the ranks have", lambda: False)
 
     def gather(self, value: Any) -> list[Any]:
-        self._n_gathered += 1
-        self._store.set(f"{self._n_gathered}/{self.rank}", json.dumps(value))
-        return [json.loads(self._value(rank)) for rank in range(self.size)]
+        number, _ = self._calls[-1]
+        self._write((number + 1, value))
+        return [self._value(rank, number + 1) for rank in range(self.size)]
 
-    def _value(self, rank: int) -> bytes:
-        key = f"{self._n_gathered}/{rank}"
+    def _write(self, call: tuple[int, Any]) -> None:
+        """Write this rank's value; the value before stays for ranks that have yet to read it."""
+        self._calls = [*self._calls[-1:], call]
+        path = self._values_path(self.rank)
+        temporary = path.with_name(f"{path.name}.new")
+        temporary.write_text(json.dumps(self._calls))
+        os.rename(temporary, path)
+
+    def _values(self, rank: int) -> dict[int, Any]:
+        """Return a rank's values of its last two calls, each with the number of its call."""
+        path = self._values_path(rank)
+        try:
+            return dict(json.loads(path.read_text()))
+        except FileNotFoundError:
+            return {}
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RuntimeError(f"{path} does not hold values of rank {rank}: {error}") from None
+
+    def _value(self, rank: int, number: int) -> Any:
+        values: dict[int, Any] = {}
 
         def look() -> bool:
-            return bool(self._store.check([key]))
+            values.update(self._values(rank))
+            return number in values
 
         def ended() -> bool:
             return not is_held(self._folder, rank, self.size) and not look()
 
         self._wait(look, f"rank {rank} of {self.size} has", ended)
-        return bytes(self._store.get(key))
+        return values[number]
+
+    def _values_path(self, rank: int) -> Path:
+        return self._folder / f".ranks-{self.session}.{rank}"
 
     def _wait(self, look: Callable[[], bool], who_has: str, ended: Callable[[], bool]) -> None:
         end, pause = time.monotonic() + self.timeout_s, 0.001
@@ -135,10 +158,10 @@ class FileRanks:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _remove_stores(self) -> None:
-        """Remove the files in which the ranks of earlier sessions exchanged values."""
+    def _remove_values(self) -> None:
+        """Remove the values of earlier sessions."""
         for path in self._folder.glob(".ranks-*"):
-            if path.name != f".ranks-{self.session}":
+            if not path.name.startswith(f".ranks-{self.session}."):
                 path.unlink(missing_ok=True)
 
 
@@ -186,14 +209,14 @@ class RankLock(HeldLock):
         self.token = new_token()
         self._hold(_locked_file(self._path, self.token))
         if token_of(folder, rank, size) != self.token:
-            self._close()
+            self.close()
             raise RuntimeError(f"{folder}: two processes began to save as rank {rank} of {size}")
 
     def release(self) -> None:
         """Remove the file, so that another process may take the rank."""
         if self._descriptor is not None:
             self._path.unlink(missing_ok=True)
-            self._close()
+            self.close()
 
     def leave(self, word: str) -> None:
         """Append `word` to the file and unlock it, so that another process may take the rank."""
@@ -201,7 +224,7 @@ class RankLock(HeldLock):
             try:
                 os.write(self._descriptor, word.encode())
             finally:
-                self._close()
+                self.close()
 
 
 def is_held(folder: Path, rank: int, size: int) -> bool:

@@ -70,8 +70,10 @@ class Ranks:
             for arguments in known
         ]
 
-    def found(self, *, dead: tuple[int, ...] = (), limit: float = 120) -> list[dict[str, Any]]:
-        """Return what each rank has found, but for those that are dead."""
+    def found(
+        self, *, dead: tuple[int, ...] = (), by: int = signal.SIGKILL, limit: float = 120
+    ) -> list[dict[str, Any]]:
+        """Return what each rank has found, but for those that a signal has killed."""
         found: list[dict[str, Any]] = []
         for rank, process in enumerate(self.processes):
             try:
@@ -81,7 +83,7 @@ class Ranks:
                     each.kill()
                 raise
             if rank in dead:
-                assert process.returncode == -signal.SIGKILL, errors
+                assert process.returncode == -by, errors
                 found.append({})
                 continue
             assert process.returncode == 0, errors

@@ -86,7 +86,7 @@ def test_what_is_damaged_or_missing(tmp_path: Path, write: Any) -> None:
     folder = tmp_path / "ranks"
     folder.mkdir()
     write(folder)
-    path = sorted(folder.iterdir())[1]
+    path = sorted(folder.glob("[!.]*"))[1]
     copy = shutil.copy(path, tmp_path / "copy")
     flip_middle(path, "data/0")
     result = run("verify", folder)

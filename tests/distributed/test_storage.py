@@ -26,7 +26,7 @@ from ptsave import _C
 from ptsave.dcp import metadata as dcp_metadata
 from ptsave.dcp.metadata import load_metadata
 from ptsave.distributed import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from ptsave.distributed.directory import head_of
+from ptsave.distributed.directory import CheckpointDirectory, head_of
 
 pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")]
 
@@ -285,6 +285,19 @@ def test_saving_two_jobs_to_one_path(tmp_path: Path) -> None:
     assert torch.equal(load(zeros(), tmp_path)["large"], state(2.0)["large"])
     dcp.save(state(3.0), storage_writer=first)
     assert torch.equal(load(zeros(), tmp_path)["large"], state(3.0)["large"])
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_a_rank_that_writes_after_its_job_has_lost(rank: int | None, tmp_path: Path) -> None:
+    """The save fails for the file that another job removed, and removes the one written later."""
+    save(state(), tmp_path)
+    before = sorted(tmp_path.iterdir())
+    directory = CheckpointDirectory(str(tmp_path))
+    removed, late = directory.new_name(0), directory.new_name(1)
+    (tmp_path / late).write_bytes(b"late")
+    with pytest.raises(ptsave.SaveError, match="another save to this directory"):
+        directory.publish(Metadata({}), {removed: 4, late: 4}, rank, fsync=False)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_directory_that_another_rank_does_not_see(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from _system import Child, in_child
+from _system import Child, in_child, in_threads
 
 import ptsave
 from ptsave.support.locks import FolderLock
@@ -44,12 +45,30 @@ def test_child_of_the_holder_holds_nothing(tmp_path: Path) -> None:
     child = Child(lambda: (os.write(sink, b"!"), threading.Event().wait()))
     try:
         os.read(source, 1)  # it runs
-        lock._close()  # as the end of its process does
+        lock.close()  # as the end of its process does
         held(tmp_path).release()
     finally:
         child.kill()
         os.close(source)
         os.close(sink)
+
+
+def test_several_that_wait(tmp_path: Path) -> None:
+    """Each that ends removes the directory; the others get a lock of the next one, in turn."""
+    n_holders = 0
+
+    def hold_often(_: int) -> None:
+        nonlocal n_holders
+        for _ in range(20):
+            lock = FolderLock(str(tmp_path / "root"), ".lock", "step-1", wait=True)
+            n_holders += 1
+            time.sleep(0.001)
+            assert n_holders == 1
+            n_holders -= 1
+            lock.release()
+
+    in_threads(hold_often, range(8))
+    assert os.listdir(tmp_path) == []
 
 
 def test_other_files_stay(tmp_path: Path) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
+from _system import in_threads
 from rank_processes import Ranks
 
 import ptsave
+from ptsave.support.rank_groups import FileRanks
 from ptsave.training.directory import Parts, WholeFiles
 
 # What all programs begin with.
@@ -121,6 +124,37 @@ def test_a_rank_that_dies_leaves_the_step_before(tmp_path: Path, in_group: bool)
         assert found["latest"] == [[100 + rank], f"1 of {rank}"]
         assert found["again"] == [[700 + rank], f"7 of {rank}"]
     assert len(part_names(tmp_path / "run")) == 6  # the two that never had a third have gone
+
+
+def test_a_rank_is_killed_while_it_writes_a_value(tmp_path: Path) -> None:
+    program = """
+    import resource
+    checkpointer = make()
+    checkpointer.save(1, value=values(1)).result()
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
+    attempt("waited", checkpointer.wait)
+    tell()
+    os._exit(0)
+    """
+    ranks = Ranks(tmp_path, MAKE + dedent(program), 3, in_group=False, timeout=10)
+    for rank, found in enumerate(ranks.found(dead=(1,), by=signal.SIGXFSZ)):
+        if rank != 1:
+            assert "rank 1 of 3 has ended" in found["waited"]
+    (half,) = (tmp_path / "run").glob(".ranks-*.new")
+    assert half.stat().st_size == 20
+    run(tmp_path, "make().close()", 3, in_group=False)
+    assert not half.exists()
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "[[]]", "[" * 100_000, "\udcff"])
+def test_values_that_no_rank_wrote(text: str, tmp_path: Path) -> None:
+    ranks = in_threads(lambda rank: FileRanks(tmp_path, rank, 2, timeout=20), range(2))
+    values = tmp_path / f".ranks-{ranks[0].session}.1"
+    values.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(RuntimeError, match=r"\.1 does not hold values of rank 1"):
+        ranks[0].gather(7)
 
 
 @pytest.mark.parametrize("in_group", [True, False])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import Ranks
-from s3_server import S3Server, running_server
+from s3_server import S3Server
 
 import ptsave
-
-pytest.importorskip("xxhash", reason="manifests have digests of the xxhash library")
 
 # What all programs begin with.
 MAKE = """
@@ -283,17 +280,9 @@ def test_a_rank_that_dies(tmp_path: Path, in_group: bool) -> None:
         assert found["files"] == 4  # its own parts and those of one other rank
 
 
-@pytest.fixture
-def server() -> Iterator[S3Server]:
-    pytest.importorskip("moto", reason="the S3 server of these tests is moto's: pip install moto")
-    s3fs = pytest.importorskip("s3fs", reason="fsspec reaches S3 by s3fs: pip install s3fs")
-    with running_server() as server:
-        s3fs.S3FileSystem(**server.options).mkdir("bucket")
-        yield server
-
-
 def test_a_restart_without_a_process_group(tmp_path: Path, server: S3Server) -> None:
     """Each rank restores alone from the URL, but cannot save.  Another number of ranks cannot."""
+    server.file_system().mkdir("bucket")
     program = f"""
     place = "s3://bucket/run"
     with make(peers=1, storage_options={server.options!r}) as run:
