@@ -72,7 +72,7 @@ $(INSTALL_STAMP): $(BUILD_STAMP) setup.py pyproject.toml
 demo: build  ## train one step, save and load it with stock torch and ptsave, print the table
 	$(RUN) -m benchmarks.demo
 
-# About an hour and a half on two cores; a report of each with RESULTS=benchmarks/results.
+# About two hours on two cores; a report of each with RESULTS=benchmarks/results.
 benchmark: $(SETUP_STAMP) build  ## all benchmarks: make benchmark [ROUNDS=5] [STATES=as-found] [RESULTS=folder]
 	tools/system_packages.sh benchmark
 	$(CONFIGURE) -B build/cpp-benchmark -DPTSAVE_BUILD_BENCHMARKS=ON
@@ -83,7 +83,8 @@ benchmark: $(SETUP_STAMP) build  ## all benchmarks: make benchmark [ROUNDS=5] [S
 	done
 
 BENCHMARKS := serialization object_graph state_dicts optimizer_state restore archive command first_calls \
-  weights async_save convert ranks distributed appending capture capture_diff integrations tiers checks
+  weights async_save convert ranks distributed appending capture capture_diff integrations tiers checks \
+  deltas sharing
 benchmark: ROUNDS ?= 2
 MEASURE = $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(STATES),--states $(STATES))
 
@@ -149,7 +150,7 @@ $(STANDIN_STAMP):
 	sed "/^torch==/d" requirements-dev.txt >$(STANDIN_VENV)/pins.txt
 	$(STANDIN_VENV)/bin/python -m pip install --disable-pip-version-check --no-input --quiet \
 	  -c $(STANDIN_VENV)/pins.txt torch==$(STANDIN_TORCH) click tqdm numpy cmake ninja pybind11 setuptools wheel \
-	  hypothesis pytest pytest-timeout safetensors "nvidia-cuda-crt==13.0.*"
+	  hypothesis pytest pytest-timeout safetensors zstandard "nvidia-cuda-crt==13.0.*"
 	@touch $@
 
 # The last lines say what passed, and why other tests did not.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import as_found, demo, works
-from benchmarks._program import ROOT
+from benchmarks import _limits, as_found, demo, sharing, works
+from benchmarks._program import ROOT, Program
 from benchmarks._tables import by_state
 from benchmarks.as_found import BASE, HERE, TORCH, LacksError, Machine, Rounds
 from ptsave.bench import system
@@ -98,6 +101,35 @@ def test_demo(
     table = [line.split() for line in lines if line.endswith("4.0x")]
     assert [row[0] for row in table] == ["save", "save", "load"]
     assert "First calls of processes, medians of 2 rounds" in lines[-1]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_sharing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows say which part of a file was written; the image of XFS is gone afterwards."""
+    tensor_nbytes = 512 << 10
+    monkeypatch.setattr(sharing, "TENSOR_NBYTES", tensor_nbytes)
+    monkeypatch.setattr(sharing, "NBYTES", tensor_nbytes * sharing.N_TENSORS)
+    monkeypatch.setattr(sharing, "IMAGE_NBYTES", 400 << 20)
+    monkeypatch.setattr(Program, "run_task", lambda _, task: sharing.measure(**asdict(task)))
+    monkeypatch.setattr(_limits, "measure", lambda _, path, nbytes: (nbytes, {"1": 1.0}))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    text = sharing.report([*sharing.CONTENDERS], 1, tmp_path)
+    assert not any(path.is_file() or path.is_mount() for path in tmp_path.iterdir())
+    if "frozen" not in text:
+        pytest.skip("XFS cannot be mounted")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
+    written = {(row[0], row[1]): float(row[4].removesuffix(" %")) for row in rows}
+    shared = {("frozen", "hashes known"), ("frozen", "hashes unknown")}
+    assert {key for key, percent in written.items() if percent < 100} == shared
+    assert all(10 <= written[key] <= 12 for key in shared)
+
+
+def test_sharing_without_xfs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert len(sharing.report(["frozen"], 1, tmp_path).splitlines()) == 2
+    assert re.match(r"not measured, as .*: frozen\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
