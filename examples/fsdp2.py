@@ -58,7 +58,8 @@ def train(directory: str, n_steps: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--directory", default="fsdp2-checkpoints")
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()

@@ -54,6 +54,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--folder", type=Path, default=Path("trainer-checkpoints"))
     main(parser.parse_args().folder)

@@ -74,7 +74,8 @@ def train(directory: str, n_steps: int, save_every: int) -> bool:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--directory", default="checkpoints")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--save-every", type=int, default=100)

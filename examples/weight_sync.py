@@ -140,8 +140,9 @@ def both(arguments: list[str], args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("role", choices=["trainer", "server", "both"], nargs="?", default="both")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("role", choices=["trainer", "server"], nargs="?", help="by default, both")
     parser.add_argument("--folder", type=Path, default=Path("weight-sync"))
     parser.add_argument("--versions", help="directory or URL of the versions")
     parser.add_argument("--storage-options", type=json.loads, help="for a URL, as JSON")
@@ -151,7 +152,7 @@ def main(arguments: list[str]) -> None:
     args.versions = args.versions or str(args.folder / "versions")
     args.folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # so that both roles add numbers in the same order
-    if args.role == "both":
+    if args.role is None:
         both(arguments, args)
     else:
         {"trainer": trainer, "server": server}[args.role](args)

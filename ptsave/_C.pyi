@@ -112,7 +112,6 @@ class _FilePlan:
         progress: Progress,
     ) -> None: ...
 
-@final
 class FileHashes: ...
 
 # Lets write_file() share pieces with an older archive: a descriptor with a name, and its hashes.
@@ -135,6 +134,7 @@ class Xxh3:
     def update(self, data: Buffer, /) -> None: ...
     def hexdigest(self) -> str: ...
 
+@final
 class WritePlan(_FilePlan):
     # A list of storages, all in reach, stands for the records data/0, data/1, and so on.
     def __init__(
@@ -639,7 +639,10 @@ def tensor_difference(
 # the CPU.
 
 # The patch that changes the bytes of `before` to those of `after`, at most MAX_PATCHED_NBYTES.
-def find_changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor: ...
+# `digest` takes all of `after`, unless nothing has changed.
+def find_changes(
+    before: torch.Tensor, after: torch.Tensor, digest: Xxh3 | None = None
+) -> torch.Tensor: ...
 
 MAX_PATCHED_NBYTES: int
 

@@ -32,8 +32,7 @@ _NAMES = {
     "conversion.compacting": "Compaction compact",
     "conversion.converting": "Conversion convert",
     "errors": "CheckpointWarning CorruptCheckpointError EntryNotFoundError NotCheckpointError "
-    "SaveError StagingFullError UnsupportedSourceError UnsupportedUrlError "
-    "VersionNeededError WrongBaseError",
+    "SaveError StagingFullError UnsupportedSourceError UnsupportedUrlError WrongBaseError",
     "installation": "install installed uninstall",
     "models.iterating": "iter_weights",
     "models.load_model": "load_model",

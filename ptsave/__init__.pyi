@@ -33,7 +33,6 @@ from ptsave.errors import SaveError as SaveError
 from ptsave.errors import StagingFullError as StagingFullError
 from ptsave.errors import UnsupportedSourceError as UnsupportedSourceError
 from ptsave.errors import UnsupportedUrlError as UnsupportedUrlError
-from ptsave.errors import VersionNeededError as VersionNeededError
 from ptsave.errors import WrongBaseError as WrongBaseError
 from ptsave.installation import install as install
 from ptsave.installation import installed as installed
@@ -89,7 +88,6 @@ __all__ = [
     "UnmatchedParameters",
     "UnsupportedSourceError",
     "UnsupportedUrlError",
-    "VersionNeededError",
     "WeightSlice",
     "WrongBaseError",
     "__version__",

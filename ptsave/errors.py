@@ -338,32 +338,12 @@ class WrongBaseError(ValueError):
     --------
     >>> import tempfile, torch, ptsave
     >>> from ptsave.deltas import Publisher, apply
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     publisher = Publisher(folder, {"a": torch.zeros(4)}, max_depth=None)
-    ...     _ = publisher.publish({"a": torch.arange(4.0)})
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     _ = Publisher(path, {"a": torch.zeros(4)}, max_depth=None).publish({"a": torch.ones(4)})
     ...     try:
-    ...         apply(folder, {"a": torch.ones(4)})
+    ...         apply(path, {"a": torch.rand(4)})
     ...     except ptsave.WrongBaseError as error:
     ...         print("version 1" in str(error))
-    True
-    """
-
-
-class VersionNeededError(ValueError):
-    """A version of weights cannot be removed, because another one needs it.
-
-    :func:`ptsave.deltas.remove` raises it.
-
-    Examples
-    --------
-    >>> import tempfile, torch, ptsave
-    >>> from ptsave.deltas import Publisher, remove
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = Publisher(folder, {"a": torch.zeros(4)}).publish({"a": torch.ones(4)})
-    ...     try:
-    ...         remove(folder, 1)
-    ...     except ptsave.VersionNeededError as error:
-    ...         print("newest" in str(error))
     True
     """
 

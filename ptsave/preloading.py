@@ -11,10 +11,7 @@ import ptsave
 # Not preloaded: they need other libraries, or are programs.
 _OTHERS = ("ptsave.__main__", "ptsave.bench", "ptsave.cli", "ptsave.integrations", "ptsave.startup")
 # Optional libraries of ptsave.
-_OPTIONAL = (
-    *("blake3", "fsspec.core", "numpy.lib.format", "safetensors.torch", "tqdm"),
-    "zstandard",
-)
+_OPTIONAL = ("blake3", "fsspec.core", "numpy.lib.format", "safetensors.torch", "tqdm", "zstandard")
 
 
 def preload() -> None:

@@ -18,13 +18,7 @@ from ptsave.support.torch_names import (
     check_save_filelike,
     log_api_usage,
 )
-from ptsave.writing.planning import (
-    SaveOptions,
-    base_of,
-    engine_can_save,
-    pickle_object,
-    plan_archive,
-)
+from ptsave.writing.planning import SaveOptions, engine_can_save, pickle_object, plan_archive
 from ptsave.writing.targets import (
     TargetWriter,
     is_url_file,
@@ -183,7 +177,6 @@ def save_with(obj: object, f: Any, options: SaveOptions) -> SavedBytes | None:
         return None
     log_api_usage("torch.save")
     f = resolve_target(f, options.storage_options)
-    base = base_of(options, f)
     data, storages = pickle_object(obj, *pickling)
     if options.weights_only_check:
         warn_of_refusals(obj, *pickling, data)
@@ -195,10 +188,10 @@ def save_with(obj: object, f: Any, options: SaveOptions) -> SavedBytes | None:
             fsync=options.fsync,
             atomic=options.atomic,
             progress=callback,
-            base=base,
+            base=options.base_for(f),
         )
         writer.write(f)
-    if base is None:
+    if options.base is None:
         return None
     from ptsave.writing.sharing import SavedBytes
 

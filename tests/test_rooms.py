@@ -69,7 +69,7 @@ CPP_ROOMS = {
     "core/format": "base memory",
     "core/hash": "",
     "core/memory": "base",
-    "core/patches": "",
+    "core/patches": "hash",
     "core/pipeline": "base",
     "core/io": "base crc memory pipeline",
     "core/statistics": "crc memory pipeline",

@@ -50,13 +50,13 @@ py::object make_bytes(std::size_t nbytes, const Write& write) {
   return wrap_tensor(std::move(tensor));
 }
 
-py::object find_changes(const py::handle& before, const py::handle& after) {
+py::object find_changes(const py::handle& before, const py::handle& after, Xxh3Stream* digest) {
   const auto a = memory_in(before);
   const auto b = memory_in(after);
   if (a.size() != b.size() || a.size() > kMaxPatchedNbytes) {
     throw py::value_error("expected tensors of one size, below 4 GiB");
   }
-  const auto found = without_gil([&] { return ByteChanges(a, b); });
+  const auto found = without_gil([&] { return ByteChanges(a, b, digest); });
   return make_bytes(found.patch_nbytes(), [&](std::byte* to) { found.write_patch(to); });
 }
 
@@ -106,7 +106,8 @@ void apply_changes(const std::vector<std::pair<py::object, py::object>>& changes
   std::vector<Work> work;
   work.reserve(changes.size());
   for (const auto& [object, target] : changes) {
-    Work& each = work.emplace_back(memory_in(object), writable_memory_in(target));
+    work.push_back({memory_in(object), writable_memory_in(target), std::nullopt});
+    Work& each = work.back();
     if (each.data.size() != each.target.size()) each.patch.emplace(each.data);
   }
   without_gil([&] {
@@ -157,7 +158,7 @@ void patched_copy(const py::handle& source, std::uint64_t begin, const py::handl
 
 void bind_patches(py::module_& module) {
   module.attr("MAX_PATCHED_NBYTES") = kMaxPatchedNbytes;
-  module.def("find_changes", &find_changes, "before"_a, "after"_a);
+  module.def("find_changes", &find_changes, "before"_a, "after"_a, "digest"_a = py::none());
   module.def("inverse", &inverse, "data"_a, "source"_a);
   module.def("merge_patches", &merge_patches, "older"_a, "newer"_a);
   module.def("check_patch", &check_patch, "patch"_a, "nbytes"_a);

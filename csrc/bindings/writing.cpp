@@ -259,8 +259,9 @@ std::unique_ptr<Sharing> make_sharing(const ArchivePlan& plan,
     }
     const auto& [fd, name] = *base;
     const ArchiveReader archive(ByteSource(File::reopen_for_reading(fd, name), 0));
-    auto sharing = std::make_unique<Sharing>(Sharing::Base{
-        File::reopen_for_reading(fd, name), kept != nullptr ? kept->hashes : nullptr});
+    auto sharing = std::make_unique<Sharing>(
+        Sharing::Base{ByteSource(File::reopen_for_reading(fd, name), 0, DirectReads::kAlways),
+                      kept != nullptr ? kept->hashes : nullptr});
     plan.prepare(*sharing, archive.index().records());
     return sharing;
   });

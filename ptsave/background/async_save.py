@@ -20,13 +20,7 @@ from ptsave.support.torch_names import (
     log_api_usage,
     storage_alignment,
 )
-from ptsave.writing.planning import (
-    SaveOptions,
-    base_of,
-    engine_can_save,
-    pickle_object,
-    plan_archive,
-)
+from ptsave.writing.planning import SaveOptions, engine_can_save, pickle_object, plan_archive
 from ptsave.writing.targets import absolute, refuse_safetensors_name, resolve_target
 
 
@@ -133,7 +127,6 @@ def async_save_with(obj: object, f: Any, options: SaveOptions) -> SaveFuture:
     named = target = resolve_target(f, options.storage_options)
     if isinstance(named, str):
         target = absolute(named)
-    base = base_of(options, target)
     pickling = options.pickle_module, options.pickle_protocol
     data, storages = pickle_object(obj, *pickling)
     if options.weights_only_check:
@@ -161,7 +154,6 @@ def async_save_with(obj: object, f: Any, options: SaveOptions) -> SaveFuture:
             reservation,
             target,
             options,
-            base=base,
             compute_crcs=get_crc32_options(),
         )
         undo.pop_all()  # from here on, `save` releases the memory

@@ -39,7 +39,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ptsave import _C
 from ptsave.background.save_future import PendingSave, forget_failures, report_failures
@@ -49,9 +49,6 @@ from ptsave.support.calls import ProgressCallback, progress_bar
 from ptsave.support.threads import Call, Thread, run_all
 from ptsave.writing.planning import SaveOptions
 from ptsave.writing.targets import TargetWriter, is_url_file, name_of
-
-if TYPE_CHECKING:
-    from ptsave.writing.sharing import Base
 
 _NBYTES_WITHOUT_LOOKING = 32 << 20
 _FORKED = (
@@ -295,7 +292,6 @@ class BackgroundSave:
         target: Any,
         options: SaveOptions,
         *,
-        base: Base | None = None,
         compute_crcs: bool,
     ) -> None:
         self.is_remote = is_url_file(target)
@@ -321,7 +317,7 @@ class BackgroundSave:
             atomic=options.atomic,
             progress=self._progress,
             payloads_are_still=True,
-            base=base,
+            base=options.base_for(target),
         )
         self._writer.begin_staging()
         self._n_threads = config.current().n_threads

@@ -30,7 +30,7 @@ from ptsave.cli.commands import (
     with_storage_options,
 )
 from ptsave.cli.terminal import terminal
-from ptsave.cli.versions import has_versions
+from ptsave.cli.versions import folder_of_versions
 from ptsave.contents.directories import (
     CheckpointFiles,
     checkpoint_files,
@@ -66,9 +66,7 @@ curl -s https://example.org/model.pt | ptsave verify -
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=SOURCE)
 @click.option("--list", "list_all", is_flag=True, help="Name all tensors, not only the first few.")
 @with_json
-@click.option(
-    "--base", type=FILE, help="The weights that the first version in a directory changes."
-)
+@click.option("--base", type=FILE, help="The weights that a directory's first version changes.")
 @with_recovery
 @with_storage_options("a FILE")
 @click.pass_context
@@ -107,11 +105,10 @@ def verify_command(
         try:
             is_for_it = is_url(file) or not any(map(is_url, files))
             options = storage_options if is_for_it else None
-            if has_versions(file, options):
+            if (folder := folder_of_versions(file, options)) is not None:
                 from ptsave.inspection.versions import verify_versions
-                from ptsave.writing.targets import resolve_folder
 
-                for version in verify_versions(resolve_folder(file, options), base):
+                for version in verify_versions(folder, base):
                     report.add(argument, version)
                 continue
             checkpoints = checkpoint_files(file, options)

@@ -42,7 +42,7 @@ from ptsave.cli.listing import (
 )
 from ptsave.cli.runs import run_text
 from ptsave.cli.terminal import terminal
-from ptsave.cli.versions import has_versions, versions_text
+from ptsave.cli.versions import folder_of_versions, versions_text
 from ptsave.contents.captures import is_capture
 from ptsave.contents.directories import PROMISING, find_files, look_into
 from ptsave.contents.files import ShardFiles
@@ -145,7 +145,7 @@ def ls_command(
     loss of a host.
 
     If FILE is a directory of versions (`ptsave delta`), the command lists them: number, base,
-    tensors, bytes, the part of all weights that this is (if a version is whole), and age.
+    tensors, bytes, the part of all weights that this is (if a version is whole), and time.
 
     When statistics of a capture are shown, a NAME is a module's path, and includes submodules.
     Lines are cut to the terminal's width. mean, std, min, max and norm cover only finite elements.
@@ -170,8 +170,9 @@ def ls_command(
     file = source(file)
     if not (stats or is_entries or options["recover"] or options["depth"]):
         run = run_text(ctx, [file, *others], options["storage_options"], options["as_json"])
-        if run is None and not others and has_versions(file, options["storage_options"]):
-            run = versions_text(ctx, file, options["storage_options"], options["as_json"])
+        if run is None and not others:
+            folder = folder_of_versions(file, options["storage_options"])
+            run = None if folder is None else versions_text(ctx, folder, options["as_json"])
         if run is not None:
             _write(run[0])
             ctx.exit(run[1])

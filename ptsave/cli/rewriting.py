@@ -24,7 +24,7 @@ from ptsave.cli.commands import (
     with_storage_options,
     with_trust,
 )
-from ptsave.cli.versions import has_versions
+from ptsave.cli.versions import folder_of_versions
 from ptsave.errors import CorruptCheckpointError
 from ptsave.support.text import count_text, printable, size_text, some_of
 
@@ -109,7 +109,7 @@ ptsave compact checkpoint.pt --dry-run
 ptsave compact checkpoint.pt -o small.pt
 ptsave compact checkpoint.pt --in-place
 ptsave compact path/to/model -o small   # a directory of shards
-ptsave compact path/to/versions         # makes one version of several
+ptsave compact path/to/versions --in-place   # makes one version of several
 """
 
 
@@ -145,19 +145,19 @@ def compact_command(
     still share memory; views of one storage that are a KiB or more apart get separate storages.
 
     If FILE is a directory of versions (`ptsave delta`), the patches since the last whole version
-    become one version, in place. The others are removed.
+    become one version, with --in-place. The others are removed.
 
     With --json: an object with path, tensors (how many), storages (how many have unused bytes),
-    nbytes_before, nbytes and written (whether there is a new file). For versions: base and removed
-    (their numbers), instead of storages.
+    nbytes_before, nbytes and written (whether there is a new file). For versions: the attributes of
+    ptsave.deltas.Folding, and written.
     """
     if output == "-":
         raise click.UsageError("OUT cannot be standard output: for a file called -, pass ./-")
     if in_place and file == STANDARD_INPUT:
         raise click.UsageError("Standard input cannot be replaced: pass --output OUT")
-    if has_versions(file, options["storage_options"]):
-        if output is not None:
-            raise click.UsageError("Versions become one version in their directory: leave -o out")
+    if folder_of_versions(file, options["storage_options"]) is not None:
+        if output is not None or in_place == dry_run:
+            raise click.UsageError("Versions: pass either --in-place or --dry-run, and no --output")
         _fold(ctx, file, as_json, dry_run, options["fsync"], options["storage_options"])
         return
     from ptsave.conversion.compacting import compact
@@ -190,9 +190,7 @@ def _fold(ctx: click.Context, file: str, as_json: bool, dry_run: bool, *options:
     done = fold(file, dry_run=dry_run, fsync=fsync, storage_options=storage_options)
     is_written = not dry_run and bool(done.removed)
     if as_json:
-        facts = {"path": done.path, "base": done.base, "removed": done.removed}
-        facts |= {"tensors": done.n_tensors, "nbytes_before": done.nbytes_before}
-        click.echo(json.dumps({**facts, "nbytes": done.nbytes, "written": is_written}))
+        click.echo(json.dumps({**done._asdict(), "written": is_written}))
         return
     count = count_text(len(done.removed), "other version")
     found = f"{count} {'became' if is_written else 'could become'} part of it, "

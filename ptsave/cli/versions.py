@@ -1,8 +1,9 @@
-"""``ptsave delta`` and ``apply``, and the lists of versions for ``ptsave ls``."""
+"""``ptsave delta`` and ``apply``, and the versions in a directory for other commands."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from typing import Any
 
@@ -17,9 +18,8 @@ from ptsave.cli.commands import (
     with_json,
     with_storage_options,
 )
-from ptsave.cli.terminal import terminal
 from ptsave.contents.directories import version_numbers
-from ptsave.sources.ranges import folder_at
+from ptsave.sources.ranges import Folder, folder_at
 from ptsave.support.text import count_text, size_text
 
 _DELTA_EXAMPLES = """
@@ -32,13 +32,13 @@ ptsave apply versions path/to/model          # to the newest version
 ptsave apply versions model.safetensors --version 3
 ptsave apply s3://bucket/versions path/to/model
 """
-_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_DATE = "%Y-%m-%d %H:%M"
 
 
-def has_versions(path: str, storage_options: dict[str, Any] | None) -> bool:
-    """Return whether a directory has versions of `ptsave.deltas`; imports no torch."""
+def folder_of_versions(path: str, storage_options: dict[str, Any] | None) -> Folder | None:
+    """Return a directory that has versions of `ptsave.deltas`; None for others.  No torch."""
     folder = folder_at(path, storage_options)
-    return folder is not None and bool(version_numbers(folder.names()))
+    return folder if folder is not None and version_numbers(folder.names()) else None
 
 
 @click.command("delta", cls=Command, examples=_DELTA_EXAMPLES)
@@ -68,41 +68,30 @@ def has_versions(path: str, storage_options: dict[str, Any] | None) -> bool:
 @with_storage_options("DIR")
 @click.pass_context
 def delta_command(
-    ctx: click.Context,
-    /,
-    *,
-    base: str,
-    new: str,
-    output: str,
-    as_json: bool,
-    storage_options: dict[str, Any] | None,
-    **options: Any,
+    ctx: click.Context, /, *, base: str, new: str, output: str, as_json: bool, **options: Any
 ) -> None:
     """Write the next version of weights: the bytes that differ between BASE and NEW.
 
     BASE and NEW are files or directories of weights. BASE has the newest version in DIR; if DIR has
     none, BASE is version 0. The format is that of slime, miles and SGLang.
 
-    With --json: an object with path, version, kind ("overwrite", "xor" or "whole"), tensors (how
-    many) and nbytes.
+    With --json: an object with path, number, base, encoding ("overwrite", "xor" or "whole"),
+    checksum, folded_from, tensors (how many), nbytes and modified.
     """
     from ptsave.deltas import Publisher
     from ptsave.deltas.versions import newest_in
-    from ptsave.inspection.versions import listed
     from ptsave.models.iterating import iter_weights
     from ptsave.writing.targets import resolve_folder
 
-    root = resolve_folder(output, storage_options)
-    version = newest_in(root) or 0
-    publisher = Publisher(output, base, version=version, storage_options=storage_options, **options)
+    root = resolve_folder(output, options["storage_options"])
+    publisher = Publisher(output, base, version=newest_in(root) or 0, **options)
     path = publisher.publish(dict(iter_weights(new)))
-    found = listed(root, publisher.version)
+    found = _facts_of(root, publisher.version)
     if as_json:
-        facts = {name: getattr(found, name) for name in ("version", "kind", "tensors", "nbytes")}
-        click.echo(json.dumps({"path": path, **facts}))
+        click.echo(json.dumps({"path": path, **found}))
         return
-    tensors = count_text(found.tensors, "tensor")
-    result(ctx, f"wrote {path}: {found.kind}, {tensors}, {size_text(found.nbytes)}")
+    tensors, size = count_text(found["tensors"], "tensor"), size_text(found["nbytes"])
+    result(ctx, f"wrote {path}: {found['encoding']}, {tensors}, {size}")
 
 
 @click.command("apply", cls=Command, examples=_APPLY_EXAMPLES)
@@ -139,39 +128,38 @@ def apply_command(
         result(ctx, f"{target} has version {version}")
 
 
-def versions_text(
-    ctx: click.Context, path: str, options: dict[str, Any] | None, as_json: bool
-) -> tuple[str, int]:
+def versions_text(ctx: click.Context, folder: Folder, as_json: bool) -> tuple[str, int]:
     """Return the versions in a directory, and the exit code.  Reports versions that are damaged."""
-    from ptsave.inspection.versions import list_versions
-    from ptsave.writing.targets import resolve_folder
-
     code, found = 0, []
-    for each in list_versions(resolve_folder(path, options)):
-        if isinstance(each, Exception):
-            report_error(ctx, each)
+    for number in version_numbers(folder.names()):
+        try:
+            found.append(_facts_of(folder, number))
+        except Exception as error:
+            report_error(ctx, error)
             code = FAILED
-        else:
-            found.append(each)
-    if as_json:
-        return json.dumps({"path": path, "versions": [each._asdict() for each in found]}), code
-    rows = []
-    for each in found:
-        base = "whole" if each.base is None else f"{each.kind} of {each.base}"
-        ratio = "" if each.ratio is None else f"{each.ratio:.1%}"
-        age = "" if each.modified is None else _age(time.time() - each.modified)
-        size = size_text(each.nbytes)
-        rows.append((f"{each.version}", base, count_text(each.tensors, "tensor"), size, ratio, age))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    whole = next((each["nbytes"] for each in found if each["encoding"] == "whole"), 0)
     lines = []
-    for row in rows:
-        cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)]
-        base = f"{row[1]:{widths[1]}}"
-        cells[1] = terminal().paint(base, bold=True) if row[1] == "whole" else base
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines), code
+    for each in found:
+        number, base, encoding = each["number"], each["base"], each["encoding"]
+        change = encoding if base == number else f"{encoding} of {base}"
+        tensors, size = count_text(each["tensors"], "tensor"), size_text(each["nbytes"])
+        each["ratio"] = each["nbytes"] / whole if whole else None
+        ratio = f"{each['ratio']:.1%}" if whole else ""
+        date = time.strftime(_DATE, time.localtime(each["modified"])) if each["modified"] else ""
+        line = f"{number:6}  {change:18}  {tensors:>13}  {size:>8}  {ratio:>6}  {date}"
+        lines.append(line.rstrip())
+    text = json.dumps({"path": folder.path, "versions": found}) if as_json else "\n".join(lines)
+    return text, code
 
 
-def _age(seconds: float) -> str:
-    number, unit = next((each for each in _UNITS if seconds >= each[0]), _UNITS[-1])
-    return f"{max(seconds, 0) // number:.0f} {unit}"
+def _facts_of(folder: Folder, number: int) -> dict[str, Any]:
+    """Return the JSON object of a version."""
+    from ptsave.deltas.versions import name_of, open_version  # imports torch
+
+    version, patches = open_version(folder, number)
+    return {
+        **version._asdict(),
+        "tensors": len(patches),
+        "nbytes": sum(patch.nbytes for patch in patches),
+        "modified": None if folder.is_url else os.stat(folder.join(name_of(number))).st_mtime,
+    }

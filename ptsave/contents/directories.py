@@ -276,7 +276,10 @@ def _rest(found: CheckpointFiles) -> str:
     """Return the end of an error message: it names subdirectories, which may have checkpoints."""
     if not found.directories:
         return ""
-    return f"; to search a subdirectory, pass its path ({some_of(found.directories, 3)})"
+    text = "to search a subdirectory, pass its path"
+    if version_numbers(found.directories):
+        text = "this directory has versions of ptsave.deltas: pass the path of one version"
+    return f"; {text} ({some_of(found.directories, 3)})"
 
 
 def _files_in(

@@ -389,7 +389,7 @@ def is_index(source: RangeSource) -> bool:
     if not head.lstrip().startswith(b"{") or nbytes > _MAX_INDEX_NBYTES:
         return False
     try:
-        return bool(_weight_map_in(source))
+        return bool(index_in(source)["weight_map"])
     except CorruptCheckpointError:
         return False
 
@@ -397,7 +397,7 @@ def is_index(source: RangeSource) -> bool:
 def read_index(source: RangeSource, folder: Folder) -> ShardFiles:
     """Read and close an index file, and return the shards that the index names."""
     with closing(source):
-        in_folder = _weight_map_in(source)
+        in_folder: dict[str, str] = index_in(source, may_be_empty=False)["weight_map"]
     paths = {shard: folder.join(shard) for shard in {*in_folder.values()}}
     weight_map = {name: paths[shard] for name, shard in in_folder.items()}
     files = ShardFiles(sorted({*paths.values()}), weight_map, source.name)
@@ -407,14 +407,7 @@ def read_index(source: RangeSource, folder: Folder) -> ShardFiles:
     return files
 
 
-def _weight_map_in(source: RangeSource) -> dict[str, str]:
-    weight_map: dict[str, str] = index_in(source)["weight_map"]
-    if not weight_map:
-        raise _no_weight_map(source.name)
-    return weight_map
-
-
-def index_in(source: RangeSource) -> dict[str, Any]:
+def index_in(source: RangeSource, *, may_be_empty: bool = True) -> dict[str, Any]:
     """Return the JSON object of an index, whose weight_map names files in the index's directory."""
     path = source.name
     refuse_what_came_instead(source)
@@ -426,11 +419,11 @@ def index_in(source: RangeSource) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # ValueError: also not UTF-8
         raise CorruptCheckpointError(f"{path}: not JSON: {error}", path=path) from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict):
-        raise _no_weight_map(path)
+    if not isinstance(weight_map, dict) or not (weight_map or may_be_empty):
+        raise CorruptCheckpointError(f"{path}: the index of shards has no weight_map", path=path)
     sound: set[str] = set()  # names that are checked already
     for tensor, name in weight_map.items():
-        if isinstance(name, str) and (name in sound or is_inside(name)):
+        if isinstance(name, str) and (name in sound or _is_inside(name)):
             sound.add(name)
         else:
             raise CorruptCheckpointError(
@@ -440,12 +433,7 @@ def index_in(source: RangeSource) -> dict[str, Any]:
     return cast("dict[str, Any]", index)
 
 
-def _no_weight_map(path: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{path}: the index of shards has no weight_map", path=path)
-
-
-def is_inside(name: str) -> bool:
-    """Return whether a relative path leads to a file in its directory or in one below it."""
+def _is_inside(name: str) -> bool:
     parts = name.split("/")
     return "\0" not in name and all(part not in ("", ".", "..") for part in parts)
 

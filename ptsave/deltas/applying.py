@@ -17,7 +17,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
@@ -40,22 +40,24 @@ from ptsave.models.packed_modules import PackedModules, PackedModulesMapping, un
 from ptsave.models.save_model import tensors_of
 from ptsave.serialization import save
 from ptsave.sources.kinds import regular_only
-from ptsave.sources.locations import Location, sync_path
+from ptsave.sources.locations import LocalFolder, Location, sync_path
 from ptsave.sources.ranges import LocalFile, open_source
 from ptsave.streaming.payload_sources import PayloadSources, write_bytes, write_copy
 from ptsave.support import config
-from ptsave.support.calls import check_flags
-from ptsave.support.locks import try_lock
+from ptsave.support.calls import check_flags, optional_int
+from ptsave.support.locks import FolderLock
 from ptsave.support.text import some_of
 from ptsave.support.threads import ThreadPool
 from ptsave.support.torch_names import storage_id
-from ptsave.writing.targets import resolve_folder
 
 _S = TypeVar("_S")
 _T = TypeVar("_T")
 
 _FOLDER = ".weight_sync"  # SGLang's folder for a directory's lock and version
 _N_NAMED = 3
+# If a file has been replaced, it probably has another inode.  If its bytes have changed, also by
+# `apply`, it has another time, which programs cannot set back.
+_NUMBERS, _TIMES = ("st_ino", "st_size"), ("st_ctime_ns",)
 
 
 def apply(
@@ -81,14 +83,15 @@ def apply(
         The directory of the versions, or its URL.
     target : torch.nn.Module, mapping of str to torch.Tensor, str or os.PathLike
         The weights: in memory, or safetensors files of this machine (a directory, an index or a
-        file).  It may have weights that no version changes.  A directory without a model first gets
-        a copy of the newest whole version.
+        file).  It may have weights that no version changes.  An empty directory first gets a copy
+        of the newest whole version.
     version : int, optional
         The wanted version; by default, the newest one.
     base_version : int, optional
         The version that the target has.  Without it, files have the version that was last applied
-        to them.  If that is unknown, or the weights are in memory, checksums show the version of
-        each tensor; this reads all weights once more.
+        to them.  If that is unknown, for example because a file has been replaced, or the last
+        version was one of another directory, checksums show the version of each tensor; this reads
+        all weights once more.  They also do for weights in memory.
     packed_modules_mapping : mapping or list, optional
         Modules of the checkpoint that a model in memory packs into one, as for
         :func:`ptsave.load_model`.  The default is the model's attribute of this name.
@@ -114,11 +117,11 @@ def apply(
         If a version uses an unknown encoding, compression or checksum, or the files of a whole
         version or of the target are not safetensors files.
     ValueError
-        If the target has a later version, lacks a tensor, has one of another dtype or shape, is a
-        link to a shared file, or is itself a version of the directory.  Or if a packed parameter
-        cannot be divided.
+        If the target has a later version, lacks a tensor, or has one of another dtype or shape.  If
+        it is a link to a shared file, is itself a version of the directory, or has other files but
+        no model.  Or if a packed parameter cannot be divided.
     TypeError
-        If a tensor in memory is not dense, or has no memory of its own, as a DTensor.
+        If a tensor in memory is not dense, is expanded, or has no memory of its own, as a DTensor.
     ImportError
         If a library is missing: ``pip install "ptsave[deltas]"``.
 
@@ -148,18 +151,20 @@ def apply(
     True
     """
     check_flags(fsync=fsync)
-    root = resolve_folder(directory, storage_options)
-    if isinstance(target, (str, os.PathLike)):
+    version = optional_int(version, "version", 0)
+    base_version = optional_int(base_version, "base_version", 0)
+    root = versions.root_at(directory, storage_options)
+    if isinstance(target, (str, bytes, os.PathLike)):
         path = os.fsdecode(target)
         os.stat(path)  # raises an error before a missing directory gets a lock
         folder = path if os.path.isdir(path) else os.path.dirname(path) or os.curdir
         names = map(versions.name_of, () if root.is_url else versions.numbers_in(root))
         if os.path.realpath(folder) in {os.path.realpath(root.join(name)) for name in names}:
             raise ValueError(f"{folder} is itself a version of {root.name}: copy its files first")
-        sync = _Sync(folder, fsync)
+        sync = _Sync(folder, root, fsync)
         with sync.locked():
             sync.undo()
-            base = sync.version if base_version is None else base_version
+            base = base_version
             try:
                 files = find_files(path)
             except FileNotFoundError:
@@ -167,6 +172,8 @@ def apply(
                 if base is None:
                     raise
                 files = find_files(path)
+            sync.paths = files.paths
+            base = sync.version if base is None else base
             return _apply_to_files(plan_for(root, version, base), files, sync)
     model = target if isinstance(target, nn.Module) else None
     tensors = tensors_of(target if model is None else model.state_dict())[0]
@@ -201,7 +208,9 @@ class Plan(NamedTuple):
     is_base_known: bool  # otherwise checksums decide which of the patches are applied
 
     def require(self, kinds: Mapping[str, tuple[torch.dtype, torch.Size]]) -> None:
-        """Raise ValueError if a tensor with patches is missing, or is of another kind."""
+        """Raise ValueError if a tensor with patches is of another kind, or missing and not tied."""
+        for name in versions.tied([each[-1] for each in self.patches.values()], kinds):
+            del self.patches[name]
         missing = sorted(name for name in self.patches if name not in kinds)
         if missing:
             raise ValueError(
@@ -211,13 +220,14 @@ class Plan(NamedTuple):
         for name, patches in self.patches.items():
             if patches[0].kind not in (None, kinds[name]):
                 raise ValueError(
-                    f"tensor {name} is {_kind_text(kinds[name])} in the target, but "
-                    f"{_kind_text(patches[0].kind)} in {patches[0].source.name}"
+                    f"tensor {name} is {kind_text(kinds[name])} in the target, but "
+                    f"{kind_text(patches[0].kind)} in {patches[0].source.name}"
                 )
 
 
-def _kind_text(kind: Any) -> str:
-    return f"{kind[0]} {[*kind[1]]}"
+def kind_text(kind: Any) -> str:
+    """Return a dtype and a shape as text."""
+    return "missing" if kind is None else f"{kind[0]} {[*kind[1]]}"
 
 
 def plan_for(root: Location, version: int | None, base: int | None) -> Plan:
@@ -239,15 +249,15 @@ class _Tensor(NamedTuple):
     patches: list[Patch]  # none if it already has the wanted version
     changes: list[Change]
 
-    def check(self) -> None:
+    def check(self, target: str = "the target") -> None:
         """Raise WrongBaseError if the checksum is wrong."""
         for last in self.patches[-1:]:
             found = last.checksum and versions.checksum_of(self.memory, last.version.checksum)
             if found != last.checksum:
                 raise WrongBaseError(
                     f"tensor {last.name} would not get the checksum of version "
-                    f"{last.version.number} in {last.source.name}: the target has none of these "
-                    "versions, or a patch is damaged"
+                    f"{last.version.number} in {last.source.name}: {target} has none of these "
+                    "versions, or another dtype or shape, or a patch is damaged"
                 )
 
 
@@ -260,14 +270,16 @@ def _read_patches(
     return _Tensor(memory, patches, _changes(source, memory, patches))
 
 
-def patch_in_place(memory: Tensor, patches: list[Patch], *, is_base_known: bool) -> None:
+def patch_in_place(
+    memory: Tensor, patches: list[Patch], *, is_base_known: bool, base: str = "the base"
+) -> None:
     """Patch a tensor's bytes and compare their checksum; an error leaves other bytes."""
     if patches[0].is_whole:
         memory.copy_(patches[0].whole())
         patches, is_base_known = patches[1:], True
     found = _read_patches(memory, memory, patches, is_base_known=is_base_known)
     make(found.changes)
-    found.check()
+    found.check(base)
 
 
 def _changes(source: Tensor, memory: Tensor, patches: list[Patch]) -> list[Change]:
@@ -289,14 +301,22 @@ def _changes(source: Tensor, memory: Tensor, patches: list[Patch]) -> list[Chang
     for begin, end in versions.blocks_of(nbytes) if steps or begins is not source else ():
         new = block[: end - begin]
         _C.patched_copy(begins, begin, new, [next(step) for step in steps])
-        changes += versions.changes_between(source[begin:end], new, memory[begin:end])
+        old = source[begin:end]
+        found: bytes | Tensor = _C.find_changes(old, new)
+        if len(found) > versions.MIN_PATCH_NBYTES:
+            if len(found) >= end - begin:
+                found = bytes(memory_of(new))
+            changes.append(Change(found, memory[begin:end], _C.inverse(found, old)))
     return changes
 
 
 def _missing(memory: Tensor, patches: list[Patch]) -> list[Patch]:
-    """Return the patches behind the newest one whose checksum the bytes have; else all patches."""
+    """Return the patches behind the oldest one whose checksum the bytes have; else all patches.
+
+    Other bytes may have the same Adler-32.  Behind a newer one, no patch might be left to notice.
+    """
     found: dict[str, str] = {}
-    for number, patch in reversed([*enumerate(patches, 1)]):
+    for number, patch in enumerate(patches, 1):
         if patch.is_whole:  # its bytes decide
             continue
         kind = patch.version.checksum
@@ -326,21 +346,45 @@ def _read_all(plan: Plan, memories: dict[str, tuple[Tensor, Tensor]]) -> dict[st
 def _apply_in_memory(plan: Plan, tensors: dict[str, Tensor]) -> int:
     plan.require({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     memories = {name: versions.bytes_in(tensors[name]) for name in plan.patches}
+    for name in memories:
+        if _may_overlap(tensors[name]):
+            raise TypeError(
+                f"tensor {name} is expanded, or its elements overlap otherwise: pass a copy, for "
+                "example clone()"
+            )
     found = _read_all(plan, {name: (memory, memory) for name, memory in memories.items()})
     changes = [change for each in found.values() for change in each.changes]
+    changed: list[str] = []
     try:
         make(changes)
         in_threads(_Tensor.check, found.values())
+        for name in (name for name, each in found.items() if each.changes):
+            changed.append(name)
+            _copy_back(memories[name], tensors[name])
     except BaseException:
         undo(changes)
+        for name in changed:
+            _copy_back(memories[name], tensors[name])
         raise
-    changed = [tensors[name] for name, each in found.items() if each.changes]
-    for name, memory in memories.items():
-        tensor = tensors[name]
-        if memory.data_ptr() != tensor.data_ptr():  # a copy
-            tensor.copy_(memory.view(tensor.dtype).view(tensor.shape))
-    note_changes(changed)
+    note_changes([tensors[name] for name in changed])
     return plan.version
+
+
+def _may_overlap(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor may share memory."""
+    end = 1  # behind the elements that the smaller strides reach
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < end:
+                return tensor.numel() > 0
+            end += stride * (size - 1)
+    return False
+
+
+def _copy_back(memory: Tensor, tensor: Tensor) -> None:
+    """Give a tensor the bytes in `memory`, unless they are its own."""
+    if memory.data_ptr() != tensor.data_ptr():
+        tensor.copy_(memory.view(tensor.dtype).view(tensor.shape))
 
 
 # ------------------------------------------------------------------------------- weights in files
@@ -395,8 +439,11 @@ def _crc_place(path: str, head: Tensor, number: int) -> slice:
 class _Sync:
     """The version of the files in a directory, and the journal of a change to them."""
 
-    def __init__(self, folder: str, fsync: bool) -> None:
+    def __init__(self, folder: str, root: Location, fsync: bool) -> None:
         self.folder, self._fsync = folder, fsync
+        self.paths: Sequence[str] = ()  # of the target's files
+        # Another directory of versions has other versions with the same numbers.
+        self._versions = root.name if root.is_url else os.path.realpath(root.path)
         self._own = os.path.join(folder, _FOLDER)
         self._state = os.path.join(self._own, "state.json")
         self._journal = os.path.join(self._own, "ptsave-journal.pt")
@@ -404,29 +451,51 @@ class _Sync:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the directory against other calls and against SGLang; wait until it is free."""
-        os.makedirs(self._own, exist_ok=True)
-        path = os.path.join(self._own, "lock")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = FolderLock(self._own, "lock", self.folder, wait=True)
         try:
-            try_lock(descriptor, wait=True)
             yield
         finally:
-            os.close(descriptor)
+            if not any(map(os.path.exists, (self._state, self._journal))):  # nothing was applied
+                lock.release()
+            lock.close()
 
     @property
     def version(self) -> int | None:
-        """The version that was last applied; None if it is unknown."""
+        """The version that the target's files have; None if it is unknown."""
+        version, facts = self._stated() or (None, {})
+        return version if "files" not in facts or facts == self._facts() else None
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the directory of the versions, and the identities of the files."""
+        return {"versions": self._versions, "files": self._identities(*_NUMBERS, *_TIMES)}
+
+    def _identities(self, *fields: str) -> dict[str, list[int]]:
+        """Return fields of the status of each file that exists."""
+        found = {}
+        for path in self.paths:
+            with suppress(FileNotFoundError):
+                status = os.stat(path)
+                name = os.path.relpath(path, self.folder)
+                found[name] = [getattr(status, field) for field in fields]
+        return found
+
+    def _stated(self) -> tuple[int, dict[str, Any]] | None:
+        """Return the version that was last applied, and its facts, which SGLang does not note."""
         try:
             with open(self._state, encoding="utf-8") as file:
-                return int(str(json.load(file)["version"]))
+                state = json.load(file)
+            text = str(state.pop("version"))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            text = ""
+        if not re.fullmatch("[0-9]{1,15}", text):
             raise CorruptCheckpointError(
                 f"{self._state} does not say which version the files have: remove it, and "
                 "checksums will show the version",
                 path=self._state,
-            ) from None
+            )
+        return int(text), state
 
     def map(self, path: str) -> Tensor:
         """Map a file in the directory into memory, to change it."""
@@ -450,9 +519,9 @@ class _Sync:
             for path, (_, target, inverse) in changes:
                 offset = target.data_ptr() - files[path].data_ptr()
                 name = os.path.relpath(path, self.folder)
-                entries.append((name, offset, len(target), len(inverse)))
-            data = torch.cat([change.inverse for _, change in changes])
-            journal = {"version": before, "entries": entries, "data": data}
+                entries.append((name, offset, len(target), inverse))
+            facts = {"versions": self._versions, "files": self._identities(*_NUMBERS)}
+            journal = {"version": before, **facts, "entries": entries}
             save(journal, self._journal, fsync=self._fsync)
             # From here on, only the journal knows the bytes of the files.
             with suppress(FileNotFoundError):
@@ -470,16 +539,23 @@ class _Sync:
     def copy_whole(self, root: Location, version: int | None) -> int | None:
         """Copy the newest whole version up to `version`; return its number, or None without one."""
         version = versions.newest_in(root) if version is None else version
-        for found, _ in () if version is None else versions.links(root, version, None):
-            if found.encoding == WHOLE:
-                break
-        else:
+        chain = () if version is None else versions.links(root, version, None)
+        found = next((each for each, _ in chain if each.encoding == WHOLE), None)
+        if found is None:
             return None
+        files = versions.whole_files(versions.folder_of(root, found.number))
+        paths = {files.name_of(path): path for path in (*files.paths, files.index_path) if path}
+        LocalFolder(self.folder).remove_leftovers(paths.__contains__)  # of a killed process
+        own = {name.partition(os.sep)[0] for name in paths}
+        if others := {*os.listdir(self.folder)} - {_FOLDER, *own}:
+            raise ValueError(
+                f"{self.folder} has no complete model, but is not empty ({min(others)}): only an "
+                "empty directory gets a copy of a whole version"
+            )
         with suppress(FileNotFoundError):
             os.unlink(self._state)
-        files = versions.whole_files(versions.folder_of(root, found.number))
-        for path in (*files.paths, *filter(None, [files.index_path])):
-            copy = os.path.join(self.folder, files.name_of(path))
+        for name, path in paths.items():
+            copy = os.path.join(self.folder, name)
             os.makedirs(os.path.dirname(copy), exist_ok=True)
             with ExitStack() as stack:
                 source = open_source(path, files.storage_options)
@@ -491,7 +567,7 @@ class _Sync:
         """Undo a change that was interrupted."""
         if not os.path.exists(self._journal):
             return
-        if self.version is not None:
+        if self._stated() is not None:
             # These files are not those of the journal: its change had not begun, or has ended, or
             # SGLang has made other files.
             os.unlink(self._journal)
@@ -500,8 +576,13 @@ class _Sync:
         memories: dict[str, Tensor] = {}
         changes = []
         try:
-            data = journal["data"].split([size for *_, size in journal["entries"]])
-            for (name, offset, nbytes, _), old in zip(journal["entries"], data, strict=True):
+            self.paths = [os.path.join(self.folder, name) for name in journal["files"]]
+            if self._identities(*_NUMBERS) != journal["files"]:
+                raise ValueError("a file has been replaced")
+            version = optional_int(journal["version"], "version", 0)
+            if journal["versions"] != self._versions:
+                version = None
+            for name, offset, nbytes, old in journal["entries"]:
                 path = os.path.join(self.folder, name)
                 if path not in memories:
                     memories[path] = self.map(path)
@@ -510,11 +591,13 @@ class _Sync:
                     raise ValueError(f"{name} has another size")
                 changes.append(Change(old, target, old))
             make(changes)
-            self._settle(journal["version"], memories)
-        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CorruptCheckpointError(
-                f"{self._journal}: not a journal of these files: {error}", path=self._journal
+                f"{self._journal}: not a journal of these files: {error}: remove it, and checksums "
+                "will show the version",
+                path=self._journal,
             ) from None
+        self._settle(version, memories)
 
     def _settle(self, version: int | None, paths: Iterable[str]) -> None:
         """Write the version that the files have now, if it is known, and remove the journal."""
@@ -522,6 +605,6 @@ class _Sync:
             for path in paths:
                 sync_path(path)
         if version is not None:
-            text = json.dumps({"version": f"{version:06d}"}).encode()
-            write_bytes(self._state, text, fsync=self._fsync)
+            state = {"version": f"{version:06d}", **self._facts()}
+            write_bytes(self._state, json.dumps(state).encode(), fsync=self._fsync)
         _C.remove_file(os.fsencode(self._journal))

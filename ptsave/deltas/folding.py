@@ -6,22 +6,19 @@ import errno
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ptsave import _C
-from ptsave.contents.directories import version_numbers
-from ptsave.contents.files import FORMATS
 from ptsave.deltas import versions
 from ptsave.deltas.applying import in_threads
 from ptsave.deltas.versions import INDEX, WHOLE, Patch, folder_of, name_of, numbers_in, version_in
-from ptsave.errors import VersionNeededError
-from ptsave.models.save_model import files_of_sets, save_errors
-from ptsave.sources.locations import Location, folders_in
-from ptsave.support.calls import check_flags
+from ptsave.models.save_model import save_errors
+from ptsave.sources.locations import Location
+from ptsave.support.calls import check_flags, checked_int
 from ptsave.writing.targets import resolve_folder
 
 
@@ -98,27 +95,27 @@ def fold(
     Examples
     --------
     >>> import tempfile, torch
-    >>> from ptsave.deltas import Publisher, apply, fold
-    >>> weights = {"a": torch.zeros(1000)}
+    >>> from ptsave.deltas import Publisher, fold
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     publisher = Publisher(folder, weights)
+    ...     publisher = Publisher(folder, {"a": torch.zeros(9)}, max_depth=None)
     ...     for i in range(3):
-    ...         _ = publisher.publish({"a": torch.eye(1000)[i]})
+    ...         _ = publisher.publish({"a": torch.full((9,), float(i + 1))})
     ...     fold(folder).removed
-    ...     apply(folder, weights)
     [1, 2]
-    3
     """
     check_flags(dry_run=dry_run, fsync=fsync)
     root = resolve_folder(directory, storage_options)
     newest = versions.newest_in(root)
     if newest is None:
         raise FileNotFoundError(errno.ENOENT, "there is no version", root.name)
-    lock = nullcontext() if root.is_url or dry_run else versions.staging_of(root, newest)
-    with save_errors(root.name), lock:
+    path = root.join(name_of(newest))
+    with ExitStack() as stack:
+        if not (root.is_url or dry_run):
+            with save_errors(root.name):
+                stack.enter_context(versions.staging_of(root, newest))
         chain = [each for each in versions.links(root, newest, None) if each[0].encoding != WHOLE]
         if not chain:
-            return Folding(root.join(name_of(newest)), newest, [], 0, 0, 0)
+            return Folding(path, newest, [], 0, 0, 0)
         last, first = chain[0][0], chain[-1][0]
         forms = sorted({f"{each.encoding} with {each.checksum}" for each, _ in chain})
         if len(forms) > 1:
@@ -134,24 +131,22 @@ def fold(
             removed = [each for each in numbers_in(root) if folded.base < each < newest]
         frames = dict(zip(patches, in_threads(_merged, patches.values()), strict=True))
         if not dry_run:
-            folder, (_, old) = folder_of(root, newest), version_in(root, newest)
+            stack.enter_context(save_errors(root.name))
+            folder = folder_of(root, newest)
             folder.remove_leftovers(lambda name: name.endswith((".safetensors", ".json")))
             if folded != last:
                 # Until the index names this file, readers find the old patches.
                 shard = f"model-{secrets.token_hex(4)}-00000-of-00001.safetensors"
-                new = {name: (frame, patches[name][-1].checksum) for name, frame in frames.items()}
-                versions.write_patches(folder, folded, new, shard=shard, fsync=fsync)
+                checksums = {name: found[-1].checksum for name, found in patches.items()}
+                versions.write_patches(folder, folded, frames, checksums, shard=shard, fsync=fsync)
             _, used = version_in(root, newest)
-            files = files_of_sets(folder, FORMATS["safetensors"]) | {*old.values()}
-            for name in files - {*used.values()}:
-                folder.remove(name)
-            killed = version_numbers(folders_in(root.path, "weight_v"))  # while they were removed
-            gone = {*removed, *(each for each in killed if each < newest)}
-            for number in sorted(gone, reverse=True):  # so each version that is left has its base
+            for name in {*folder.files()} - {*used.values()}:
+                if name.endswith(".safetensors"):
+                    folder.remove(name)
+            for number in reversed(removed):  # so each version that is left has its base
                 _remove(root, number)
         before = sum(patch.nbytes for found in patches.values() for patch in found)
         after = sum(frame.nbytes for frame in frames.values())
-        path = root.join(name_of(newest))
         return Folding(path, folded.base, removed, len(frames), before, after)
 
 
@@ -189,13 +184,13 @@ def remove(
 
     Raises
     ------
-    VersionNeededError
+    ValueError
         If a later version is based on it, or it is the newest version, on which a publisher bases
         the next one.
     FileNotFoundError
         If there is no such version.
     SaveError
-        If the files cannot be removed, or another process changes the version.
+        If the files cannot be removed.
 
     Examples
     --------
@@ -207,30 +202,27 @@ def remove(
     ...         _ = publisher.publish({"a": torch.full((9,), float(i))})
     ...     remove(folder, 1)
     """
+    version = checked_int(version, "version", 0)
     root = resolve_folder(directory, storage_options)
-    later = [number for number in numbers_in(root) if number > version]
-    if version not in numbers_in(root):
+    numbers = numbers_in(root)
+    if version not in numbers:
         path = root.join(name_of(version))
         raise FileNotFoundError(errno.ENOENT, "there is no such version", path)
-    for number in later:
-        if version_in(root, number)[0].base == version:
-            raise VersionNeededError(
-                f"{root.name}: version {number} is based on version {version}: remove the later "
-                "versions first, or make one of them with `ptsave compact`"
-            )
-    if not later:
-        raise VersionNeededError(
+    if version == numbers[-1]:
+        raise ValueError(
             f"{root.name}: version {version} is the newest one, on which a publisher bases the next"
         )
+    for number in numbers:
+        if number > version and version_in(root, number)[0].base == version:
+            raise ValueError(
+                f"{root.name}: version {number} is based on version {version}: remove the later "
+                "versions first, or make one of them with `ptsave compact --in-place`"
+            )
     with save_errors(root.name):
         _remove(root, version)
 
 
 def _remove(root: Location, number: int) -> None:
     folder = folder_of(root, number)
-    if root.is_url:
-        folder.remove(INDEX)  # from now on, this is no version
-        folder.remove_all()
-        return
-    with versions.staging_of(root, number) as staging, suppress(FileNotFoundError):
-        os.rename(folder.path, staging.path)  # which is removed
+    folder.remove(INDEX)  # from now on, this is no version
+    folder.remove_all()

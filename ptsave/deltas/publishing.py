@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ptsave import _C
 from ptsave.archive.spans import bytes_of, new_storage
 from ptsave.deltas import versions
-from ptsave.deltas.applying import in_threads
+from ptsave.deltas.applying import in_threads, kind_text
 from ptsave.deltas.versions import WHOLE, Patch, Version, bytes_in, name_of, newest_in
 from ptsave.deltas.weights import Weights
 from ptsave.errors import SaveError
@@ -24,7 +24,7 @@ from ptsave.models.save_model import ShardSet, save_errors, split, tensors_of
 from ptsave.sources.locations import Location
 from ptsave.streaming.payload_sources import check_safetensors
 from ptsave.support import config
-from ptsave.support.calls import check_flags, checked_int
+from ptsave.support.calls import check_flags, checked_int, optional_int
 from ptsave.support.text import some_of
 from ptsave.writing.targets import resolve_folder
 
@@ -57,7 +57,8 @@ class Publisher:
         ``"overwrite"`` patch can be applied again after an interruption.  An ``"xor"`` patch is as
         long as the tensor before it is compressed; tensors of 4 GiB or more need it.
     checksum : {"xxh3-128", "adler32", "blake3"}, default "xxh3-128"
-        The checksum that receivers compare.  ``"adler32"`` needs no library, but is slow.
+        The checksum that receivers compare.  ``"adler32"`` is slow, and different small tensors may
+        have the same one; other receivers need no library for it.
     max_depth : int or None, default 8
         The most versions in a row that hold patches.  The next one is a whole checkpoint, and so is
         a version with which the patches in a row would exceed half of the weights' bytes.  With
@@ -122,24 +123,25 @@ class Publisher:
                 f"{', '.join(versions.CHECKSUMS)}, not {encoding!r} and {checksum!r}"
             )
         check_flags(fsync=fsync)
-        if max_depth is not None and max_depth < 0:
-            raise ValueError(f"max_depth must be None or a number of versions, not {max_depth}")
         versions.zstd()
         versions.checksum_of(torch.empty(0).byte(), checksum)  # needs its library
         own = base.version if isinstance(base, Weights) else 0
-        self.version = own if version is None else checked_int(version, "version", 0)
+        self.version = checked_int(own if version is None else version, "version", 0)
         self._encoding, self._checksum, self._fsync = encoding, checksum, fsync
-        self._max_depth = max_depth
+        self._max_depth = optional_int(max_depth, "max_depth", 0)
         self._root = resolve_folder(directory, storage_options)
-        is_file = isinstance(base, (str, os.PathLike, Weights))
+        is_file = isinstance(base, (str, bytes, os.PathLike, Weights))
         tensors = dict(iter_weights(base)) if is_file else _tensors_in(base)
         if max_depth is not None:
             check_safetensors(tensors)
-        self._check_sizes(tensors)
+        for name, tensor in tensors.items():
+            if tensor.nbytes > _C.MAX_PATCHED_NBYTES and encoding == "overwrite":
+                raise ValueError(
+                    f"tensor {name} has {tensor.nbytes} bytes, but positions in patches have 32 "
+                    "bits: use encoding='xor'"
+                )
         self._kinds = {name: _kind_of(tensor) for name, tensor in tensors.items()}
         self._base = {name: _copy_of(bytes_in(tensor)) for name, tensor in tensors.items()}
-        with save_errors(self._root.name):
-            self._root.make()
         self._depth = self._nbytes = 0  # of the versions since the last whole one
         self._check_directory()
 
@@ -152,7 +154,8 @@ class Publisher:
         Parameters
         ----------
         state : torch.nn.Module or mapping of str to torch.Tensor
-            The new weights, with the names, shapes and dtypes of `base`.
+            The new weights, with the names, shapes and dtypes of `base`.  Tied weights may have
+            more names here, if their bytes are equal.
         version : int, optional
             The number of the version, which must be ``publisher.version + 1``.
 
@@ -165,9 +168,9 @@ class Publisher:
             version.
         """
         number = self.version + 1
-        if version not in (None, number):
+        if optional_int(version, "version", 0) not in (None, number):
             raise ValueError(f"the next version is {number}, and not {version!r}")
-        tensors = _tensors_in(state)
+        tensors = self._untied(_tensors_in(state))
         self._check_names(tensors)
         is_whole = self._max_depth is not None and self._depth >= self._max_depth
         found = [] if is_whole else self._encode(tensors)
@@ -185,7 +188,8 @@ class Publisher:
                 versions.write_patches(
                     folder,
                     Version(number, self.version, self._encoding, self._checksum),
-                    {each.name: (each.blob, each.checksum) for each in found},
+                    {each.name: each.blob for each in found},
+                    {each.name: each.checksum for each in found},
                     shard=f"model-{token}00000-of-00001.safetensors",
                     fsync=self._fsync,
                     is_new=True,
@@ -200,14 +204,6 @@ class Publisher:
 
     # ------------------------------------------------------------------------------------ checks
 
-    def _check_sizes(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if tensor.nbytes > _C.MAX_PATCHED_NBYTES and self._encoding == "overwrite":
-                raise ValueError(
-                    f"tensor {name} has {tensor.nbytes} bytes, but positions in patches have 32 "
-                    "bits: use encoding='xor'"
-                )
-
     def _check_directory(self) -> None:
         """Raise ValueError unless the base is the newest version in the directory."""
         newest = newest_in(self._root)
@@ -219,6 +215,8 @@ class Publisher:
                 "weights of this version (ptsave.deltas.Weights), or another directory"
             )
         version, patches = versions.open_version(self._root, self.version)
+        for name, other in versions.tied(patches, self._base.keys()).items():
+            self._base[name], self._kinds[name] = _copy_of(self._base[other]), self._kinds[other]
         for patch in patches:
             memory = self._base.get(patch.name)
             if memory is None or not _has_result(memory, patch, version):
@@ -232,15 +230,25 @@ class Publisher:
                     self._depth += 1
                     self._nbytes += sum(patch.nbytes for patch in patches)
 
+    def _untied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Leave out tied weights: tensors that the base lacks, but with another tensor's bytes."""
+        own = [tensor for name, tensor in tensors.items() if name in self._base]
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name in self._base or not any(_are_equal(tensor, other) for other in own)
+        }
+
     def _check_names(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless the names, dtypes and shapes are those of the base."""
         kinds = {name: _kind_of(tensor) for name, tensor in tensors.items()}
-        if kinds != self._kinds:
-            names = sorted(name for name, _ in kinds.items() ^ self._kinds.items())
-            raise ValueError(
-                "these tensors are missing in the base or in the new weights, or have another "
-                f"shape or dtype there: {some_of(list(dict.fromkeys(names)), _N_NAMED)}"
-            )
+        found = [
+            f"tensor {name} is {kind_text(kinds.get(name))} in the new weights, but "
+            f"{kind_text(self._kinds.get(name))} in the base"
+            for name in sorted({name for name, _ in kinds.items() ^ self._kinds.items()})
+        ]
+        if found:
+            raise ValueError(some_of(found, _N_NAMED))
 
     # ----------------------------------------------------------------------------------- writing
 
@@ -253,8 +261,10 @@ class Publisher:
         """Return the patch of a tensor, compressed; None if nothing has changed."""
         name, tensor = item
         before, after = self._base[name], bytes_in(tensor)
+        fused = None  # a hash that is computed while the bytes are compared
         if self._encoding == "overwrite":
-            data = _C.find_changes(before, after)
+            fused = _C.Xxh3() if self._checksum == "xxh3-128" else None
+            data = _C.find_changes(before, after, fused)
             if len(data) == versions.MIN_PATCH_NBYTES:
                 return None
             blob = versions.compressed(data)
@@ -266,7 +276,7 @@ class Publisher:
                 return None
             blocks = ((before, part.start, [after[part]]) for part in parts)
             blob = versions.xor_frame(blocks, len(after))
-        digest = versions.checksum_of(after, self._checksum)
+        digest = fused.hexdigest() if fused else versions.checksum_of(after, self._checksum)
         return _Encoded(name, blob, digest, (data, before))
 
     @contextmanager
@@ -323,6 +333,10 @@ def _copy_of(memory: Tensor) -> Tensor:
     is_large = nbytes >= _MIN_HUGE_NBYTES
     storage = _C.huge_page_storage(nbytes) if is_large else new_storage(nbytes)
     return bytes_of(storage).copy_(memory)
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    return _kind_of(a) == _kind_of(b) and torch.equal(bytes_in(a), bytes_in(b))
 
 
 def _kind_of(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:

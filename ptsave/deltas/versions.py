@@ -47,7 +47,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ from ptsave.archive.spans import memory_of
 from ptsave.contents.directories import find_files, version_numbers
 from ptsave.contents.files import FORMATS, ShardFiles, index_in, those_in_index
 from ptsave.contents.safetensors import SafetensorsHeader, read_header
-from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError
+from ptsave.errors import CorruptCheckpointError, UnsupportedSourceError, UnsupportedUrlError
 from ptsave.sources.locations import Location, folder_for
 from ptsave.sources.ranges import LocalFile, RangeSource, open_source
 from ptsave.streaming.payload_sources import write_bytes, write_safetensors
@@ -86,7 +86,9 @@ _PATCH_NBYTES_PER_BYTE = 5
 # A patch of an unknown tensor may be at most as many times as large as its frame, and this many
 # bytes more.  All positions in a row, at zstd's level 19, are 6 times as large.
 _MAX_EXPANSION, _MAX_MORE = 64, 64 << 10
-_LEVEL = 1  # of zstd; higher levels take much longer for a few percent
+# Positions hardly repeat, but their upper bytes are alike nearby.  A block of zstd is as large as
+# the window.  In small blocks, level 1 is as fast, and its patches of 1 % have 4 % less bytes.
+_LEVEL, _LOG_WINDOW = 1, 14
 
 
 class Change(NamedTuple):
@@ -129,9 +131,9 @@ class Patch(NamedTuple):
         return data
 
     def damaged(self, reason: object) -> CorruptCheckpointError:
-        """Return the error for a patch that cannot be used."""
+        """Return the error for a patch that cannot be used: damage, or a tensor of another size."""
         path = self.source.name
-        message = f"{path}: the patch of tensor {self.name} is damaged: {reason}"
+        message = f"{path}: the patch of tensor {self.name} cannot be used: {reason}"
         return CorruptCheckpointError(message, path=path, offset=self.begin, entries=[self.name])
 
     @contextmanager
@@ -202,20 +204,6 @@ class Version(NamedTuple):
         is_part = self.base < number < self.number and self.encoding == "overwrite"
         return number == self.base or (is_part and self.folded_from > 0)
 
-    def index_bytes(self, names: Iterable[str], shard: str) -> bytes:
-        """Return the index of a version with patches, which are in one shard."""
-        metadata = {
-            "version": f"{self.number:06d}",
-            "base_version": f"{self.base:06d}",
-            "delta_encoding": self.encoding,
-            "compression_format": "zstd",
-            "checksum_format": self.checksum,
-        }
-        if self.folded_from:
-            metadata["folded_from"] = f"{self.folded_from:06d}"
-        weight_map = dict.fromkeys(sorted(names), shard)
-        return json.dumps({"metadata": metadata, "weight_map": weight_map}).encode()
-
 
 def blocks_of(nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges of the blocks in which a tensor is patched."""
@@ -235,19 +223,6 @@ def bytes_in(tensor: Tensor) -> Tensor:
     return memory
 
 
-def changes_between(before: Tensor, after: Tensor, target: Tensor) -> list[Change]:
-    """Return the changes that give `target` the bytes of `after`, if it has those of `before`."""
-    changes = []
-    for begin, end in blocks_of(len(after)):
-        old, new = before[begin:end], after[begin:end]
-        data: bytes | Tensor = _C.find_changes(old, new)
-        if len(data) > MIN_PATCH_NBYTES:
-            if len(data) >= end - begin:
-                data = bytes(memory_of(new))
-            changes.append(Change(data, target[begin:end], _C.inverse(data, old)))
-    return changes
-
-
 def tensor_of(data: bytes) -> Tensor:
     """Return a uint8 tensor with a copy of bytes."""
     # A bytearray, because torch warns of memory that cannot be written.
@@ -256,7 +231,9 @@ def tensor_of(data: bytes) -> Tensor:
 
 def compressed(patch: Tensor) -> Tensor:
     """Compress a patch."""
-    return tensor_of(zstd().ZstdCompressor(level=_LEVEL).compress(memory_of(patch)))
+    parameters = zstd().ZstdCompressionParameters.from_level(_LEVEL, window_log=_LOG_WINDOW)
+    compressor = zstd().ZstdCompressor(compression_params=parameters)
+    return tensor_of(compressor.compress(memory_of(patch)))
 
 
 def xor_frame(blocks: Iterable[tuple[Tensor, int, Sequence[bytes | Tensor]]], n: int) -> Tensor:
@@ -326,6 +303,15 @@ def newest_in(root: Location) -> int | None:
         if any(map(folder_of(root, number).is_taken, (INDEX, _SINGLE))):
             return number
     return None
+
+
+def root_at(directory: Any, storage_options: Mapping[str, Any] | None) -> Location:
+    """Return the directory of versions that are to be read."""
+    try:
+        return resolve_folder(directory, storage_options)
+    except UnsupportedUrlError:
+        reason = "ptsave reads versions only where it can also write them"
+        raise UnsupportedUrlError.unreadable(directory, reason) from None
 
 
 def folder_of(root: Location, number: int) -> Location:
@@ -472,15 +458,23 @@ def by_tensor(found: Iterable[tuple[Version, list[Patch]]]) -> dict[str, list[Pa
     return patches
 
 
+def tied(patches: Collection[Patch], names: Collection[str]) -> dict[str, str]:
+    """Return tensors that are not in `names`, each with a tensor there that gets the same bytes."""
+    found = {each.checksum: each.name for each in patches if each.checksum and each.name in names}
+    others = (each for each in patches if each.name not in names)
+    return {each.name: found[each.checksum] for each in others if each.checksum in found}
+
+
 # ------------------------------------------------------------------------------------- writing
 
 
 def write_patches(
     folder: Location,
     version: Version,
-    patches: Mapping[str, tuple[Tensor, str]],
+    patches: Mapping[str, Tensor],
+    checksums: Mapping[str, str],
     *,
-    shard: str = "model-00000-of-00001.safetensors",
+    shard: str,
     fsync: bool,
     is_new: bool = False,
 ) -> None:
@@ -489,10 +483,19 @@ def write_patches(
     If the version is new, and another publisher has written it at a URL, raise FileExistsError.
     """
     if patches:
-        blobs = {name: blob for name, (blob, _) in patches.items()}
-        checksums = {name: checksum for name, (_, checksum) in patches.items()}
-        write_safetensors(blobs, folder.file(shard), checksums, fsync=fsync)
-    target, index = folder.file(INDEX), version.index_bytes(patches, shard)
+        write_safetensors(patches, folder.file(shard), checksums, fsync=fsync)
+    metadata = {
+        "version": f"{version.number:06d}",
+        "base_version": f"{version.base:06d}",
+        "delta_encoding": version.encoding,
+        "compression_format": "zstd",
+        "checksum_format": version.checksum,
+    }
+    if version.folded_from:
+        metadata["folded_from"] = f"{version.folded_from:06d}"
+    weight_map = dict.fromkeys(sorted(patches), shard)
+    index = json.dumps({"metadata": metadata, "weight_map": weight_map}).encode()
+    target = folder.file(INDEX)
     if is_new and is_url_file(target):
         target.create(index)
     else:

@@ -1,9 +1,4 @@
-"""`Weights`: a version of a model's weights, which `load_model` and `iter_weights` read.
-
-Nothing is written.  Each tensor is read from the files of the base, patched in memory, and its
-checksum compared, before a model gets it.  So engines that pack, shard or quantize weights need no
-code for patches: their loaders get whole tensors of the checkpoint.
-"""
+"""`Weights`: a version of a model's weights, which `load_model` and `iter_weights` read."""
 
 from __future__ import annotations
 
@@ -17,20 +12,21 @@ from typing import Any
 
 import torch
 
+from ptsave import _C
 from ptsave.deltas.applying import Plan, in_threads, patch_in_place, plan_for
-from ptsave.deltas.versions import bytes_in, name_of
+from ptsave.deltas.versions import bytes_in, name_of, root_at
 from ptsave.models.shards import Entry, ModelSource, Read, Shard, ShardReader, open_model
 from ptsave.sources.locations import is_url
-from ptsave.state.copying import PLAIN_TYPES
-from ptsave.writing.targets import resolve_folder
+from ptsave.support.calls import checked_int, optional_int
 
 
 class Weights(ModelSource):
     """A version of a model's weights, to be read by `load_model` or `iter_weights`.
 
     :func:`ptsave.load_model` and :func:`ptsave.iter_weights` take this object in place of a path.
-    They read the files of the base, and each tensor gets its patches before the model gets the
-    tensor.  No file changes, so any number of processes may read the same base.
+    They read each tensor from the files of the base, patch it in memory and compare its checksum,
+    before the model gets it.  So engines that pack, shard or quantize weights need no code for
+    patches.  No file changes, so any number of processes may read the same base.
 
     Parameters
     ----------
@@ -66,17 +62,12 @@ class Weights(ModelSource):
     --------
     >>> import tempfile, torch, ptsave
     >>> from ptsave.deltas import Publisher, Weights
-    >>> model, served = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     ptsave.save_model(model, f"{folder}/base")
+    ...     ptsave.save_model({"a": torch.zeros(3)}, f"{folder}/base")
     ...     publisher = Publisher(f"{folder}/versions", f"{folder}/base")
-    ...     with torch.no_grad():
-    ...         _ = model.weight.mul_(2)
-    ...     _ = publisher.publish(model)
-    ...     ptsave.load_model(served, Weights(f"{folder}/versions", f"{folder}/base"))
-    <All weights loaded>
-    >>> torch.equal(served.weight, model.weight)
-    True
+    ...     _ = publisher.publish({"a": torch.ones(3)})
+    ...     dict(ptsave.iter_weights(Weights(f"{folder}/versions", f"{folder}/base")))
+    {'a': tensor([1., 1., 1.])}
     """
 
     def __init__(
@@ -87,12 +78,12 @@ class Weights(ModelSource):
         *,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._root = resolve_folder(directory, storage_options)
-        self._plan = plan_for(self._root, version, None)
+        self._root = root_at(directory, storage_options)
+        self._plan = plan_for(self._root, optional_int(version, "version", 0), None)
         whole = {each[0].version.number for each in self._plan.patches.values() if each[0].is_whole}
         if base is None:
             base = self._root.join(name_of(max(whole))) if whole else self._root.path
-        self._base, self._options = base, storage_options
+        self._base, self._options = os.fsdecode(base), storage_options
         self._names: set[str] | None = None
         self.version = self._plan.version
 
@@ -113,7 +104,8 @@ class Weights(ModelSource):
             If `version` is later than this one.
         """
         found = copy.copy(self)
-        found._names = {*plan_for(self._root, self.version, version).patches}
+        base = checked_int(version, "version", 0)
+        found._names = {*plan_for(self._root, self.version, base).patches}
         return found
 
     def _open(self, stack: ExitStack) -> tuple[Sequence[Shard], list[Entry]]:
@@ -131,7 +123,7 @@ class Weights(ModelSource):
             entries = [entry for entry in entries if entry.name in self._names]
         reader = stack.enter_context(closing(ShardReader(entry.shard for entry in entries)))
         patched = {shard: _PatchedShard(shard, reader, self._plan) for shard in shards}
-        return [*patched.values()], [patched[entry.shard].add(entry) for entry in entries]
+        return [*patched.values()], [replace(each, shard=patched[each.shard]) for each in entries]
 
 
 class _PatchedShard(Shard):
@@ -139,37 +131,25 @@ class _PatchedShard(Shard):
 
     def __init__(self, shard: Shard, reader: ShardReader, plan: Plan) -> None:
         self.path, self.objects, self.metadata = shard.path, shard.objects, shard.metadata
-        self._reader, self._plan = reader, plan
-        self._stored: dict[str, Entry] = {}  # the tensors of the base
-
-    def add(self, stored: Entry) -> Entry:
-        """Return the entry for a tensor of the base."""
-        self._stored[stored.name] = stored
-        return replace(stored, shard=self, crc=None)
+        self._shard, self._reader, self._plan = shard, reader, plan
 
     def read(self, reads: Sequence[Read]) -> None:
         in_threads(self._read, reads)
 
     def _read(self, read: Read) -> None:
-        stored, target = self._stored[read.entry.name], read.target
+        stored, target = replace(read.entry, shard=self._shard), read.target
         patches = self._plan.patches.get(stored.name)
         if patches is None:
             self._reader.read([replace(read, entry=stored)])
             return
-        is_whole = (
-            (target.shape, target.dtype, target.device.type) == (stored.shape, stored.dtype, "cpu")
-            and type(target) in PLAIN_TYPES
-            and target.is_contiguous()
-        )
+        (takes_bytes,) = _C.take_bytes([target], [stored.dtype])
+        is_whole = takes_bytes and target.is_cpu and read.index is None
         whole = target if is_whole else torch.empty(stored.shape, dtype=stored.dtype)
         if not patches[0].is_whole:
             self._reader.read([Read(stored, whole)])
-        patch_in_place(bytes_in(whole), patches, is_base_known=self._plan.is_base_known)
-        if is_whole:
-            return
-        if read.index is None:
-            part = whole.view(-1)[read.begin :][: target.numel()]
-        else:
-            part = whole[read.index]
-        with torch.no_grad():
-            target.copy_(part.reshape(target.shape))
+        is_known, base = self._plan.is_base_known, f"the base {self.path}"
+        patch_in_place(bytes_in(whole), patches, is_base_known=is_known, base=base)
+        if not is_whole:
+            part = whole if read.index is None else whole[read.index]
+            with torch.no_grad():
+                target.copy_(part.reshape(target.shape))

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from ptsave.deltas.versions import newest_in, number_of
 from ptsave.deltas.weights import Weights
-from ptsave.errors import UnsupportedUrlError
 from ptsave.integrations.lazy_classes import classes_over
 from ptsave.models.iterating import iter_weights
 from ptsave.sources.locations import is_url
-from ptsave.writing.targets import resolve_folder
+from ptsave.sources.ranges import folder_at
 
 __all__ = ["ModelLoader", "register"]
 
@@ -52,7 +51,9 @@ class WeightsLoader:
         path = self.local_model(model, revision)
         if self._versions is not None:
             return iter_weights(self._version(self._versions, self._base or path))
-        return iter_weights(self._version(path, self._base) if _has_versions(path) else path)
+        folder = folder_at(path)
+        has_versions = folder is not None and newest_in(folder) is not None
+        return iter_weights(self._version(path, self._base) if has_versions else path)
 
     def _version(self, path: str, base: str | None) -> Weights:
         """Return the version at `path`: the path of one version, or of their directory."""
@@ -87,15 +88,6 @@ class WeightsLoader:
             if any(name.endswith(suffixes) for name in names):
                 break
         return folder
-
-
-def _has_versions(path: str) -> bool:
-    if not os.path.isdir(path) and not is_url(path):
-        return False
-    try:
-        return newest_in(resolve_folder(path)) is not None
-    except UnsupportedUrlError:  # web servers, for example, list no directories
-        return False
 
 
 class ModelLoader(WeightsLoader):

@@ -95,7 +95,7 @@ class Location:
         raise NotImplementedError
 
     def remove_all(self) -> None:
-        """Remove the directory at a URL, and the files in it."""
+        """Remove the directory, if it exists, and the files in it."""
         raise NotImplementedError
 
     def remove_leftovers(self, is_own: Callable[[str], bool]) -> None:
@@ -161,6 +161,12 @@ class LocalFolder(Location):
 
     def make(self) -> None:
         os.makedirs(self.path, exist_ok=True)
+
+    def remove_all(self) -> None:
+        import shutil
+
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.path)
 
     def remove_leftovers(self, is_own: Callable[[str], bool]) -> None:
         from ptsave import _C

@@ -200,7 +200,7 @@ class UrlLocation(Location):
         if "memory" in self.protocols or (self.is_object_store and is_small):
             return self._put_at_once()
         if self.protocols & _COMMITTED:
-            return self._uploaded(nbytes or 0, payloads, base)
+            return self._uploaded(self._upload(nbytes or 0, payloads, base))
         if self.protocols & _COMPLETED_BY_CLOSING:
             return self._completed_by_closing(nbytes or 0)
         return self._moved()
@@ -228,10 +228,7 @@ class UrlLocation(Location):
             self.file_system.pipe_file(self.key, buffer.getvalue())
 
     @contextmanager
-    def _uploaded(
-        self, nbytes: int, payloads: Iterable[tuple[int, int]] | None, base: UrlLocation | None
-    ) -> Iterator[Any]:
-        stream = self._open_upload(nbytes, payloads, base)
+    def _uploaded(self, stream: Any) -> Iterator[Any]:
         try:
             yield _NamingSink(stream, self.path)
             with save_errors(self.path):
@@ -247,14 +244,13 @@ class UrlLocation(Location):
         finally:
             stream.closed = True  # or its destructor would send the rest
 
-    def _open_upload(
+    def _upload(
         self, nbytes: int, payloads: Iterable[tuple[int, int]] | None, base: UrlLocation | None
     ) -> Any:
         if payloads is not None and hasattr(self.file_system, "call_s3"):
             from ptsave.sources.shared_uploads import SharedUpload, part_ends
 
-            is_same = base is not None and base.file_system is self.file_system
-            key = base.key if base is not None and is_same else None
+            key = None if base is None else base.key
             with save_errors(self.path):
                 return SharedUpload(self.file_system, self.key, key, part_ends(payloads, nbytes))
         stream = self._open(self.key, block_size=_part_nbytes(nbytes), autocommit=False)

@@ -47,6 +47,11 @@ def checked_int(value: Any, name: str, minimum: int) -> int:
     return number
 
 
+def optional_int(value: Any, name: str, minimum: int) -> int | None:
+    """Return None if the value is None; else, do as `checked_int`."""
+    return None if value is None else checked_int(value, name, minimum)
+
+
 def one_of(**values: Any) -> Any:
     """Return the value that is not None, or None; raise a TypeError if several are not None.
 

@@ -32,14 +32,14 @@ from ptsave.background.async_save import async_save_with
 from ptsave.background.save_future import PendingSave, SaveFuture
 from ptsave.background.saves import release_own, wait_before_executors_end
 from ptsave.errors import CheckpointWarning, SaveError, add_note
-from ptsave.support.calls import check_flags, checked_int
+from ptsave.support.calls import check_flags, checked_int, optional_int
 from ptsave.support.ranks import check_rank_saves, group_of_job
 from ptsave.training.directory import CheckpointDirectory, Retention, create_directory
 from ptsave.training.options import RestoreOptions, check_named, entries_of
 from ptsave.training.rank_parts import RankParts, check_ranks, rank_parts
 from ptsave.writing.planning import SaveOptions
 from ptsave.writing.sharing import Base
-from ptsave.writing.targets import FileTarget, resolve
+from ptsave.writing.targets import resolve
 
 if TYPE_CHECKING:
     from ptsave.support.rank_groups import GroupRanks, Ranks
@@ -229,19 +229,15 @@ class AsyncCheckpointer:
         elif every is not None or peers:
             raise TypeError("every and peers need local: a directory for the newest checkpoints")
         numbers = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
-        checked = {
-            name: None if number is None else checked_int(number, name, 1)
-            for name, number in numbers.items()
-        }
+        checked = {name: optional_int(number, name, 1) for name, number in numbers.items()}
         self._retention = Retention(**checked, metric=metric, mode=mode, keep_marked=keep_marked)
         self._retention.check_rules()
-        self._rank = None if rank is None else checked_int(rank, "rank", 0)
-        world_size = None if world_size is None else checked_int(world_size, "world_size", 1)
+        self._rank = optional_int(rank, "rank", 0)
+        world_size = optional_int(world_size, "world_size", 1)
         self._is_only_rank = world_size == 1
         check_ranks(os.fsdecode(directory), self._rank, world_size, process_group)
         check_flags(fsync=fsync, weights_only_check=weights_only_check, incremental=incremental)
         self._is_incremental = incremental
-        self._base: Base | None
         self._only_warns = _only_warns(on_error)
         self._options = SaveOptions.of(locals())
         self._closed = False
@@ -372,14 +368,11 @@ class AsyncCheckpointer:
 
     def _last_saved(self) -> Base:
         """Return the base of the next save: the checkpoint whose write will end before it."""
-        if self._base is None:
-            self._base = Base(None, is_required=False)
+        if self._base.target is None:
             with suppress(OSError):  # without a base, all bytes are written
-                self._base.target = self._target(self._directory.latest())
+                if (latest := self._directory.latest()) is not None:
+                    self._base.target = resolve(latest, self._options.storage_options)
         return self._base
-
-    def _target(self, path: Path | str | None) -> FileTarget | None:
-        return None if path is None else resolve(path, self._options.storage_options)
 
     def _begin(self, path: Path | Any, entries: dict[str, Any], options: SaveOptions) -> SaveFuture:
         if self._parts is not None:
@@ -412,8 +405,8 @@ class AsyncCheckpointer:
         error = CancelledError() if future.cancelled() else Future.exception(future)
         warns_of_copies, warns = warns, warns and isinstance(error, OSError)
         try:
-            if error is None and self._base is not None:
-                self._base.target = self._target(path)
+            if error is None and self._is_incremental:
+                self._base.target = resolve(path, self._options.storage_options)
             if error is None and self._tiers is not None:
                 self._tiers.saved(step, path, save, warns=warns_of_copies)
             elif error is None:
@@ -682,7 +675,7 @@ class AsyncCheckpointer:
         options = RestoreOptions.of(locals())
         check_named("AsyncCheckpointer.restore", options, targets)
         check_flags(fallback=fallback)
-        step = None if step is None else checked_int(step, "step", 0)
+        step = optional_int(step, "step", 0)
         if fallback:
             if step is not None:
                 raise ValueError("fallback=True chooses the step: leave the step out")
@@ -876,7 +869,7 @@ class AsyncCheckpointer:
         # A forked process must open the directory again: connections do not survive a fork.
         self._directory = CheckpointDirectory(self._place, naming, self._options.storage_options)
         self._changed = threading.Condition()
-        self._base = None
+        self._base = Base(None, is_required=False)
         self._pending: dict[SaveFuture, int] = {}
         self._failed: list[SaveFuture] = []
         self._tiers: Tiers | None = None

@@ -141,19 +141,18 @@ class SaveOptions:
             fsync=self.fsync, atomic=self.atomic, weights_only_check=self.weights_only_check
         )
 
+    def base_for(self, target: object) -> Base | None:
+        """Return the base of a save to `target`, with an absolute path."""
+        if self.base is None:
+            return None
+        from ptsave.writing.sharing import Base
 
-def base_of(options: SaveOptions, target: object) -> Base | None:
-    """Return the base of a save to `target`, with an absolute path."""
-    if options.base is None:
-        return None
-    from ptsave.writing.sharing import Base
-
-    if isinstance(options.base, Base):
-        return options.base
-    if not isinstance(target, str) and not is_url_file(target):
-        raise TypeError("base needs a path or a URL to save to, not a file-like object")
-    base = resolve(options.base, options.storage_options)
-    return Base(absolute(base) if isinstance(base, str) else base, is_required=True)
+        if isinstance(self.base, Base):
+            return self.base
+        if not isinstance(target, str) and not is_url_file(target):
+            raise TypeError("base needs a path or a URL to save to, not a file-like object")
+        base = resolve(self.base, self.storage_options)
+        return Base(absolute(base) if isinstance(base, str) else base, is_required=True)
 
 
 class StorageTable:

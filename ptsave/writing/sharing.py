@@ -10,6 +10,7 @@ import errno
 import os
 from collections import OrderedDict
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ptsave import _C
@@ -43,15 +44,12 @@ class SavedBytes(NamedTuple):
     shared: int
 
 
+@dataclass(eq=False)
 class Base:
-    """The older file; with `is_required`, it must be an archive of torch.
+    """The older file.  Without a `target`, only the new file's hashes are computed."""
 
-    Without a `target`, only the new file's hashes are computed.
-    """
-
-    def __init__(self, target: str | UrlLocation | None, *, is_required: bool) -> None:
-        self.target = target
-        self._is_required = is_required
+    target: str | UrlLocation | None
+    is_required: bool  # whether it must be an archive of torch
 
     def sharing_for(self, plan: _C.WritePlan) -> _C.Sharing | None:
         """Return the engine's object for a write of `plan`; None if there is no base."""
@@ -63,7 +61,7 @@ class Base:
             with closing(LocalFile.open(self.target)) as source:
                 return _sharing(source, plan)
         except (OSError, CorruptCheckpointError, UnsupportedSourceError):
-            if self._is_required:
+            if self.is_required:
                 raise
             return _C.Sharing(plan)
 
@@ -71,7 +69,7 @@ class Base:
         """Return the base at a URL; None if there is none, or if it is a local file."""
         if self.target is None or isinstance(self.target, str):
             return None
-        if self._is_required and not self.target.is_there():
+        if self.is_required and not self.target.is_there():
             raise FileNotFoundError(errno.ENOENT, "the base does not exist", self.target.path)
         return self.target
 

@@ -93,7 +93,8 @@ def is_initialized() -> bool:
     return True
 
 
-def _lazy_init() -> None: ...
+def _lazy_init() -> None:
+    _backend.initialize()  # before this, torch takes no memory for pinned
 
 
 def _is_in_bad_fork() -> bool:

@@ -48,8 +48,9 @@ def test_events_make_a_context_where_the_thread_comes_from(fake: Any) -> None:
 # ----------------------------------------------------------------------------------------- ptsave
 
 _CALLS = """
-    import json, sys, tempfile, threading, warnings
+    import importlib.util, json, sys, tempfile, threading, warnings
     import ptsave
+    from ptsave.deltas import Publisher, Weights, apply
     from ptsave.background.async_safetensors import async_save_safetensors
 
     folder = tempfile.mkdtemp()
@@ -95,6 +96,18 @@ _CALLS = """
             for tensor in tensors.values():
                 layers(tensor.detach().requires_grad_()).sum().backward()
 
+    def versions():
+        root, served = tempfile.mkdtemp(), tempfile.mkdtemp()
+        ptsave.save_model(tensors, served)
+        publisher = Publisher(root, tensors)
+        for max_depth in (0, None):  # a whole version, and patches
+            publisher._max_depth = max_depth
+            publisher.publish({{name: tensor + publisher.version for name, tensor in host.items()}})
+            apply(root, tensors)
+        publisher.publish({{name: tensor + 1 for name, tensor in tensors.items()}})
+        apply(root, tensors)
+        ptsave.load_model(model, Weights(root, served))
+
     calls = {{
         "torch.save": lambda: torch.save(tensors, folder + "/stock.pt"),
         "torch.load": lambda: torch.load(file, fake.LAST),
@@ -125,6 +138,8 @@ _CALLS = """
         "capture": capture,
         "capture of statistics": lambda: capture(tensors=False),
     }}
+    if importlib.util.find_spec("zstandard"):
+        calls["deltas"] = versions
     touched = {{}}
     for name, call in calls.items():
         fake.forget_contexts()

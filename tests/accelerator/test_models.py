@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from _weights import module_of
 from torch import Tensor, nn
 
 import ptsave
 from ptsave import _C
+from ptsave.deltas import Publisher, Weights, apply
 
 MIB = 1 << 20
 BUDGET = 12 * MIB
@@ -32,17 +34,7 @@ def weights() -> dict[str, Tensor]:
 
 
 def model_of(tensors: dict[str, Tensor], device: str, dtype: torch.dtype | None = None) -> Any:
-    model = nn.Module()
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        module = model
-        for part in path:
-            if not hasattr(module, part):
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        zeros = torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device=device)
-        module.register_parameter(last, nn.Parameter(zeros))
-    return model
+    return module_of(tensors, requires_grad=True, device=device, dtype=dtype)
 
 
 def nbytes_of(tensors: dict[str, Tensor]) -> int:
@@ -411,3 +403,48 @@ def test_load_of_safetensors(
     for name, tensor in tensors.items():
         assert loaded[name].device == torch.device(devices[-1])
         assert torch.equal(loaded[name].cpu(), tensor), name
+
+
+# ---------------------------------------------------------------------------------------- versions
+
+
+def test_versions(devices: list[str], tmp_path: Path) -> None:
+    """A whole version and patches of tensors on each device, one of which is not contiguous."""
+    pytest.importorskip("zstandard", reason="patches need zstandard")
+    old = {"a": torch.randn(300, 70), "b": torch.randn(9), "c": torch.randn(40, 30)}
+    places = zip(old.items(), devices * 3, strict=False)
+    trained = {name: tensor.to(device) for (name, tensor), device in places}
+    publisher = Publisher(tmp_path, trained, max_depth=2)
+    held = {name: tensor.clone() for name, tensor in trained.items()}
+    held["c"] = held["c"].t().contiguous().t()
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    for _ in range(4):
+        new["a"][7] += 1
+        new["c"][:, 5] -= 1
+        for name, tensor in trained.items():
+            tensor.copy_(new[name])
+        publisher.publish(trained)
+        assert apply(tmp_path, held) == publisher.version
+        for name, tensor in trained.items():
+            assert torch.equal(held[name].cpu(), tensor.cpu()), name
+    model = model_of({name: torch.zeros_like(tensor) for name, tensor in old.items()}, devices[-1])
+    ptsave.save_model(old, tmp_path / "base")
+    ptsave.load_model(model, Weights(tmp_path, tmp_path / "base"))
+    assert_loaded(model, {name: tensor.cpu() for name, tensor in trained.items()})
+
+
+@pytest.mark.parametrize("after", range(3))
+def test_a_copy_of_a_version_fails(
+    devices: list[str], tmp_path: Path, fake: Any, after: int
+) -> None:
+    """All tensors keep their old values."""
+    pytest.importorskip("zstandard", reason="patches need zstandard")
+    old = {name: torch.zeros(100_000) for name in "abc"}
+    Publisher(tmp_path, old).publish({name: tensor + 1 for name, tensor in old.items()})
+    held = {name: tensor.to(devices[-1]) for name, tensor in old.items()}
+    fake.fail_copy(len(held) + after)  # after those that read the old values
+    with pytest.raises(RuntimeError, match="fail"):
+        apply(tmp_path, held)
+    assert not any(tensor.cpu().any() for tensor in held.values())
+    assert apply(tmp_path, held) == 1
+    assert all(tensor.cpu().eq(1).all() for tensor in held.values())

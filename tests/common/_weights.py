@@ -119,6 +119,27 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
         torch.save(dict(tensors), path)
 
 
+def module_of(
+    tensors: Mapping[str, Tensor],
+    *,
+    requires_grad: bool,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Return a module with parameters of zeros under these names."""
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        owner = module
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        zeros = torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device=device)
+        owner.register_parameter(last, nn.Parameter(zeros, requires_grad))
+    return module
+
+
 def tied_model() -> nn.Module:
     """Return a model of which two parameters and two buffers are one."""
     model = nn.Module()

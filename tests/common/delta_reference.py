@@ -39,8 +39,10 @@ def encoded(old: Bytes, new: Bytes, encoding: str) -> bytes:
     """Return a patch before it is compressed."""
     if encoding == "xor":
         return (old ^ new).tobytes()
-    positions: npt.NDArray[np.uint32] = np.flatnonzero(old != new).astype("<u4")
-    return len(positions).to_bytes(4, "little") + positions.tobytes() + new[positions].tobytes()
+    mask = new != old
+    count = np.array([np.count_nonzero(mask)], "<u4")
+    positions: npt.NDArray[np.uint32] = np.flatnonzero(mask).astype("<u4")
+    return np.concatenate([count.view(np.uint8), positions.view(np.uint8), new[mask]]).tobytes()
 
 
 def patched(old: Bytes, patch: bytes, encoding: str) -> Bytes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ptsave
 from ptsave import _C
-from ptsave.deltas import Publisher, apply, applying, versions
+from ptsave.contents.directories import find_files
+from ptsave.deltas import Publisher, Weights, apply, applying, fold, remove, versions
 from ptsave.support.locks import try_lock
+from ptsave.writing.targets import resolve_folder
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")  # a pool does not outlive a fork
 _N = 4
@@ -141,6 +145,22 @@ def test_tensors_without_memory_of_their_own(tmp_path: Path) -> None:
     assert_same_bits({"a": placed["a"].full_tensor()}, old)
 
 
+OVERLAPPING = {
+    "expanded": lambda: torch.zeros(1, 40).expand(30, 40),
+    "a window": lambda: torch.zeros(100).as_strided((30, 40), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("make", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_a_target_that_overlaps_itself(make: Callable[[], Tensor], tmp_path: Path) -> None:
+    old = {"a": torch.zeros(30, 40), "b": torch.zeros(9)}
+    Publisher(tmp_path, old).publish({"a": torch.randn(30, 40), "b": torch.ones(9)})
+    held = {"a": make(), "b": torch.zeros(9)}
+    with pytest.raises(TypeError, match=r"tensor a is expanded, or its elements overlap"):
+        apply(tmp_path, held)
+    assert not any(tensor.any() for tensor in held.values())
+
+
 def test_a_target_with_other_tensors(tmp_path: Path) -> None:
     weights = states()
     publish_all(tmp_path, weights)
@@ -180,8 +200,9 @@ def test_requests_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not a tensor"):
         apply(root, {**held, "a.bias": 3})  # type: ignore[dict-item]
     shutil.rmtree(root / "weight_v000002")
-    with pytest.raises(FileNotFoundError, match="version 2 is missing"):
-        apply(root, held)
+    for call in (lambda: apply(root, held), lambda: fold(root)):
+        with pytest.raises(FileNotFoundError, match=r"^\[Errno 2\] version 2 is missing"):
+            call()
     shutil.rmtree(root / "weight_v000001")
     with pytest.raises(ptsave.WrongBaseError):
         apply(root, held)
@@ -189,6 +210,27 @@ def test_requests_that_do_not_fit(tmp_path: Path) -> None:
     held = copy_of(weights[2])
     assert apply(root, held) == 3  # older versions may be gone
     assert_same_bits(held, weights[3])
+
+
+@pytest.mark.parametrize("value", [-3, True, 1.0, "1"])
+def test_numbers_that_are_none(value: Any, tmp_path: Path) -> None:
+    weights, root = states(), tmp_path / "versions"
+    publisher = publish_all(root, weights)
+    ptsave.save_model(weights[0], tmp_path / "served")
+    loaded = Weights(root, tmp_path / "served")
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("version", lambda: apply(root, tmp_path / "served", value)),
+        ("base_version", lambda: apply(root, weights[0], base_version=value)),
+        ("version", lambda: Publisher(tmp_path / "new", weights[0], version=value)),
+        ("max_depth", lambda: Publisher(tmp_path / "new", weights[0], max_depth=value)),
+        ("version", lambda: publisher.publish(weights[0], value)),
+        ("version", lambda: Weights(root, version=value)),
+        ("version", lambda: loaded.changed_since(value)),
+        ("version", lambda: remove(root, value)),
+    ]
+    for name, call in calls:
+        with pytest.raises((TypeError, ValueError), match=f"^{name} must be a"):
+            call()
 
 
 def test_libraries_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +285,21 @@ def test_files_with_a_wrong_base_stay_as_they_are(tmp_path: Path) -> None:
     with pytest.raises(ptsave.WrongBaseError):
         apply(tmp_path / "versions", served)
     assert (served / "model.safetensors").read_bytes() == before
+    for root, base in (("none", None), ("versions", 2)):
+        with pytest.raises((FileNotFoundError, ValueError)):
+            apply(tmp_path / root, served, 1, base_version=base)
+    assert os.listdir(served) == ["model.safetensors"]
+
+
+def test_paths_as_bytes(tmp_path: Path) -> None:
+    weights, served = states(2), tmp_path / "served.safetensors"
+    ptsave.save_model(weights[0], served)
+    root, file = os.fsencode(tmp_path / "versions"), os.fsencode(served)
+    Publisher(root, file).publish(weights[1])  # type: ignore[arg-type]
+    found = dict(ptsave.iter_weights(Weights(root, file)))  # type: ignore[arg-type]
+    assert_same_bits(found, weights[1])
+    assert apply(root, file) == 1  # type: ignore[arg-type]
+    assert_same_bits(ptsave.load(served), weights[1])
 
 
 def test_files_that_cannot_be_changed(tmp_path: Path) -> None:
@@ -265,6 +322,18 @@ def test_a_version_is_no_target(tmp_path: Path) -> None:
     for target in (tmp_path / "weight_v000002", tmp_path / "weight_v000002" / reference.SHARD):
         with pytest.raises(ValueError, match="is itself a version"):
             apply(tmp_path, target)
+
+
+@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+def test_versions_with_the_same_adler32(encoding: Any, tmp_path: Path) -> None:
+    """The target has the checksum of two versions, and is the older one."""
+    flags = [[0, 0, 0, 0], [1, 0, 0, 1], [1, 1, 1, 1], [0, 1, 1, 0]]
+    states = [{"a": torch.tensor(each, dtype=torch.uint8)} for each in flags]
+    assert zlib.adler32(bytes(flags[1])) == zlib.adler32(bytes(flags[3]))
+    publish_all(tmp_path, states, encoding=encoding, checksum="adler32", max_depth=None)
+    held = copy_of(states[1])
+    assert apply(tmp_path, held) == 3
+    assert_same_bits(held, states[3])
 
 
 def test_a_single_file(tmp_path: Path) -> None:
@@ -326,9 +395,15 @@ def test_a_kill_while_files_change(
     with monkeypatch.context() as patch:
         patch.setattr(*place)
         in_killed_process(lambda: apply(root, served, 2))
-    sync = applying._Sync(str(served), fsync=False)
+    if not (served / ".weight_sync" / "state.json").exists():
+        for undo_place in ("in the middle", "after checks", "at the end"):  # killed as well
+            with monkeypatch.context() as patch:
+                patch.setattr(*PLACES[undo_place])
+                in_killed_process(lambda: apply(root, served, 2))
+    sync = applying._Sync(str(served), resolve_folder(root), fsync=False)
     with sync.locked():
         sync.undo()
+    sync.paths = find_files(str(served)).paths
     assert sync.version == (2 if place[1] == "remove_file" else 1)
     assert_same_bits(ptsave.load(served), weights[sync.version])
     assert not (served / ".weight_sync" / "ptsave-journal.pt").exists()
@@ -395,6 +470,99 @@ def test_a_journal_beside_files_of_sglang(tmp_path: Path, monkeypatch: pytest.Mo
     assert_same_bits(read(served), weights[3])
 
 
+def test_files_that_have_been_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the version nor the journal of a file says anything of another one."""
+    weights, served, root = states(), tmp_path / "served", tmp_path / "versions"
+    publish_all(root, weights)
+
+    def replace(version: int) -> None:
+        ptsave.save_model(weights[version], served)
+
+    replace(0)
+    old = (served / "model.safetensors").read_bytes()
+    for in_place in (True, False):
+        apply(root, served, 2)
+        if in_place:
+            (served / "model.safetensors").write_bytes(old)
+        else:
+            replace(0)
+        assert apply(root, served, 2) == 2
+        assert_same_bits(ptsave.load(served), weights[2])
+    with monkeypatch.context() as patch:
+        patch.setattr(_C, "apply_changes", half_changed)
+        in_killed_process(lambda: apply(root, served))
+    for has_file in (True, False):
+        (served / "model.safetensors").rename(tmp_path / f"kept{has_file}")  # with its inode
+        if has_file:
+            replace(1)
+        with pytest.raises(ptsave.CorruptCheckpointError, match=r"has been replaced: remove it"):
+            apply(root, served)
+    replace(1)
+    (served / ".weight_sync" / "ptsave-journal.pt").unlink()
+    apply(root, served)
+    assert_same_bits(ptsave.load(served), weights[-1])
+
+
+def test_several_files_in_one_directory(tmp_path: Path) -> None:
+    weights, files = states(), [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    publish_all(tmp_path / "versions", weights)
+    for file in files:
+        save_file(weights[0], file)
+    for version in range(1, _N):
+        for file in files:
+            apply(tmp_path / "versions", file, version)
+            assert_same_bits(load_file(file), weights[version])
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_versions_of_another_run(
+    is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its versions have the same numbers, so the files' version is unknown."""
+    flags = {name: torch.zeros(1000) for name in "ab"}
+    served, runs = tmp_path / "served", [tmp_path / "one", tmp_path / "two"]
+    ptsave.save_model(flags, served)
+    first = [flags, *({**flags, "b": torch.full((1000,), number)} for number in (1.0, 2.0, 3.0))]
+    publish_all(runs[0], first)
+    apply(runs[0], served, 2)
+    second = [first[2]]
+    for name, value in (("a", 5.0), ("a", 6.0), ("b", 7.0)):
+        second.append({**second[-1], name: torch.full((1000,), value)})
+    publish_all(runs[1], second)
+    if is_killed:
+        with monkeypatch.context() as patch:
+            patch.setattr(_C, "apply_changes", half_changed)
+            in_killed_process(lambda: apply(runs[0], served))
+    assert apply(runs[1], served) == 3
+    assert_same_bits(ptsave.load(served), second[3])
+
+
+def test_a_chain_is_folded_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions may vanish after the plan; the target then stays as it is, until the next call."""
+    weights = states()
+    publish_all(tmp_path / "versions", weights)
+    ptsave.save_model(weights[0], tmp_path / "served")
+    held = copy_of(weights[0])
+    stock = applying.plan_for
+
+    def folding(*arguments: Any) -> Any:
+        plan = stock(*arguments)
+        fold(tmp_path / "versions")
+        return plan
+
+    target: Any
+    for target in (held, tmp_path / "served"):
+        with monkeypatch.context() as patch:
+            patch.setattr(applying, "plan_for", folding)
+            with pytest.raises(FileNotFoundError, match="weight_v"):
+                apply(tmp_path / "versions", target)
+        assert_same_bits(held if target is held else ptsave.load(target), weights[0])
+        assert apply(tmp_path / "versions", target) == _N - 1
+        assert_same_bits(held if target is held else ptsave.load(target), weights[-1])
+        shutil.rmtree(tmp_path / "versions")
+        publish_all(tmp_path / "versions", weights)
+
+
 def test_several_appliers(tmp_path: Path) -> None:
     weights, served, root = states(), tmp_path / "served", tmp_path / "versions"
     publish_all(root, weights, encoding="xor")
@@ -428,9 +596,18 @@ def test_weights_that_do_not_fit_the_base(tmp_path: Path) -> None:
     weights = states()
     publisher = Publisher(tmp_path, weights[0])
     scale = weights[0]["b.scale"]
-    for wrong in ({"b.scale": scale[None]}, {"b.scale": scale.double()}, {"more": scale}):
-        with pytest.raises(ValueError, match="missing in the base or in the new weights"):
+    there, here = "torch.float32 [] in the base", "in the new weights"
+    for wrong, match in (
+        ({"b.scale": scale[None]}, f"tensor b.scale is torch.float32 [1] {here}, but {there}"),
+        ({"b.scale": scale.double()}, f"tensor b.scale is torch.float64 [] {here}, but {there}"),
+        ({"more": scale + 1}, f"tensor more is torch.float32 [] {here}, but missing in the base"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(match)):
             publisher.publish({**weights[1], **wrong})
+    del weights[1]["b.scale"]
+    with pytest.raises(ValueError, match=re.escape(f"b.scale is missing {here}, but {there}")):
+        publisher.publish(weights[1])
+    weights = states()
     with pytest.raises(ValueError, match="the next version is 1, and not 2"):
         publisher.publish(weights[1], 2)
     with pytest.raises(ValueError, match="encoding must be one of overwrite, xor"):

@@ -69,7 +69,7 @@ PATCHES = {
 @pytest.mark.parametrize(("data", "match"), PATCHES.values(), ids=PATCHES)
 def test_patches(data: bytes, match: str, tmp_path: Path) -> None:
     reference.write_version(tmp_path, 1, {"a": compressed(data)}, {"a": DIGEST})
-    assert_refused(tmp_path, f"the patch of tensor a is damaged: .*{match}")
+    assert_refused(tmp_path, f"the patch of tensor a cannot be used: .*{match}")
 
 
 def test_a_frame_without_a_size(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_frames(encoding: str, tmp_path: Path) -> None:
     for name, frame in frames.items():
         root = tmp_path / name
         reference.write_version(root, 1, {"a": frame}, {"a": DIGEST}, encoding=encoding)
-        assert_refused(root, "the patch of tensor a is damaged")
+        assert_refused(root, "the patch of tensor a cannot be used")
 
 
 @pytest.mark.parametrize("size", [0, 999, 1001])
@@ -200,23 +200,29 @@ def test_a_tensor_of_another_size(tmp_path: Path) -> None:
     assert not held["a"].any()
 
 
+_DATA = torch.full((4,), 255, dtype=torch.uint8)
 JOURNALS: dict[str, Any] = {
     "nothing": None,
     "another dict": {"version": 1},
-    "a file outside": {"version": 1, "entries": [("../blob", 0, 4, 4)]},
-    "an absolute path": {"version": 1, "entries": [("/tmp/blob", 0, 4, 4)]},
-    "a link": {"version": 1, "entries": [("link", 0, 4, 4)]},
-    "a linked directory": {"version": 1, "entries": [("away/blob", 0, 4, 4)]},
-    "other data": {
+    "no version": {"version": "x", "entries": [("model.safetensors", 0, 4, _DATA)]},
+    "no files": {"version": 1, "files": 7, "entries": []},
+    "other files": {"version": 1, "files": {"../blob": 1}, "entries": []},
+    "a file outside": {"version": 1, "entries": [("../blob", 0, 4, _DATA)]},
+    "an absolute path": {"version": 1, "entries": [("/tmp/blob", 0, 4, _DATA)]},
+    "a link": {"version": 1, "entries": [("link", 0, 4, _DATA)]},
+    "a linked directory": {"version": 1, "entries": [("away/blob", 0, 4, _DATA)]},
+    "other data": {"version": 1, "entries": [("model.safetensors", 0, 4, _DATA.to_sparse())]},
+    "data of another dtype": {"version": 1, "entries": [("model.safetensors", 0, 4, _DATA.int())]},
+    "an expanded tensor": {
         "version": 1,
-        "entries": [("model.safetensors", 0, 4, 4)],
-        "data": torch.ones(4).to_sparse(),
+        "entries": [("model.safetensors", 0, 4, _DATA[:1].expand(1 << 40))],
     },
-    "no data": {"version": 1, "entries": [("model.safetensors", 0, 4, 4)], "data": [1]},
+    "no data": {"version": 1, "entries": [("model.safetensors", 0, 4, [1])]},
+    "a number of bytes": {"version": 1, "entries": [("model.safetensors", 0, 4, 4)]},
     "too few fields": {"version": 1, "entries": [("model.safetensors", 0)]},
-    "outside of the file": {"version": 1, "entries": [("model.safetensors", 10**9, 4, 4)]},
-    "text as numbers": {"version": 1, "entries": [("model.safetensors", "0", 4, 4)]},
-    "no patch": {"version": 1, "entries": [("model.safetensors", 0, 100, 4)]},
+    "outside of the file": {"version": 1, "entries": [("model.safetensors", 10**9, 4, _DATA)]},
+    "text as numbers": {"version": 1, "entries": [("model.safetensors", "0", 4, _DATA)]},
+    "no patch": {"version": 1, "entries": [("model.safetensors", 0, 100, _DATA)]},
 }
 
 
@@ -230,7 +236,10 @@ def test_journals(journal: Any, tmp_path: Path) -> None:
     (served / "away").symlink_to(tmp_path)
     (served / ".weight_sync").mkdir()
     if isinstance(journal, dict):
-        journal = {"data": torch.full((4,), 255, dtype=torch.uint8), **journal}
+        status = (served / "model.safetensors").stat()
+        files = {"model.safetensors": [status.st_ino, status.st_size]}
+        versions = os.path.realpath(tmp_path / "root")
+        journal = {"files": files, "versions": versions, **journal}
     torch.save(journal, served / ".weight_sync" / "ptsave-journal.pt")
     before = (served / "model.safetensors").read_bytes()
     reference.publish(tmp_path / "root", 1, OLD, NEW)

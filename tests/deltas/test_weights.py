@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from _weights import module_of
 from delta_reference import assert_same_bits, changed, random_bits
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -40,20 +41,6 @@ def checkpoints() -> list[State]:
     return found
 
 
-def module_of(state: State) -> nn.Module:
-    """Return a module with these tensors as its parameters."""
-    module = nn.Module()
-    for name, tensor in state.items():
-        *path, own = name.split(".")
-        owner = module
-        for each in path:
-            if not hasattr(owner, each):
-                owner.add_module(each, nn.Module())
-            owner = owner.get_submodule(each)
-        owner.register_parameter(own, nn.Parameter(torch.zeros_like(tensor), False))
-    return module
-
-
 class Engine(nn.Module):
     """One rank's part of the layer, with q, k and v packed, as vLLM and SGLang hold it."""
 
@@ -62,7 +49,9 @@ class Engine(nn.Module):
         self.rank = rank
         self.packed_modules_mapping = {f"{name}_proj": ("qkv_proj", name) for name in _ROWS}
         self.seen: list[str] = []
-        for name, module in module_of(self.expected(checkpoints()[0])).named_children():
+        for name, module in module_of(
+            self.expected(checkpoints()[0]), requires_grad=False
+        ).named_children():
             self.add_module(name, module)
         qkv, columns = (self.get_parameter(f"attn.{name}_proj.weight") for name in ("qkv", "o"))
         qkv.weight_loader = self._load_qkv  # type: ignore[attr-defined]
@@ -144,11 +133,11 @@ def test_a_base_of_any_version(begins_at: int, tmp_path: Path) -> None:
     found = Weights(tmp_path / "versions", tmp_path / "base.pt")
     assert found.version == publisher.version
     assert_same_bits(dict(ptsave.iter_weights(found)), weights[-1])
-    model = module_of(weights[0]).float()
+    model = module_of(weights[0], requires_grad=False).float()
     ptsave.load_model(model, found)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.nan_to_num(), weights[-1][name].float().nan_to_num())
-    hooked = module_of(weights[0])
+    hooked = module_of(weights[0], requires_grad=False)
     seen: list[str] = []
     hooked.get_submodule("norm").register_load_state_dict_pre_hook(
         lambda module, state, prefix, *_: seen.append(prefix)
@@ -226,10 +215,16 @@ def test_refusals(tmp_path: Path) -> None:
     versions = tmp_path / "versions"
     other = {name: changed(tensor, 0.5) for name, tensor in weights[0].items()}
     save_file(other, tmp_path / "other.safetensors")
-    with pytest.raises(ptsave.WrongBaseError, match="would not get the checksum of version 3"):
+    match = r"would not get the checksum of version 3 in .*: the base .*other\.safetensors has none"
+    with pytest.raises(ptsave.WrongBaseError, match=match):
         dict(ptsave.iter_weights(Weights(versions, tmp_path / "other.safetensors")))
+    with pytest.raises(ptsave.UnsupportedUrlError, match="this URL cannot be read"):
+        Weights("https://host/versions")
+    narrow = {name: tensor.flatten()[:1] for name, tensor in weights[0].items()}
+    with pytest.raises(ptsave.CorruptCheckpointError, match="cannot be used: it expands to"):
+        apply(versions, narrow)
     save_file({"norm.weight": weights[0]["norm.weight"]}, tmp_path / "few.safetensors")
-    model = module_of(weights[0])
+    model = module_of(weights[0], requires_grad=False)
     with pytest.raises(ValueError, match=r"the target has no tensor attn\.k_proj\.weight"):
         ptsave.load_model(model, Weights(versions, tmp_path / "few.safetensors"), strict=False)
     with pytest.raises(FileNotFoundError, match="not in their directory: pass base="):
@@ -276,15 +271,15 @@ def test_packed_parameters_that_are_whole(tmp_path: Path) -> None:
         }
         return {**others, "attn.qkv_proj.weight": torch.cat(parts)}
 
-    model = module_of(packed(weights[0]))
+    model = module_of(packed(weights[0]), requires_grad=False)
     ptsave.load_model(model, tmp_path / "base", packed_modules_mapping=mapping)
     with pytest.raises(ValueError, match=r"no tensor attn\.k_proj.*use ptsave\.deltas\.Weights"):
         apply(tmp_path / "versions", model)
     assert apply(tmp_path / "versions", model, 2, packed_modules_mapping=mapping) == 2
-    model.packed_modules_mapping = mapping  # type: ignore[assignment]
+    model.packed_modules_mapping = mapping
     assert apply(tmp_path / "versions", model, base_version=2) == _N - 1
     assert_same_bits(model.state_dict(), packed(weights[-1]))
     qkv = model.get_parameter("attn.qkv_proj.weight")
-    qkv.weight_saver = lambda parameter, part: torch.zeros(32, 48)  # type: ignore[attr-defined]
+    qkv.weight_saver = lambda parameter, part: torch.zeros(32, 48)
     with pytest.raises(ValueError, match="weight_saver returns copies"):
         apply(tmp_path / "versions", model, 1)

@@ -541,7 +541,7 @@ def test_worker_that_outlives_a_job_keeps_no_leftover(tmp_path: Path) -> None:
     worker = Child(lambda: (os.write(sink, b"!"), threading.Event().wait()))
     try:
         os.read(source, 1)  # it runs
-        place._close()  # as the end of its process does
+        place.close()  # as the end of its process does
         StagedFile(paths[1], paths[1]).discard()
         assert os.listdir(tmp_path) == []
     finally:

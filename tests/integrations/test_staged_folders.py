@@ -220,7 +220,7 @@ def test_child_of_a_rank_holds_nothing(folder: StagedFolder) -> None:
     """A worker that is forked meanwhile lives on, and the rank has ended all the same."""
     main, other = (FolderParts(folder, rank, 2) for rank in range(2))
     child = Child(threading.Event().wait)
-    other._lock._close()  # as the end of its process does
+    other._lock.close()  # as the end of its process does
     with pytest.raises(ptsave.SaveError, match=r"rank 1 .* has ended"):
         main.wait()
     child.kill()

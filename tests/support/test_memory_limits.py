@@ -6,11 +6,15 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from _system import run_python
 
+import ptsave
 from ptsave.background.saves import StagingBudget
+from ptsave.deltas import Publisher
 from ptsave.errors import StagingFullError
 from ptsave.support import config
 from ptsave.support.config import available_nbytes, dirty_nbytes, limit_nbytes, share_nbytes
@@ -332,8 +336,9 @@ except ptsave.StagingFullError as error:
 
 
 @pytest.fixture
-def group() -> Iterator[Path]:
-    """Yield the folder of a new control group that is limited to 1 GiB."""
+def group(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Yield the folder of a new control group that is limited to 1 GiB, or to a given size."""
+    nbytes: int = getattr(request, "param", 1 << 30)
     parents = {
         Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes",
         Path("/sys/fs/cgroup"): "memory.max",
@@ -345,7 +350,7 @@ def group() -> Iterator[Path]:
         except OSError:
             continue
         try:
-            (folder / limit).write_text(str(1 << 30))
+            (folder / limit).write_text(str(nbytes))
         except OSError:
             folder.rmdir()
             continue
@@ -355,9 +360,58 @@ def group() -> Iterator[Path]:
     pytest.skip("control groups are not writable here")
 
 
-def test_a_container_is_not_killed_for_memory(group: Path, tmp_path: Path) -> None:
+def run_in(group: Path, program: str, *arguments: object) -> str:
+    """Run a program in a control group, and return its output."""
+
     def enter() -> None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
 
-    result = run_python(SAVES, tmp_path, preexec_fn=enter)
-    assert (result.stderr, result.stdout) == ("", "1024\n512\n")
+    result = run_python(program, *arguments, preexec_fn=enter)
+    assert (result.stderr, result.returncode) == ("", 0)
+    return str(result.stdout)
+
+
+def test_a_container_is_not_killed_for_memory(group: Path, tmp_path: Path) -> None:
+    assert run_in(group, SAVES, tmp_path) == "1024\n512\n"
+
+
+SAVE_WITH_BASE = """
+import sys, torch, ptsave
+torch.set_num_threads(1)
+tensors = {str(i): torch.full((8 << 20,), i, dtype=torch.uint8) for i in range(32)}  # 256 MiB
+tensors["3"] += 1
+print(ptsave.save(tensors, f"{sys.argv[1]}/new.pt", base=f"{sys.argv[1]}/old.pt").shared >> 20)
+"""
+
+
+@pytest.mark.parametrize("group", [640 * MIB], indirect=True)
+def test_a_base_needs_no_memory(group: Path, shared: Path) -> None:
+    tensors = {str(i): torch.full((8 * MIB,), i, dtype=torch.uint8) for i in range(32)}
+    torch.save(tensors, shared / "old.pt")
+    os.sync()
+    assert int(run_in(group, SAVE_WITH_BASE, shared)) >= 240
+
+
+APPLY = """
+import sys, torch
+from ptsave.deltas import apply
+torch.set_num_threads(1)
+print(apply(f"{sys.argv[1]}/versions", f"{sys.argv[1]}/served"))
+"""
+
+
+@pytest.mark.parametrize("group", [512 * MIB], indirect=True)
+@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+def test_patched_files_may_be_larger_than_memory(
+    group: Path, tmp_path: Path, encoding: Any
+) -> None:
+    tensors = {str(i): torch.full((8 * MIB,), i, dtype=torch.uint8) for i in range(72)}
+    ptsave.save_model(tensors, tmp_path / "served")
+    publisher = Publisher(tmp_path / "versions", tensors, encoding=encoding)
+    for tensor in tensors.values():
+        tensor[::200] += 1
+    publisher.publish(tensors)
+    os.sync()
+    assert run_in(group, APPLY, tmp_path) == "1\n"
+    found = ptsave.load(tmp_path / "served", mmap=True)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

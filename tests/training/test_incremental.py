@@ -235,7 +235,7 @@ def test_kills(shared: Path, run: Run) -> None:
         ) as checkpointer:
             newest = checkpointer.latest()
             first = 1 if newest is None else stock_load(newest)["model"]["step"] + 1
-            for step in range(first, 250):
+            for step in range(first, 2000):
                 checkpointer.save(step, model=run.state(step)).result()
         raise RuntimeError("the kill was too late")
 
@@ -249,4 +249,4 @@ def test_kills(shared: Path, run: Run) -> None:
             assert path.name == f"step-{step:08d}.pt"
             run.check(path, step)
     with ptsave.AsyncCheckpointer(shared / "run", incremental=True) as checkpointer:
-        assert run.save(checkpointer, 251) >= MIN_SHARED
+        assert run.save(checkpointer, 2001) >= MIN_SHARED

@@ -129,10 +129,10 @@ def test_small_and_empty_tensors(shared: Path) -> None:
 
 
 def test_many_tensors(shared: Path) -> None:
-    obj = {str(i): torch.full((20,), i) for i in range(100_000)}
+    obj = {str(i): torch.full((20,), i) for i in range(20_000)}
     stock_save(obj, shared / "old.pt")
     # Each is smaller than a page, but data.pkl is not.
-    assert save(obj, shared / "new.pt", shared / "old.pt") > 8 * MIB
+    assert save(obj, shared / "new.pt", shared / "old.pt") > 1.5 * MIB
     assert save([0, obj], shared / "new.pt", shared / "old.pt") == 0
 
 

@@ -161,19 +161,6 @@ bool File::is_cached(std::uint64_t offset, std::uint64_t nbytes) const {
   return sys::cached_pages(fd(), offset, nbytes) == static_cast<std::int64_t>(n_pages);
 }
 
-bool File::is_copied_by_server() const {
-  constexpr std::int64_t kNfs = 0x6969;
-  if (sys::file_system_type(fd()) != kNfs) return sys::is_on_server(false);
-  const dev_t device = status_or_fail(fd(), path_).st_dev;
-  const std::string field =
-      " " + std::to_string(major(device)) + ":" + std::to_string(minor(device)) + " ";
-  std::ifstream mounts("/proc/self/mountinfo");
-  std::string line;
-  while (std::getline(mounts, line) && line.find(field) == std::string::npos) {
-  }
-  return sys::is_on_server(line.find("vers=4.2") != std::string::npos);
-}
-
 bool File::is_remote() const {
   // The values of the kernel's headers, which not every system has: NFS, SMB (1, CIFS, 2), FUSE,
   // Lustre, Ceph, AFS, 9P, GPFS, BeeGFS, OrangeFS.
@@ -266,19 +253,37 @@ void File::truncate(std::uint64_t nbytes) const {
   }
 }
 
-bool File::share(std::uint64_t offset, const File& from, std::uint64_t from_offset,
+namespace {
+
+// Whether the file is on a server that can copy ranges itself (NFS 4.2).
+bool is_copied_by_server(const File& file) {
+  constexpr std::int64_t kNfs = 0x6969;
+  if (sys::file_system_type(file.fd()) != kNfs) return sys::is_on_server(false);
+  const dev_t device = status_or_fail(file.fd(), file.path()).st_dev;
+  const std::string field =
+      " " + std::to_string(major(device)) + ":" + std::to_string(minor(device)) + " ";
+  std::ifstream mounts("/proc/self/mountinfo");
+  std::string line;
+  while (std::getline(mounts, line) && line.find(field) == std::string::npos) {
+  }
+  return sys::is_on_server(line.find("vers=4.2") != std::string::npos);
+}
+
+}  // namespace
+
+bool File::share(std::uint64_t offset, int from, std::uint64_t from_offset,
                  std::uint64_t nbytes) const {
   const auto to = static_cast<off_t>(offset);
   const auto begin = static_cast<off_t>(from_offset);
-  if (retry_interrupted([&] { return sys::clone_range(fd(), to, from.fd(), begin, nbytes); }) ==
-      0) {
+  if (retry_interrupted([&] { return sys::clone_range(fd(), to, from, begin, nbytes); }) == 0) {
     return true;
   }
-  if (!is_copied_by_server()) return false;  // elsewhere the kernel would read and write the bytes
+  if (!is_copied_by_server(*this))
+    return false;  // elsewhere the kernel would read and write the bytes
   for (std::uint64_t done = 0; done < nbytes;) {
     const auto step = static_cast<off_t>(done);
     const ssize_t n = retry_interrupted(
-        [&] { return sys::copy_range(fd(), to + step, from.fd(), begin + step, nbytes - done); });
+        [&] { return sys::copy_range(fd(), to + step, from, begin + step, nbytes - done); });
     if (n <= 0) return false;
     done += static_cast<std::uint64_t>(n);
   }

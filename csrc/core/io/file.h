@@ -93,8 +93,6 @@ class File {
   // Whether the page cache holds all of a range; false if the kernel does not say.
   bool is_cached(std::uint64_t offset, std::uint64_t nbytes) const;
 
-  // Whether the file is on a server that can copy ranges itself (NFS 4.2).
-  bool is_copied_by_server() const;
   // Whether the file is on a network file system or FUSE.  There, each fault in a mapping fetches
   // only a few pages.
   bool is_remote() const;
@@ -116,10 +114,9 @@ class File {
   // cannot reserve space (never writes zeros).
   void preallocate(std::uint64_t nbytes) const;
   void truncate(std::uint64_t nbytes) const;
-  // Gives a range of this file the bytes of another file's range without moving them: both files
-  // share the disk's blocks, or the file server copies them.  False if this is not possible.
-  bool share(std::uint64_t offset, const File& from, std::uint64_t from_offset,
-             std::uint64_t nbytes) const;
+  // Gives a range of this file the bytes of another descriptor's range without moving them: both
+  // files share the disk's blocks, or the file server copies them.  False if this is not possible.
+  bool share(std::uint64_t offset, int from, std::uint64_t from_offset, std::uint64_t nbytes) const;
   // Syncs the file if `durable`.  Otherwise reports errors that a (network) file system delays
   // until close, such as lack of space.
   void finish(bool durable) const;

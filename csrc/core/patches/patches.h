@@ -13,6 +13,8 @@
 #include <span>
 #include <vector>
 
+#include "core/hash/xxh3.h"
+
 namespace ptsave {
 
 // The count has 32 bits, and all bytes may have changed.
@@ -21,8 +23,10 @@ inline constexpr std::uint64_t kMaxPatchedNbytes = 0xFFFFFFFF;
 // The bytes of `after` that differ from `before`, in the order of their positions.
 class ByteChanges {
  public:
-  // Compares two pieces of memory of one size, at most kMaxPatchedNbytes, in one pass.
-  ByteChanges(std::span<const std::byte> before, std::span<const std::byte> after);
+  // Compares two pieces of memory of one size, at most kMaxPatchedNbytes, in one pass.  `digest`
+  // takes all of `after`, unless it is null or nothing has changed.
+  ByteChanges(std::span<const std::byte> before, std::span<const std::byte> after,
+              Xxh3Stream* digest);
 
   std::size_t patch_nbytes() const;
   // Writes patch_nbytes() bytes.

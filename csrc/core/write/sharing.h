@@ -19,6 +19,7 @@
 #include "core/format/archive.h"
 #include "core/hash/xxh3.h"
 #include "core/io/file.h"
+#include "core/io/source.h"
 #include "core/write/file_body.h"
 
 namespace ptsave {
@@ -36,7 +37,7 @@ using FileHashes = std::vector<HashedPiece>;
 class Sharing {
  public:
   struct Base {
-    File file;
+    ByteSource source;                         // a file
     std::shared_ptr<const FileHashes> hashes;  // null if they are unknown
   };
 
@@ -71,7 +72,6 @@ class Sharing {
   };
 
   std::optional<Base> base_;
-  std::uint64_t base_nbytes_ = 0;
   std::vector<Payload> payloads_;  // in order
   std::mutex mutex_;
   FileHashes pieces_;  // of the present write, in any order
@@ -111,10 +111,9 @@ class Sharing::Chunk final : public ChunkSink {
   void advance();
   std::uint32_t add_bytes(const std::byte* data, std::size_t nbytes, std::uint32_t crc);
   void gather(ByteRange range);
-  const HashedPiece* known_piece() const;
-  bool share_known(const std::byte* data);
+  std::optional<HashedPiece> piece_of_base();
+  const std::byte* read_base();
   void end_piece();
-  bool is_in_base(std::span<const std::byte> bytes) const;
   void share(const HashedPiece& piece);
   void share_run();
 
@@ -126,6 +125,8 @@ class Sharing::Chunk final : public ChunkSink {
   std::vector<Payload>::const_iterator payload_;  // the first that ends behind `at_`
   Section section_;
   std::optional<ByteRange> place_;  // of the section in the base
+  std::optional<HashedPiece> old_;  // the base's piece at this place
+  ByteRange read_{0, 0};            // of the base, at `out_`; empty as soon as `out_` moves
   bool has_changed_ = false;        // the last piece of this payload
   ByteRange run_{0, 0};             // shared pieces in a row, and their place in the base
   std::uint64_t run_place_ = 0;

@@ -1,4 +1,5 @@
 // The Python module _fake_accelerator: registers the backend, and gives tests a hold on it.
+#include <ATen/Context.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <pybind11/pybind11.h>
@@ -115,6 +116,7 @@ PYBIND11_MODULE(_fake_accelerator, module) {
   using namespace fake;
   using without_gil = py::call_guard<py::gil_scoped_release>;
   register_backend();
+  module.def("initialize", [] { at::globalContext().lazyInitDevice(at::kPrivateUse1); });
   module.def("device_count", [] { return static_cast<int>(kDeviceCount); });
   module.def("current_device", [] { return static_cast<int>(current_device()); });
   module.def("set_device",

@@ -21,7 +21,12 @@ Bytes random_bytes(std::size_t n, unsigned seed) {
 }
 
 Bytes patch_of(const Bytes& before, const Bytes& after) {
-  const ByteChanges changes(before, after);
+  Xxh3Stream digest;
+  const ByteChanges changes(before, after, &digest);
+  const Hash128 expected =
+      before == after ? Xxh3Stream().digest() : xxh3_128(after.data(), after.size());
+  EXPECT_EQ(digest.digest(), expected);
+  EXPECT_EQ(ByteChanges(before, after, nullptr).patch_nbytes(), changes.patch_nbytes());
   Bytes patch(changes.patch_nbytes());
   changes.write_patch(patch.data());
   return patch;

@@ -2,6 +2,7 @@
 // tests run on every file system.
 #include "core/write/sharing.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -103,7 +104,8 @@ class SharingTest : public testing::Test {
   }
 
   Sharing sharing(bool is_hashed) const {
-    return Sharing(Sharing::Base{File::open_for_reading(base_), is_hashed ? hashes_ : nullptr});
+    return Sharing(Sharing::Base{ByteSource(File::open_for_reading(base_), 0, DirectReads::kAlways),
+                                 is_hashed ? hashes_ : nullptr});
   }
 
   // Writes a file, and returns the number of shared bytes.
@@ -218,6 +220,26 @@ TEST_F(SharingTest, SmallFilesAreWritten) {
   plan.write_file({path_, path_}, {}, kNoPoll, &sharing);
   EXPECT_TRUE(read_file(path_) == reference(entries));
   EXPECT_FALSE(sharing.hashed());
+}
+
+TEST_F(SharingTest, UnchangedPiecesOfUnknownHashesAreReadTogether) {
+  const std::vector<Record> entries = records_of({8 * kMiB});
+  const WriteOptions options{true, 2, kMiB};
+  write_base(entries, kPage, options);
+  const std::vector<IndexedRecord> records = records_in(base_);
+  const File base = File::open_for_reading(base_);
+  base.sync();
+  for (const bool is_cached : {true, false}) {
+    if (!is_cached) {
+      ASSERT_EQ(::posix_fadvise(base.fd(), 0, 0, POSIX_FADV_DONTNEED), 0);
+    }
+    ArchivePlan plan = plan_of(entries, kPage);
+    Sharing sharing = this->sharing(false);
+    const Hook hook("pread", [](int /*n*/) { return 0; });
+    EXPECT_EQ(write(plan, sharing, options, records), 8 * kMiB);
+    EXPECT_LE(hook.n_calls(), 9 * 5);  // a piece of each chunk, then four pieces at a time
+    EXPECT_TRUE(read_file(path_) == reference(entries, kPage));
+  }
 }
 
 TEST_F(SharingTest, APlanMayBeWrittenTwice) {

@@ -143,8 +143,9 @@ TEST_F(Copying, OriginalsAreNotReadAfterIt) {
                 [&](std::span<const std::byte> piece) { EXPECT_EQ(piece.size(), other.size()); });
 }
 
-// Fresh memory that costs the processor `cost_` for each piece, and half of that for every other
-// one, while `is_expensive_`. The writer's head start is 64 pieces of each thread.
+// Fresh memory that costs the processor `cost_` for each piece, and half of that for every fourth,
+// while `is_expensive_`: so the threads never end a piece at the same time, and one of them is amid
+// a piece when the copy asks for a writer. The writer's head start is 64 pieces of each thread.
 class SlowCopying : public Copying {
  protected:
   using Clock = std::chrono::steady_clock;
@@ -153,7 +154,11 @@ class SlowCopying : public Copying {
     const std::thread::id here = std::this_thread::get_id();
     before_use_ = [this, here](std::size_t /*part*/) {
       if (std::this_thread::get_id() == here) return;
-      if (is_expensive_) spend(n_pieces_++ % 2 == 0 ? cost_ : cost_ / 2);
+      if (is_expensive_) {
+        const int piece = n_pieces_++;
+        spend(piece % 4 == 1 ? cost_ / 2 : cost_);
+        while (piece == piece_until_asked_ && is_expensive_) std::this_thread::yield();
+      }
       if (!fails_.exchange(false)) return;
       std::this_thread::sleep_for(cost_);  // until the other thread waits for the writer
       throw std::runtime_error("no such storage");
@@ -166,13 +171,14 @@ class SlowCopying : public Copying {
   }
 
   static constexpr std::uint64_t kUnderWay = 4 * kMiB;  // by two threads
-  // A thread that waits until the copy is worthwhile waits 16 times as long as two pieces cost.
+  // A thread that waits until the copy is worthwhile waits longer than 16 pairs of pieces cost.
   static constexpr std::chrono::milliseconds kCost{200};
   static constexpr std::chrono::milliseconds kNoWait = 15 * (kCost + kCost / 2);
 
   std::chrono::milliseconds cost_{60};
   std::atomic<bool> is_expensive_ = true;
   std::atomic<int> n_pieces_ = 0;
+  int piece_until_asked_ = -1;  // this piece lasts as long as memory is expensive
   std::atomic<bool> fails_ = false;
 };
 
@@ -214,7 +220,9 @@ TEST_F(SlowCopying, WaitsForNobodyWithoutAWriter) {
 
 TEST_F(SlowCopying, NoErrorWaitsForTheWriter) {
   cost_ = kCost;
+  piece_until_asked_ = 4;  // four pieces, of three units, show that memory is expensive
   for (const char* const from : {"poll", "when_slow", "copy"}) {
+    n_pieces_ = 0;
     StagingCopy copying([&](std::size_t part) {
       before_use_(part);
       return data_of(originals_[part]);
