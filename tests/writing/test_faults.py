@@ -580,8 +580,8 @@ def interrupted(seconds: float) -> Iterator[None]:
     timer.join()
 
 
-# The signal may come between an open() of Python code and its `with`; CPython then leaves the file to
-# its destructor.
+# The signal may come between an open() of Python code and its `with`; CPython then leaves the file
+# to its destructor.
 _may_leave_files_open = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
