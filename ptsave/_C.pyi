@@ -655,9 +655,10 @@ def merge_patches(older: bytes | torch.Tensor, newer: bytes | torch.Tensor) -> t
 # The change that undoes a change; `source` has the old bytes.
 def inverse(data: bytes | torch.Tensor, source: torch.Tensor) -> torch.Tensor: ...
 
-# Makes changes (data, target).  Signal handlers run afterwards.
+# Makes changes (data, target, digest).  The digest takes the new bytes.  Signal handlers run
+# afterwards.
 def apply_changes(
-    changes: Sequence[tuple[bytes | torch.Tensor, torch.Tensor]], *, n_threads: int
+    changes: Sequence[tuple[bytes | torch.Tensor, torch.Tensor, Xxh3 | None]], *, n_threads: int
 ) -> None: ...
 
 # Copies the bytes of `source` from `begin` on to all of `target`.  Then applies steps

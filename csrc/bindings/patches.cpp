@@ -12,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -25,6 +26,9 @@
 
 namespace ptsave {
 namespace {
+
+// A hash reads changed bytes as soon as they have changed, from the processor's cache.
+constexpr std::size_t kPieceNbytes = std::size_t{64} << 10;
 
 // The memory of bytes or of a tensor.
 std::span<const std::byte> memory_in(const py::handle& object) {
@@ -94,34 +98,40 @@ void populate(std::span<std::byte> target) {
       ::madvise(reinterpret_cast<void*>(pages.begin), pages.nbytes(), MADV_POPULATE_WRITE));
 }
 
-// Makes changes: a patch, or contents of the target's size.  Signal handlers run afterwards, so
-// that no target stays half changed.
-void apply_changes(const std::vector<std::pair<py::object, py::object>>& changes,
+// A patch of a target, or contents of its size.
+struct Change {
+  std::span<const std::byte> data;
+  std::span<std::byte> target;
+  Xxh3Stream* digest;  // takes the new bytes, unless it is null
+  std::optional<Patch> patch;
+
+  void make() const {
+    if (patch.has_value() && patch->count() >= target.size() / page_nbytes() + 1) populate(target);
+    std::size_t i = 0;
+    for (std::size_t at = 0; at < target.size(); at += kPieceNbytes) {
+      const auto piece = target.subspan(at, std::min(kPieceNbytes, target.size() - at));
+      if (patch.has_value()) {
+        i = patch->apply(i, at, piece);
+      } else {
+        std::ranges::copy(data.subspan(at, piece.size()), piece.begin());
+      }
+      if (digest != nullptr) digest->update(piece.data(), piece.size());
+    }
+  }
+};
+
+// Makes changes.  Signal handlers run afterwards, so that no target stays half changed.
+void apply_changes(const std::vector<std::tuple<py::object, py::object, Xxh3Stream*>>& changes,
                    std::size_t n_threads) {
-  struct Work {
-    std::span<const std::byte> data;
-    std::span<std::byte> target;
-    std::optional<Patch> patch;
-  };
-  std::vector<Work> work;
+  std::vector<Change> work;
   work.reserve(changes.size());
-  for (const auto& [object, target] : changes) {
-    work.push_back({memory_in(object), writable_memory_in(target), std::nullopt});
-    Work& each = work.back();
+  for (const auto& [object, target, digest] : changes) {
+    work.push_back({memory_in(object), writable_memory_in(target), digest, std::nullopt});
+    Change& each = work.back();
     if (each.data.size() != each.target.size()) each.patch.emplace(each.data);
   }
-  without_gil([&] {
-    const auto apply = [&](std::size_t i) {
-      const auto& [data, target, patch] = work[i];
-      if (patch.has_value()) {
-        if (patch->count() >= target.size() / page_nbytes() + 1) populate(target);
-        patch->apply(0, target);
-      } else {
-        std::ranges::copy(data, target.begin());
-      }
-    };
-    run_chunks(work.size(), n_threads, apply, [] {});
-  });
+  without_gil(
+      [&] { run_chunks(work.size(), n_threads, [&](std::size_t i) { work[i].make(); }, [] {}); });
 }
 
 // Copies the bytes of `source` from `begin` on to `target`, and applies steps (bytes, is_xor) to
@@ -146,7 +156,7 @@ void patched_copy(const py::handle& source, std::uint64_t begin, const py::handl
     std::ranges::copy(from.subspan(begin, to.size()), to.begin());
     for (const auto& [memory, patch] : work) {
       if (patch.has_value()) {
-        patch->apply(begin, to);
+        patch->apply(patch->find(begin), begin, to);
       } else {
         std::ranges::transform(to, memory, to.begin(), std::bit_xor());
       }

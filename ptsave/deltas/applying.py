@@ -252,7 +252,11 @@ class _Tensor(NamedTuple):
     def check(self, target: str = "the target") -> None:
         """Raise WrongBaseError if the checksum is wrong."""
         for last in self.patches[-1:]:
-            found = last.checksum and versions.checksum_of(self.memory, last.version.checksum)
+            digest = self.changes[0].digest if self.changes else None
+            if digest is not None:  # of a change of all of `memory`
+                found = digest.hexdigest()
+            else:
+                found = last.checksum and versions.checksum_of(self.memory, last.version.checksum)
             if found != last.checksum:
                 raise WrongBaseError(
                     f"tensor {last.name} would not get the checksum of version "
@@ -294,7 +298,8 @@ def _changes(source: Tensor, memory: Tensor, patches: list[Patch]) -> list[Chang
             continue
         data = patch.overwritten(nbytes)
         if len(patches) == 1 and begins is source and len(data) < nbytes:
-            return [Change(data, memory, _C.inverse(data, source))]
+            digest = _C.Xxh3() if patch.version.checksum == "xxh3-128" else None
+            return [Change(data, memory, _C.inverse(data, source), digest)]
         steps.append(repeat((data, False)))
     changes: list[Change] = []
     block = torch.empty(min(nbytes, versions.BLOCK_NBYTES), dtype=torch.uint8)
@@ -516,7 +521,7 @@ class _Sync:
         before, paths = self.version, {path for path, _ in changes}
         if changes:
             entries = []
-            for path, (_, target, inverse) in changes:
+            for path, (_, target, inverse, _) in changes:
                 offset = target.data_ptr() - files[path].data_ptr()
                 name = os.path.relpath(path, self.folder)
                 entries.append((name, offset, len(target), inverse))

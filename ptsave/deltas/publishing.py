@@ -194,9 +194,9 @@ class Publisher:
                     fsync=self._fsync,
                     is_new=True,
                 )
-        changes = [each.change for each in found]
+        changes = [(*each.change, None) for each in found]
         if is_whole:
-            changes = [(bytes_in(tensor), self._base[name]) for name, tensor in tensors.items()]
+            changes = [(bytes_in(each), self._base[name], None) for name, each in tensors.items()]
         _C.apply_changes(changes, n_threads=config.current().n_threads)
         self.version = number
         self._depth, self._nbytes = (0, 0) if is_whole else (self._depth + 1, nbytes)

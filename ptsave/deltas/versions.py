@@ -97,16 +97,18 @@ class Change(NamedTuple):
     data: bytes | Tensor
     target: Tensor
     inverse: Tensor  # undoes the change
+    digest: _C.Xxh3 | None = None  # takes the new bytes
 
 
 def make(changes: Iterable[Change]) -> None:
     """Make changes, with all threads; signal handlers run afterwards."""
-    _C.apply_changes([each[:2] for each in changes], n_threads=config.current().n_threads)
+    work = [(each.data, each.target, each.digest) for each in changes]
+    _C.apply_changes(work, n_threads=config.current().n_threads)
 
 
 def undo(changes: Iterable[Change]) -> None:
     """Bring the bytes back that changes have replaced."""
-    make(each._replace(data=each.inverse) for each in changes)
+    make(Change(each.inverse, each.target, each.inverse) for each in changes)
 
 
 class Patch(NamedTuple):

@@ -351,9 +351,9 @@ def killed(*_: object, **__: object) -> None:
 def half_changed(changes: list[Any], n_threads: int, end: Callable[[], object] = killed) -> None:
     """Change only some of the bytes, the last tensor's in part, and end the process."""
     half = changes[: len(changes) // 2 + 1]
-    data, target = half[-1]
+    data, target, _ = half[-1]
     new = target.clone()
-    apply_changes([*half[:-1], (data, new)], n_threads=n_threads)
+    apply_changes([*half[:-1], (data, new, None)], n_threads=n_threads)
     target[: len(target) // 2] = new[: len(target) // 2]
     end()
 

@@ -164,23 +164,28 @@ void Patch::write_inverse(std::span<const std::byte> target, std::byte* patch) c
   }
 }
 
-void Patch::apply(std::uint64_t begin, std::span<std::byte> target) const {
+std::size_t Patch::find(std::uint64_t position) const {
   std::size_t first = 0;
-  for (std::size_t n = count_; n != 0;) {  // binary search for the first position >= begin
+  for (std::size_t n = count_; n != 0;) {  // binary search
     const std::size_t half = n / 2;
-    if (position(first + half) < begin) {
+    if (this->position(first + half) < position) {
       first += half + 1;
       n -= half + 1;
     } else {
       n = half;
     }
   }
-  for (std::size_t i = first; i < count_; ++i) {
+  return first;
+}
+
+std::size_t Patch::apply(std::size_t i, std::uint64_t begin, std::span<std::byte> target) const {
+  for (; i < count_; ++i) {
     prefetch(i, target.data(), begin);
     const std::uint64_t at = position(i) - begin;  // huge if the position is less than `begin`
-    if (at >= target.size()) return;
+    if (at >= target.size()) break;
     target[at] = values_[i];
   }
+  return i;
 }
 
 template <typename Use>

@@ -57,9 +57,12 @@ class Patch {
   std::size_t count() const { return count_; }
   // Writes the patch of the same size that undoes this one; `target` has the old bytes.
   void write_inverse(std::span<const std::byte> target, std::byte* patch) const;
-  // Changes the bytes of `target`, which begins at position `begin`.  Writes nothing outside
-  // of `target`, even if the positions do not ascend.
-  void apply(std::uint64_t begin, std::span<std::byte> target) const;
+  // The number of the first change that is not before a position.
+  std::size_t find(std::uint64_t position) const;
+  // Changes the bytes of `target`, which begins at position `begin`; `i` is find(begin).  Returns
+  // the number of the first change behind the target.  Writes nothing outside of `target`, even if
+  // the positions do not ascend.
+  std::size_t apply(std::size_t i, std::uint64_t begin, std::span<std::byte> target) const;
   // The patch that has the effect of this one and then of `newer`: its size, and its bytes.  The
   // positions of both must ascend.
   std::size_t merged_nbytes(const Patch& newer) const;

@@ -72,14 +72,14 @@ TEST_P(Densities, PatchesMakeTheNewBytes) {
   Bytes inverse(bytes.size());
   patch.write_inverse(before, inverse.data());
   Bytes undone = after;
-  Patch(inverse).apply(0, undone);
+  Patch(inverse).apply(0, 0, undone);
   EXPECT_EQ(undone, before);
   for (const std::size_t piece : {nbytes + 1, std::size_t{1000}, std::size_t{1}}) {
     Bytes target = before;
     for (const int round : {1, 2}) {
       for (std::size_t begin = 0; begin < nbytes; begin += piece) {
         const std::size_t n = std::min(piece, nbytes - begin);
-        patch.apply(begin, std::span(target).subspan(begin, n));
+        patch.apply(patch.find(begin), begin, std::span(target).subspan(begin, n));
       }
       EXPECT_EQ(target, after) << "pieces of " << piece << ", round " << round;
     }
@@ -121,7 +121,7 @@ TEST(Patch, MergesWithANewerOne) {
     Patch(older).write_merged(Patch(newer), merged);
     Patch(merged).check(states[0].size());
     for (Bytes state : states) {  // of any of the versions
-      Patch(merged).apply(0, state);
+      Patch(merged).apply(0, 0, state);
       EXPECT_EQ(state, states.back());
     }
   }
@@ -131,7 +131,8 @@ TEST(Patch, WritesOnlyIntoItsTarget) {
   Bytes memory(32, std::byte{0});
   const Bytes bytes = patch_at(5, {9, 3, 30, 12, 0xFFFFFFFF});
   for (std::uint64_t begin = 0; begin < 20; ++begin) {
-    Patch(bytes).apply(begin, std::span(memory).subspan(8, 8));
+    const Patch patch(bytes);
+    patch.apply(patch.find(begin), begin, std::span(memory).subspan(8, 8));
   }
   EXPECT_TRUE(
       std::all_of(memory.begin(), memory.begin() + 8, [](auto b) { return b == std::byte{0}; }));
