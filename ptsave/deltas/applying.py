@@ -298,7 +298,9 @@ def _changes(source: Tensor, memory: Tensor, patches: list[Patch]) -> list[Chang
             continue
         data = patch.overwritten(nbytes)
         if len(patches) == 1 and begins is source and len(data) < nbytes:
-            digest = _C.Xxh3() if patch.version.checksum == "xxh3-128" else None
+            # Tensors in memory may share bytes, so they are hashed when all have changed.
+            is_hashed = source is not memory and patch.version.checksum == "xxh3-128"
+            digest = _C.Xxh3() if is_hashed else None
             return [Change(data, memory, _C.inverse(data, source), digest)]
         steps.append(repeat((data, False)))
     changes: list[Change] = []

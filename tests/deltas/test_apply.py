@@ -169,6 +169,18 @@ def test_a_target_with_other_tensors(tmp_path: Path) -> None:
     assert_same_bits(held, {**weights[-1], "other": torch.ones(2)})
 
 
+def test_one_memory_for_tensors_that_differ(tmp_path: Path) -> None:
+    """A version changes other elements of each tensor, but the target has one memory for both."""
+    old = {"a": torch.zeros(100_000), "b": torch.zeros(100_000)}
+    new = copy_of(old)
+    new["a"][90_000] = new["b"][10] = 1
+    Publisher(tmp_path, old).publish(new)
+    held = dict.fromkeys("ab", torch.zeros(100_000))
+    with pytest.raises(ptsave.WrongBaseError):
+        apply(tmp_path, held)
+    assert not held["a"].any()
+
+
 @pytest.mark.parametrize("encoding", ["overwrite", "xor"])
 def test_a_wrong_base(encoding: Any, tmp_path: Path) -> None:
     weights = states()
