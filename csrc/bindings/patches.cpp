@@ -27,9 +27,6 @@
 namespace ptsave {
 namespace {
 
-// A hash reads changed bytes as soon as they have changed, from the processor's cache.
-constexpr std::size_t kPieceNbytes = std::size_t{64} << 10;
-
 // The memory of bytes or of a tensor.
 std::span<const std::byte> memory_in(const py::handle& object) {
   if (py::isinstance<py::bytes>(object)) {
@@ -108,8 +105,8 @@ struct Change {
   void make() const {
     if (patch.has_value() && patch->count() >= target.size() / page_nbytes() + 1) populate(target);
     std::size_t i = 0;
-    for (std::size_t at = 0; at < target.size(); at += kPieceNbytes) {
-      const auto piece = target.subspan(at, std::min(kPieceNbytes, target.size() - at));
+    for (std::size_t at = 0; at < target.size(); at += kHashedPieceNbytes) {
+      const auto piece = target.subspan(at, std::min(kHashedPieceNbytes, target.size() - at));
       if (patch.has_value()) {
         i = patch->apply(i, at, piece);
       } else {

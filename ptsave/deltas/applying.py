@@ -299,8 +299,8 @@ def _changes(source: Tensor, memory: Tensor, patches: list[Patch]) -> list[Chang
         data = patch.overwritten(nbytes)
         if len(patches) == 1 and begins is source and len(data) < nbytes:
             # Tensors in memory may share bytes, so they are hashed when all have changed.
-            is_hashed = source is not memory and patch.version.checksum == "xxh3-128"
-            digest = _C.Xxh3() if is_hashed else None
+            in_memory, checksum = source is memory, patch.version.checksum
+            digest = None if in_memory else versions.fused_digest(checksum)
             return [Change(data, memory, _C.inverse(data, source), digest)]
         steps.append(repeat((data, False)))
     changes: list[Change] = []

@@ -263,7 +263,7 @@ class Publisher:
         before, after = self._base[name], bytes_in(tensor)
         fused = None  # a hash that is computed while the bytes are compared
         if self._encoding == "overwrite":
-            fused = _C.Xxh3() if self._checksum == "xxh3-128" else None
+            fused = versions.fused_digest(self._checksum)
             data = _C.find_changes(before, after, fused)
             if len(data) == versions.MIN_PATCH_NBYTES:
                 return None

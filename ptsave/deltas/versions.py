@@ -269,12 +269,17 @@ def zstd() -> Any:
     return _library("zstandard")
 
 
+def fused_digest(checksum: str) -> _C.Xxh3 | None:
+    """Return a digest that the engine updates while it finds or makes changes, if it can."""
+    return _C.Xxh3() if checksum == "xxh3-128" else None
+
+
 def checksum_of(memory: Tensor, checksum: str) -> str:
     """Return the checksum of a uint8 tensor's bytes."""
     data = memory_of(memory)
     if checksum in ("adler32", _CRC):
         return f"{zlib.adler32(data) if checksum == 'adler32' else _C.crc32(data):08x}"
-    found = _C.Xxh3() if checksum == "xxh3-128" else _library("blake3").blake3()
+    found = fused_digest(checksum) or _library("blake3").blake3()
     found.update(data)
     return str(found.hexdigest())
 

@@ -16,8 +16,6 @@ constexpr std::size_t kLineNbytes = 64;
 // The processor alone fetches two streams too late: with this distance, comparing is 1.3 times as
 // fast.
 constexpr std::size_t kPrefetchNbytes = 2048;
-// A hash reads new bytes as soon as they are compared, from the processor's cache.
-constexpr std::size_t kPieceNbytes = std::size_t{64} << 10;
 constexpr std::size_t kPrefetchCount = 32;  // changes that are fetched in advance
 
 #if defined(__SSE2__)
@@ -72,8 +70,8 @@ ByteChanges::ByteChanges(std::span<const std::byte> before, std::span<const std:
     block = blocks_.emplace_back(new Block).get();
     n = 0;
   };
-  for (std::size_t begin = 0; begin < nbytes; begin += kPieceNbytes) {
-    const std::size_t end = std::min(begin + kPieceNbytes, nbytes);
+  for (std::size_t begin = 0; begin < nbytes; begin += kHashedPieceNbytes) {
+    const std::size_t end = std::min(begin + kHashedPieceNbytes, nbytes);
     std::size_t at = begin;
     for (; at + kLineNbytes <= end; at += kLineNbytes) {
       __builtin_prefetch(before.data() + at + kPrefetchNbytes);

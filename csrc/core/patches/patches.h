@@ -19,6 +19,9 @@ namespace ptsave {
 
 // The count has 32 bits, and all bytes may have changed.
 inline constexpr std::uint64_t kMaxPatchedNbytes = 0xFFFFFFFF;
+// A hash reads pieces of this size as soon as they are compared or changed, from the processor's
+// cache.
+inline constexpr std::size_t kHashedPieceNbytes = std::size_t{64} << 10;
 
 // The bytes of `after` that differ from `before`, in the order of their positions.
 class ByteChanges {
