@@ -288,10 +288,12 @@ def test_files_whose_version_is_unknown(tmp_path: Path) -> None:
         assert_same_bits(read(served), weights[-1])
 
 
-def test_files_with_a_wrong_base_stay_as_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checksum", versions.CHECKSUMS)
+@pytest.mark.parametrize("name", ["a.bias", "a.weight"])
+def test_files_with_a_wrong_base_stay_as_they_are(name: str, checksum: str, tmp_path: Path) -> None:
     weights, served = states(), tmp_path / "served"
-    publish_all(tmp_path / "versions", weights)
-    held = {**copy_of(weights[0]), "a.bias": torch.zeros(33)}
+    publish_all(tmp_path / "versions", weights, checksum=checksum)
+    held = {**copy_of(weights[0]), name: torch.zeros_like(weights[0][name])}
     ptsave.save_model(held, served)
     before = (served / "model.safetensors").read_bytes()
     with pytest.raises(ptsave.WrongBaseError):
@@ -575,9 +577,10 @@ def test_a_chain_is_folded_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyP
         publish_all(tmp_path / "versions", weights)
 
 
-def test_several_appliers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+def test_several_appliers(encoding: Any, tmp_path: Path) -> None:
     weights, served, root = states(), tmp_path / "served", tmp_path / "versions"
-    publish_all(root, weights, encoding="xor")
+    publish_all(root, weights, encoding=encoding)
     ptsave.save_model(weights[0], served, max_shard_size="1KB")
     threads = [threading.Thread(target=apply, args=(root, served)) for _ in range(4)]
     for thread in threads:
